@@ -1,0 +1,93 @@
+"""When does a round fire? Quorums as pure functions: who has arrived -> (fire?, why).
+
+Sources: solo and majority are those of Li et al., "Taming Unbalanced Training Workloads in Deep Learning with Partial
+Collective Operations", PPoPP 2020 (majority: an initiator drawn anew each round from a seed all ranks share, so that
+half of the ranks are in on average). A count or a fraction is a real quorum; "all" is synchronous.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+Quorum = str | int | float
+NAMES = ("solo", "majority", "all")
+
+
+class Decision(NamedTuple):
+    """Whether a round may fire, who its initiator is (None: nobody yet), and why, for people."""
+
+    fire: bool
+    initiator: int | None
+    reason: str
+
+
+def check_quorum(quorum: Quorum, size: int) -> None:
+    """Refuse a quorum that no round at ``size`` ranks can have.
+
+    Raises:
+        ValueError: it is not "solo", "majority", "all", a count in 1..size, or a fraction in (0, 1].
+    """
+    hint = f'take "solo", "majority", "all", a number of ranks from 1 to {size}, or a fraction such as 0.75'
+    if isinstance(quorum, bool) or not isinstance(quorum, str | int | float):
+        raise ValueError(f"quorum={quorum!r} is not a quorum: {hint}")
+    if isinstance(quorum, str):
+        if quorum not in NAMES:
+            raise ValueError(f"quorum={quorum!r} is not known: {hint}")
+    elif isinstance(quorum, int):
+        if not 1 <= quorum <= size:
+            raise ValueError(f"quorum={quorum} of {size} ranks cannot be: {hint}")
+    elif not 0.0 < quorum <= 1.0:
+        raise ValueError(f"quorum={quorum} is not a fraction in (0, 1]: {hint}")
+
+
+def parse_quorum(text: str) -> Quorum:
+    """A quorum as a command line gives it: a name, "3" or "0.75" (checked later, where the size is known)."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def needed(quorum: int | float, size: int) -> int:
+    """How many ranks a count or a fraction asks for, of ``size`` ranks."""
+    return quorum if isinstance(quorum, int) else math.ceil(quorum * size - 1e-9)
+
+
+def initiator(round: int, seed: int, active: AbstractSet[int], size: int) -> int:
+    """Majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
+
+    A permutation, so that a rank that finishes changes the draw only of the rounds that were its own.
+    """
+    order = list(range(size))
+    random.Random(f"{seed}:{round}").shuffle(order)
+    return next(rank for rank in order if rank in active)
+
+
+def decide(
+    quorum: Quorum, round: int, arrived: Sequence[int], active: AbstractSet[int], size: int, seed: int
+) -> Decision:
+    """May ``round`` fire?
+
+    Args:
+        quorum: one that ``check_quorum`` accepted.
+        arrived: the active ranks that have arrived for this round, in order of arrival.
+        active: the ranks that are not done; a quorum never asks for more than these.
+        size: all ranks.
+        seed: of majority's draw.
+    """
+    if not arrived:
+        return Decision(False, None, "nobody has arrived")
+    first, present, left = arrived[0], len(arrived), len(active)
+    if quorum == "solo":
+        return Decision(True, first, f"solo: rank {first} came first")
+    if quorum == "majority":
+        drawn = initiator(round, seed, active, size)
+        return Decision(drawn in arrived, drawn, f"majority: rank {drawn} was drawn; {present} of {left} are in")
+    want = left if isinstance(quorum, str) else min(needed(quorum, size), left)
+    return Decision(present >= want, first, f"quorum: {present} of {left} are in, {want} needed")

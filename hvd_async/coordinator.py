@@ -1,0 +1,147 @@
+"""The coordinator: rank 0's thread that feeds the state machines and sends what comes out, to all in one order.
+
+It also keeps watch: a rank whose connection ends without ``Leaving`` is lost, and everybody is told its name and host; a
+rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Welcome
+from hvd_async.protocols import Gone, Hub
+from hvd_async.notices import notice
+from hvd_async.rounds import Rounds
+
+
+class Coordinator:
+    """Runs until every rank has left, a rank is lost, or ``stop()``.
+
+    Args:
+        hub: the coordinator's end of the channels; the coordinator closes it.
+        size: number of ranks.
+        warn_after: seconds of waiting for a rank before each warning.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, hub: Hub, size: int, warn_after: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._hub, self._size, self._warn_after, self._clock = hub, size, warn_after, clock
+        self._hosts: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._rounds: dict[int, Rounds] = {}
+        self._waits: dict[int, tuple[object, float]] = {}
+        self._stopping = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="hvd_async-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread and close the hub, whatever the ranks are doing."""
+        self._stopping.set()
+        self._hub.wake()
+        self._thread.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the coordinator has come to its end by itself."""
+        self._thread.join(timeout)
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._over and not self._stopping.is_set():
+                item = self._hub.receive(self._timeout())
+                now = self._clock()
+                if item is not None:
+                    self._take(*item, now)
+                for rounds in self._rounds.values():
+                    deadline = rounds.deadline()
+                    if deadline is not None and deadline <= now:
+                        self._send_all(rounds.tick(now))
+                self._warn(now)
+        except Exception as error:
+            notice(f"the coordinator failed: {type(error).__name__}: {error}")
+            self._lose(0, f"has a coordinator that failed with {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._hub.close()
+
+    def _timeout(self) -> float:
+        deadlines = [d for d in (rounds.deadline() for rounds in self._rounds.values()) if d is not None]
+        until = min(deadlines, default=float("inf")) - self._clock()
+        return max(0.0, min(until, self._warn_after / 4))
+
+    def _take(self, rank: int, event: Event | Gone, now: float) -> None:
+        match event:
+            case Gone(reason):
+                if rank not in self._left:
+                    self._lose(rank, reason)
+            case Failed(error):
+                self._lose(rank, f"failed: {error}")
+            case Hello(host, _):
+                self._hosts[rank] = host
+                if len(self._hosts) == self._size:
+                    self._send_all([Welcome()])
+            case Leaving():
+                self._left.add(rank)
+                if len(self._left) == self._size:
+                    self._send_all([Bye()])
+                    self._over = True
+            case _:
+                rounds = self._rounds.setdefault(event.optimizer, Rounds(event.optimizer, self._size))
+                try:
+                    commands = rounds.handle(rank, event, now)
+                except ProtocolError as error:
+                    self._lose(rank, f"broke the protocol: {error}")
+                else:
+                    self._send_all(commands)
+
+    def _send_all(self, commands: list[Command]) -> None:
+        for command in commands:
+            for rank in range(self._size):
+                if rank not in self._left:
+                    self._hub.send(rank, command)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
+        context = "; ".join(
+            f"optimizer {number} was waiting for {what}"
+            for number, rounds in self._rounds.items()
+            if (what := self._waiting_text(rounds)) is not None
+        )
+        host = self._hosts.get(rank, "?")
+        notice(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
+        self._send_all([Lost(rank, host, reason, context)])
+        self._over = True
+
+    # -- warnings ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _waiting_text(rounds: Rounds) -> str | None:
+        waiting = rounds.waiting_for()
+        return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
+
+    def _warn(self, now: float) -> None:
+        if len(self._hosts) < self._size:
+            return
+        for number, rounds in self._rounds.items():
+            waiting = rounds.waiting_for()
+            seen, since = self._waits.get(number, (None, now))
+            if waiting is None or seen != waiting:
+                self._waits[number] = (waiting, now)
+            elif now - since >= self._warn_after:
+                what, ranks = waiting
+                names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
+                notice(
+                    f"{what} of optimizer {number} has waited {self._warn_after:.0f} s more for rank(s) {names}: alive, "
+                    f"but slow or not calling step()/drain(). Waiting on."
+                )
+                self._waits[number] = (waiting, now)

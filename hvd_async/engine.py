@@ -1,0 +1,254 @@
+"""The engine: the one thread of a rank that touches Horovod and the control plane, whatever the training thread does.
+
+A Horovod collective starts when every member has submitted it, so somebody must submit this rank's part while its
+training thread computes or sleeps. The engine owns all state it works on; other threads post functions to it and wait
+for results. It sleeps until a command, a post or the next time a collective may be done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from hvd_async.errors import EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
+from hvd_async.events import Bye, Command, Event, Failed, Leaving, Lost, Welcome
+from hvd_async.protocols import Channel, Collectives, Gone, Handle, Vector
+
+CAUSE_WAIT = 5.0
+"""Seconds a rank whose collective failed waits to hear from the coordinator which rank is to blame."""
+
+
+class Participant(Protocol):
+    """One optimizer's engine-side half."""
+
+    def obey(self, command: Command) -> None:
+        """Carry out a command for this optimizer (engine thread)."""
+
+    def fail(self, error: Exception) -> None:
+        """Wake whoever waits: the engine has failed with ``error`` (any thread)."""
+
+    def finish(self) -> None:
+        """Drain, because the process ends normally (main thread)."""
+
+
+class Engine:
+    """One a process; serves any number of optimizers. Start once; a stopped engine is replaced, not restarted.
+
+    Args:
+        collectives: the data plane.
+        connect: makes the control plane's channel; called on the engine thread, may block and raise.
+    """
+
+    def __init__(self, collectives: Collectives, connect: Callable[[], Channel]) -> None:
+        self.collectives = collectives
+        self.rank, self.size = collectives.rank, collectives.size
+        self.failure: Exception | None = None
+        self.timeout = float(os.environ.get("HVD_ASYNC_TIMEOUT", "inf"))
+        """Opt-in limit (s) on every wait for other ranks."""
+        self._connect = connect
+        self._channel: Channel | None = None
+        self._posts: deque[Callable[[], None]] = deque()
+        self._flights: list[tuple[Handle, Callable[[Vector], None]]] = []
+        self._participants: dict[int, Participant] = {}
+        self._next_id = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._leaving = False
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hvd_async-engine-{self.rank}", daemon=True)
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def register(self, participant: Participant) -> int:
+        """Enter an optimizer; returns its number, which is the same on all ranks if they open theirs in one order."""
+        with self._lock:
+            number = self._next_id
+            self._next_id += 1
+            self._participants[number] = participant
+        return number
+
+    def participants(self) -> list[Participant]:
+        """All that are registered, in order."""
+        return list(self._participants.values())
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine thread run ``action``, after all posted before it.
+
+        Raises:
+            the engine's failure, if it has failed.
+        """
+        self.check()
+        self._posts.append(action)
+        if self._channel is not None:
+            self._channel.wake()
+
+    def run_collective(self, start: Callable[[Collectives], Handle]) -> Vector:
+        """Start a collective on the engine thread and wait for its result; every rank must do the same."""
+        future: Future[Vector] = Future()
+
+        def begin() -> None:
+            self.submit(lambda: start(self.collectives), future.set_result)
+
+        self.post(begin)
+        self.wait(future.done)
+        return future.result()
+
+    def wait(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
+        """Wait until ``ready()``; a failure of the engine ends the wait with its error.
+
+        Args:
+            ready: checked after every change that the engine makes.
+            condition: held by the caller and notified by whoever makes ``ready`` true; None to be notified by
+                any completion.
+
+        Raises:
+            WaitTimeoutError: the opt-in limit ran out. Otherwise the wait goes on as long as the engine lives:
+                a slow rank is warned about by the coordinator, a lost one makes the engine fail.
+        """
+        started = time.monotonic()
+        condition = condition or self._changed
+        with condition:
+            while not ready():
+                self.check()
+                if not condition.wait(timeout=1.0) and time.monotonic() - started > self.timeout:
+                    raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
+
+    def check(self) -> None:
+        """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
+        failure = self.failure
+        if failure is None and not self._thread.is_alive() and self._left.is_set():
+            failure = EngineError("the engine has been stopped; hvd.shutdown() was called")
+        if isinstance(failure, RankLostError):
+            raise self.collectives.failure(str(failure)) from failure
+        if isinstance(failure, HvdAsyncError | self.collectives.failure):
+            raise failure
+        if failure is not None:
+            raise EngineError(f"the engine of rank {self.rank} failed: {failure}") from failure
+
+    def leave(self, timeout: float = 60.0) -> None:
+        """Stop when all ranks have come to this point, or after ``timeout`` s, or at once if the engine has failed."""
+        if self.failure is None:
+            self._posts.append(self._say_leaving)
+            if self._channel is not None:
+                self._channel.wake()
+            self._left.wait(timeout)
+        self.stop()
+
+    def stop(self, error: str | None = None, timeout: float = 5.0) -> None:
+        """Stop now; with ``error``, tell the other ranks that this one is ending on it."""
+        if error is not None and self.failure is None:
+            self._posts.append(lambda: self.send(Failed(error)))
+        self._posts.append(self._stop_now)
+        if self._channel is not None:
+            self._channel.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        """Send an event to the coordinator (engine thread)."""
+        assert self._channel is not None
+        self._channel.send(event)
+
+    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None]) -> None:
+        """Start a collective and have ``done`` called with its result (engine thread)."""
+        self._flights.append((start(), done))
+
+    def _say_leaving(self) -> None:
+        self._leaving = True
+        self.send(Leaving())
+
+    def _stop_now(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            self.collectives.start(self._wake)
+            self._channel = self._connect()
+            while not self._stopping:
+                message = self._channel.receive(self._next_look())
+                if message is not None:
+                    self._obey(message)
+                self._run_posts()
+                self._land()
+        except Exception as error:
+            self._fail(self._cause_of(error))
+        finally:
+            self._left.set()
+            if self._channel is not None:
+                self._channel.close()
+            self.collectives.stop()
+
+    def _wake(self) -> None:
+        if self._channel is not None:
+            self._channel.wake()
+
+    def _run_posts(self) -> None:
+        while self._posts:
+            self._posts.popleft()()
+
+    def _next_look(self) -> float | None:
+        """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
+        if self._posts:
+            return 0.0
+        return min((t for t in (handle.poll_in() for handle, _ in self._flights) if t is not None), default=None)
+
+    def _land(self) -> None:
+        """Hand over the results of the collectives that are done."""
+        landed = [flight for flight in self._flights if flight[0].done()]
+        if not landed:
+            return
+        self._flights = [flight for flight in self._flights if flight not in landed]
+        for handle, done in landed:
+            done(handle.result())
+        with self._changed:
+            self._changed.notify_all()
+
+    def _obey(self, message: Command | Gone) -> None:
+        match message:
+            case Welcome():
+                pass
+            case Bye():
+                self._stopping = True
+            case Lost(rank, host, reason, context):
+                raise RankLostError(rank, host, reason, context)
+            case Gone(reason):
+                if self._leaving:
+                    self._stopping = True
+                else:
+                    raise RankLostError(0, "of the coordinator", reason)
+            case _:
+                self._participants[message.optimizer].obey(message)
+
+    def _cause_of(self, error: Exception) -> Exception:
+        """Horovod says that a collective failed, not why; the coordinator soon knows who is gone, so ask it first."""
+        if not isinstance(error, self.collectives.failure) or self._channel is None:
+            return error
+        deadline = time.monotonic() + CAUSE_WAIT
+        while (left := deadline - time.monotonic()) > 0:
+            match self._channel.receive(left):
+                case Lost(rank, host, reason, context):
+                    return RankLostError(rank, host, reason, context)
+                case Gone(reason):
+                    return RankLostError(0, "of the coordinator", reason)
+        return error
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        if self._channel is not None and not isinstance(error, RankLostError):
+            self._channel.send(Failed(f"{type(error).__name__}: {error}"))
+        for participant in self.participants():
+            participant.fail(error)
+        with self._changed:
+            self._changed.notify_all()

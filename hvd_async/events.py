@@ -1,0 +1,182 @@
+"""The messages of the control plane: what ranks tell the coordinator, and what it commands.
+
+All are frozen msgspec structs; ``encode``/``decode_event``/``decode_command`` are the wire format (MessagePack). The
+sender of an event is known from its authenticated connection, so no event names its own rank.
+A leaf module: it imports nothing of the package.
+
+Terms (the same everywhere): a *step* is a rank's own count of ``opt.step()``; a *round* one partial allreduce of the
+whole model; a *bucket* a flat buffer of some parameters' gradients. Steps and rounds are numbered from 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+Hyper: TypeAlias = list[dict[str, Any]]
+"""Hyperparameters of a round: one dictionary (name -> number, bool, None or list of numbers) per parameter group."""
+
+
+class EagerConfig(msgspec.Struct, frozen=True):
+    """What all ranks must have in common before the first round.
+
+    Attributes:
+        quorum: "solo", "majority", "all", an int (ranks) or a float (fraction of the ranks).
+        max_staleness: rounds.
+        grace: seconds to wait for more ranks once the quorum is there.
+        seed: of majority's initiator draw.
+        buckets: how many buckets a round has.
+    """
+
+    quorum: str | int | float
+    max_staleness: int
+    grace: float
+    seed: int
+    buckets: int
+
+
+# -- events: rank -> coordinator ------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The handshake: this rank's engine is connected."""
+
+    host: str
+    pid: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """This rank's optimizer is about to step (or drain) for the first time.
+
+    ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter.
+    """
+
+    optimizer: int
+    config: EagerConfig
+    names: list[str]
+    checksums: list[int]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """This rank is in ``step()`` number ``step``, with these hyperparameters."""
+
+    optimizer: int
+    step: int
+    hyper: Hyper
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The gradient of ``bucket`` of this rank's step is in its engine's pending buffer."""
+
+    optimizer: int
+    bucket: int
+    step: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """This rank is in ``drain()``; it has produced this many gradients since it opened."""
+
+    optimizer: int
+    produced: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """This rank is ending on an error."""
+
+    error: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """This rank's engine is about to stop, with nothing left to do."""
+
+
+# -- commands: coordinator -> rank ----------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is connected."""
+
+
+class Agreed(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has opened this optimizer, and they fit together: steps may begin."""
+
+    optimizer: int
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """Submit the pending gradient of this bucket for this round. ``hyper`` is None if it follows in ``Settle``."""
+
+    optimizer: int
+    bucket: int
+    round: int
+    hyper: Hyper | None
+    reason: str
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """The hyperparameters of a round of which a bucket went before they were known."""
+
+    optimizer: int
+    round: int
+    hyper: Hyper
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are done: ``rounds`` rounds were fired and ``produced`` gradients produced since the start."""
+
+    optimizer: int
+    rounds: int
+    produced: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The ranks' optimizers do not fit together; ``problem`` says how, and what mends it."""
+
+    optimizer: int
+    problem: str
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A rank is gone; the job cannot go on."""
+
+    rank: int
+    host: str
+    reason: str
+    context: str
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is leaving: close."""
+
+
+Event: TypeAlias = Hello | Opened | Stepped | Arrived | Done | Failed | Leaving
+Command: TypeAlias = Welcome | Agreed | Go | Settle | Drained | Refused | Lost | Bye
+
+DecodeError = msgspec.DecodeError
+_encoder = msgspec.msgpack.Encoder()
+_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def encode(message: Event | Command) -> bytes:
+    """The message's wire form."""
+    return _encoder.encode(message)
+
+
+def decode_event(data: bytes) -> Event:
+    """The event in ``data``.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    return _events.decode(data)
+
+
+def decode_command(data: bytes) -> Command:
+    """The command in ``data``.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    return _commands.decode(data)

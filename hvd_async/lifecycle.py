@@ -1,0 +1,146 @@
+"""The life of a process's engine: started by the first optimizer that steps, drained and stopped at the process's end.
+
+Ends are clean: a normal exit drains; an exception or a non-zero ``sys.exit`` tells the other ranks and is never taken
+for done. (``raise SystemExit(n)`` cannot be told from a normal exit by any exit hook; use ``sys.exit(n)``.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvd_async.control import rendezvous
+from hvd_async.coordinator import Coordinator
+from hvd_async.engine import Engine
+from hvd_async.protocols import Channel, Collectives
+
+
+class Lifecycle:
+    """A binding's engine: none, or one that runs. ``local`` engines (a test's rank in a thread) take precedence.
+
+    Args:
+        make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
+    """
+
+    def __init__(self, make_collectives: Callable[[], Collectives]) -> None:
+        self._make = make_collectives
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._coordinator: Coordinator | None = None
+        self._serial = 0
+        self._hooked = False
+
+    def engine(self) -> Engine:
+        """The engine that runs, started if there is none (or only one that has failed or stopped)."""
+        local = local_engine()
+        if local is not None:
+            return local
+        with self._lock:
+            if self._engine is None:
+                self._start()
+            assert self._engine is not None
+            return self._engine
+
+    def _start(self) -> None:
+        collectives = self._make()
+        serial = self._serial
+        self._serial += 1
+
+        def connect() -> Channel:
+            channel, self._coordinator = rendezvous(collectives, serial)
+            return channel
+
+        if not self._hooked:
+            # Registered after hvd.init() registered Horovod's own hook, so it runs before that one.
+            atexit.register(self._at_exit)
+            _exit_status.watch()
+            self._hooked = True
+        self._engine = Engine(collectives, connect)
+        self._engine.start()
+
+    def drain(self) -> None:
+        """Drain every optimizer of this process (Horovod's ``join``, for ours)."""
+        if self._engine is not None:
+            for participant in self._engine.participants():
+                participant.finish()
+
+    def shutdown(self) -> None:
+        """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""
+        engine = self._engine
+        if engine is None:
+            return
+        try:
+            if engine.failure is None:
+                self.drain()
+                engine.leave()
+        finally:
+            self._forget(engine)
+
+    def abandon(self, error: str) -> None:
+        """Stop the engine at once and tell the other ranks why."""
+        if self._engine is not None:
+            self._engine.stop(error)
+            self._forget(self._engine)
+
+    def _forget(self, engine: Engine) -> None:
+        engine.stop()
+        if self._coordinator is not None:
+            self._coordinator.join(timeout=5.0)
+            self._coordinator.stop()
+        self._engine = self._coordinator = None
+
+    def _at_exit(self) -> None:
+        error = _exit_status.error()
+        if error is not None:
+            self.abandon(error)
+        else:
+            self.shutdown()
+
+
+class _ExitStatus:
+    """Knows at exit whether the process ends on an error. Exit hooks are not told, so ``sys.exit`` is watched."""
+
+    def __init__(self) -> None:
+        self._code: object = None
+
+    def watch(self) -> None:
+        original = sys.exit
+
+        def exit(status: Any = None, /) -> Any:
+            self._code = status
+            original(status)
+
+        sys.exit = exit
+
+    def error(self) -> str | None:
+        """What the process ends on, None if it ends normally."""
+        last = getattr(sys, "last_value", None)
+        if last is not None:
+            return f"{type(last).__name__}: {last}"
+        if self._code not in (None, 0):
+            return f"sys.exit({self._code!r})"
+        return None
+
+
+_exit_status = _ExitStatus()
+_local = threading.local()
+
+
+def local_engine() -> Engine | None:
+    """The engine that ``use_engine`` set for this thread."""
+    engine: Engine | None = getattr(_local, "engine", None)
+    return engine
+
+
+@contextlib.contextmanager
+def use_engine(engine: Engine) -> Iterator[None]:
+    """Make ``engine`` the one that optimizers of this thread use: ranks as threads in one process, for tests."""
+    _local.engine = engine
+    try:
+        yield
+    finally:
+        _local.engine = None

@@ -1,0 +1,93 @@
+"""The interfaces between the parts: what the engine needs of a control plane and of a data plane.
+
+One implementation a file: ``control.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages,
+``torch/collectives.py``, ``tensorflow/collectives.py`` and ``testing.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from hvd_async.events import Command, Event
+
+Vector: TypeAlias = Any
+"""A flat (1-D) array of the binding's framework: NumPy, torch or TensorFlow. The core only uses ``+=`` and ``[-1]``."""
+
+
+class Gone(NamedTuple):
+    """A connection ended."""
+
+    reason: str
+
+
+class Channel(Protocol):
+    """A rank's connection to the coordinator. Only its engine thread uses it, but for ``wake``."""
+
+    def send(self, event: Event) -> None:
+        """Send; never blocks."""
+
+    def receive(self, timeout: float | None) -> Command | Gone | None:
+        """The next command; None after ``timeout`` s or on ``wake()``; ``Gone`` once the coordinator is lost."""
+
+    def wake(self) -> None:
+        """From any thread: make a ``receive`` that is waiting, or the next one, return at once."""
+
+    def close(self) -> None:
+        """Send what is queued (bounded), then close. Calling it again does nothing."""
+
+
+class Hub(Protocol):
+    """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``."""
+
+    def send(self, rank: int, command: Command) -> None:
+        """Send to one rank; never blocks. Commands reach a rank in the order sent."""
+
+    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+        """The next event and its sender; ``Gone`` once that rank is lost; None after ``timeout`` s or on ``wake``."""
+
+    def wake(self) -> None:
+        """From any thread: make ``receive`` return."""
+
+    def close(self) -> None:
+        """Send what is queued (bounded), then close."""
+
+
+class Handle(Protocol):
+    """A collective on its way."""
+
+    def done(self) -> bool:
+        """Whether ``result`` would return at once."""
+
+    def result(self) -> Vector:
+        """The collective's result, or the framework's error if it failed. Call once, when ``done``."""
+
+    def poll_in(self) -> float | None:
+        """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
+
+
+class Collectives(Protocol):
+    """Horovod's collectives in one framework. Only the engine thread calls these."""
+
+    rank: int
+    size: int
+    host: str
+    failure: type[Exception]
+    """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
+
+    def sum(self, vector: Vector, name: str) -> Handle:
+        """Start the sum of ``vector`` over all ranks; ``vector`` belongs to the collective from now on."""
+
+    def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
+        """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
+
+    def broadcast(self, vector: Vector, root: int, name: str) -> Handle:
+        """Start sending rank ``root``'s vector to all."""
+
+    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """All ranks' payloads, in rank order; blocks until every rank has called it."""
+
+    def start(self, wake: Any) -> None:
+        """Called once by the engine before any other: ``wake()`` makes the engine look at its handles."""
+
+    def stop(self) -> None:
+        """Called once at the end; frees threads of its own."""

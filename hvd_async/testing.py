@@ -1,0 +1,283 @@
+"""Ranks as threads of one process, for tests: real engines, a real coordinator, messages and collectives in memory.
+
+``Cluster(4).run(work)`` calls ``work(rank)`` in four threads; an optimizer wrapped there uses that rank's engine. With
+``jitter`` every message is held back by a random time, so that orders occur that one machine would rarely show.
+No network, no Horovod: speed for unit tests, never the only proof.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvd_async.coordinator import Coordinator
+from hvd_async.engine import Engine
+from hvd_async.events import Command, Event, Failed, Hello, Leaving, decode_command, decode_event, encode
+from hvd_async.lifecycle import use_engine
+from hvd_async.protocols import Channel, Gone, Handle, Vector
+
+T = TypeVar("T")
+
+
+class InjectedError(RuntimeError):
+    """What a test makes fail; also stands for Horovod's error."""
+
+
+class _Mailbox:
+    """A queue whose items become visible in order, each after a random delay."""
+
+    def __init__(self, jitter: float, seed: str) -> None:
+        self._items: queue.Queue[tuple[float, Any]] = queue.Queue()
+        self._jitter, self._random = jitter, random.Random(seed)
+        self._held: deque[tuple[float, Any]] = deque()
+
+    def put(self, item: Any) -> None:
+        due = time.monotonic() + (self._random.random() * self._jitter if item is not None else 0.0)
+        self._items.put((due, item))
+
+    def get(self, timeout: float | None) -> Any:
+        """The next item; None after ``timeout`` s or when woken."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if self._held and self._held[0][0] <= now:
+                return self._held.popleft()[1]
+            until = min(deadline, self._held[0][0] if self._held else float("inf"))
+            if until <= now and until == deadline:
+                return None
+            try:
+                due, item = self._items.get(timeout=None if until == float("inf") else max(0.0, until - now))
+            except queue.Empty:
+                continue
+            if item is None:
+                return None
+            self._held.append((due, item))
+
+
+class MemoryHub:
+    """The coordinator's end, in memory. Messages are encoded and decoded, as on a wire."""
+
+    def __init__(self, size: int, jitter: float = 0.0, seed: int = 0) -> None:
+        self._inbox = _Mailbox(0.0, "hub")
+        self._outboxes = [_Mailbox(jitter, f"{seed}:{rank}") for rank in range(size)]
+        self._lock = threading.Lock()
+
+    def send(self, rank: int, command: Command) -> None:
+        self._outboxes[rank].put(encode(command))
+
+    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+        item = self._inbox.get(timeout)
+        if item is None:
+            return None
+        rank, data = item
+        return rank, data if isinstance(data, Gone) else decode_event(data)
+
+    def wake(self) -> None:
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        for outbox in self._outboxes:
+            outbox.put(Gone("closed"))
+
+    def channel(self, rank: int) -> MemoryChannel:
+        """That rank's end."""
+        return MemoryChannel(self._inbox, self._outboxes[rank], rank)
+
+
+class MemoryChannel:
+    """A rank's end, in memory."""
+
+    def __init__(self, hub: _Mailbox, own: _Mailbox, rank: int) -> None:
+        self._hub, self._own, self._rank = hub, own, rank
+        self._left = False
+        self.send(Hello(f"host{rank}", rank))
+
+    def send(self, event: Event) -> None:
+        self._left = self._left or isinstance(event, Leaving | Failed)
+        self._hub.put((self._rank, encode(event)))
+
+    def receive(self, timeout: float | None) -> Command | Gone | None:
+        data = self._own.get(timeout)
+        return data if data is None or isinstance(data, Gone) else decode_command(data)
+
+    def wake(self) -> None:
+        self._own.put(None)
+
+    def close(self) -> None:
+        if not self._left:
+            self._left = True
+            self._hub.put((self._rank, Gone("closed its channel without a goodbye")))
+
+
+class _Meeting:
+    """One collective: complete when every rank has brought its part."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: dict[int, Any] = {}
+        self.size = size
+        self.result: Any = None
+        self.complete = threading.Event()
+
+
+class Switchboard:
+    """Where the in-memory collectives of all ranks meet, by name."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._open: dict[str, _Meeting] = {}
+        self.wakes: dict[int, Callable[[], None]] = {}
+        self.count = 0
+
+    def join(self, rank: int, name: str, part: Any, combine: Callable[[list[Any]], Any]) -> _Meeting:
+        with self._lock:
+            meeting = self._open.setdefault(name, _Meeting(self._size))
+            if rank in meeting.parts:
+                raise InjectedError(f"rank {rank} submitted {name} twice")
+            meeting.parts[rank] = part
+            last = len(meeting.parts) == self._size
+            if last:
+                del self._open[name]
+                self.count += 1
+        if last:
+            meeting.result = combine([meeting.parts[r] for r in range(self._size)])
+            meeting.complete.set()
+            for wake in list(self.wakes.values()):
+                wake()
+        return meeting
+
+
+class _MemoryHandle:
+    def __init__(self, meeting: _Meeting) -> None:
+        self._meeting = meeting
+
+    def done(self) -> bool:
+        return self._meeting.complete.is_set()
+
+    def result(self) -> Vector:
+        return self._meeting.result + 0  # a copy: every rank owns its result
+
+    def poll_in(self) -> float | None:
+        return None
+
+
+class MemoryCollectives:
+    """Collectives among threads, for NumPy, torch and TensorFlow arrays alike; sums in rank order."""
+
+    failure: type[Exception] = InjectedError
+
+    def __init__(self, board: Switchboard, rank: int, size: int) -> None:
+        self._board, self.rank, self.size, self.host = board, rank, size, f"host{rank}"
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._board.wakes[self.rank] = wake
+
+    def stop(self) -> None:
+        self._board.wakes.pop(self.rank, None)
+
+    def sum(self, vector: Vector, name: str) -> Handle:
+        def add(parts: list[Any]) -> Any:
+            total = parts[0] + 0
+            for part in parts[1:]:
+                total = total + part
+            return total
+
+        return _MemoryHandle(self._board.join(self.rank, name, vector, add))
+
+    def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
+        def pick(parts: list[Any]) -> Any:
+            best = np.stack([np.asarray(part) for part in parts])
+            return best.max(axis=0) if largest else best.min(axis=0)
+
+        return _MemoryHandle(self._board.join(self.rank, name, vector, pick))
+
+    def broadcast(self, vector: Vector, root: int, name: str) -> Handle:
+        return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[root]))
+
+    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        meeting = self._board.join(self.rank, name, payload, list)
+        if not meeting.complete.wait(60.0):
+            raise InjectedError(f"{name}: not all ranks came")
+        return list(meeting.result)
+
+
+class Cluster:
+    """``size`` ranks as threads.
+
+    Args:
+        size: number of ranks.
+        jitter: seconds by which commands are held back at the most, at random.
+        seed: of the jitter.
+        warn_after: the coordinator's.
+        wrap: changes a rank's collectives, to inject faults.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        jitter: float = 0.0,
+        seed: int = 0,
+        warn_after: float = 60.0,
+        wrap: Callable[[MemoryCollectives], MemoryCollectives] = lambda collectives: collectives,
+    ) -> None:
+        self.size = size
+        self._hub = MemoryHub(size, jitter, seed)
+        self.board = Switchboard(size)
+        self.coordinator = Coordinator(self._hub, size, warn_after)
+        self.engines: list[Engine] = []
+        for rank in range(size):
+            collectives = wrap(MemoryCollectives(self.board, rank, size))
+            self.engines.append(Engine(collectives, self._connector(rank)))
+
+    def _connector(self, rank: int) -> Callable[[], Channel]:
+        return lambda: self._hub.channel(rank)
+
+    def run(self, work: Callable[[int], T], timeout: float = 60.0) -> list[T]:
+        """Call ``work(rank)`` on every rank, each in a thread, then leave cleanly.
+
+        Returns:
+            What the calls returned, in rank order.
+
+        Raises:
+            the first error of the lowest rank that failed; TimeoutError if ranks are still running after ``timeout`` s.
+        """
+        outcomes = self.outcomes(work, timeout)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    def outcomes(self, work: Callable[[int], T], timeout: float = 60.0) -> Sequence[T | BaseException]:
+        """As ``run``, but errors are returned in place of results."""
+        outcomes: list[T | BaseException] = [TimeoutError(f"rank {r} did not finish") for r in range(self.size)]
+
+        def rank_main(rank: int) -> None:
+            engine = self.engines[rank]
+            with use_engine(engine):
+                try:
+                    outcomes[rank] = work(rank)
+                    engine.leave(timeout)
+                except BaseException as error:  # noqa: BLE001  a thread's error belongs to whoever started it
+                    outcomes[rank] = error
+                    engine.stop(f"{type(error).__name__}: {error}")
+
+        self.coordinator.start()
+        for engine in self.engines:
+            engine.start()
+        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for engine in self.engines:
+            engine.stop()
+        self.coordinator.stop()
+        return outcomes

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Builds Horovod for the torch and/or TensorFlow that a Python environment holds, and installs it there.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+HOROVOD=0.28.1
+usage() {
+  cat <<USAGE
+usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--without-mpi] [--rebuild]
+
+Builds Horovod $HOROVOD against the torch and/or TensorFlow installed for PATH, with Gloo, with MPI, and with
+NCCL where a CUDA toolkit, NCCL's header and a CUDA build of a framework are found. The wheel is kept in DIR,
+so that it is built once for each (Horovod, torch, TensorFlow, Python, flags).
+
+  --python PATH    the environment's interpreter (default: .venv/bin/python, else python3)
+  --cache DIR      where wheels are kept (default: $CACHE/wheels)
+  --without-mpi    build with Gloo only
+  --rebuild        build even if the cache has the wheel
+USAGE
+}
+
+python= wheels=$CACHE/wheels mpi=1 rebuild=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --python) python=${2:?--python wants a path}; shift 2 ;;
+    --cache) wheels=${2:?--cache wants a folder}; shift 2 ;;
+    --without-mpi) mpi=; shift ;;
+    --rebuild) rebuild=1; shift ;;
+    -h|--help) usage; exit ;;
+    *) usage >&2; die "unknown option: $1" ;;
+  esac
+done
+if [ -z "$python" ]; then python=$VENV/bin/python; [ -x "$python" ] || python=python3; fi
+py() { TF_CPP_MIN_LOG_LEVEL=3 "$python" "$@"; }
+
+# -- 1. what is there ---------------------------------------------------------------------------------------
+version_of() { py -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || true; }
+torch=$(version_of torch)
+tensorflow=$(version_of tensorflow)
+for flavour in tensorflow-cpu tensorflow-gpu; do [ -n "$tensorflow" ] || tensorflow=$(version_of $flavour); done
+[ -n "$torch$tensorflow" ] || die "$python has neither torch nor tensorflow: pip install one of them first"
+
+nccl=
+cuda=${CUDA_HOME:-/usr/local/cuda}
+if [ -x "$cuda/bin/nvcc" ] || command -v nvcc >/dev/null; then
+  cuda_framework=
+  if [ -n "$torch" ] && py -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then cuda_framework=torch; fi
+  if [ -n "$tensorflow" ] && py -c 'import sys, tensorflow as tf; sys.exit(not tf.test.is_built_with_cuda())' 2>/dev/null; then
+    cuda_framework=tensorflow
+  fi
+  header=$(py -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
+  if [ -z "$cuda_framework" ]; then
+    cuda_note="CUDA toolkit found, but the frameworks are CPU builds: no NCCL"
+  elif [ -n "$header" ] && [ -f "$header/include/nccl.h" ]; then
+    nccl=$header cuda_note="CUDA with NCCL from the nvidia-nccl wheel"
+  elif [ -f /usr/include/nccl.h ] || [ -f "$cuda/include/nccl.h" ]; then
+    nccl=system cuda_note="CUDA with the system's NCCL"
+  else
+    cuda_note="CUDA toolkit found but not nccl.h (libnccl-dev, or pip's nvidia-nccl): no NCCL"
+  fi
+else
+  cuda_note="no CUDA toolkit: no NCCL"
+fi
+say "Horovod $HOROVOD for Python $(py -V | cut -d' ' -f2), torch ${torch:-none}, TensorFlow ${tensorflow:-none}; Gloo${mpi:+, MPI}; $cuda_note"
+
+# -- 2. already there? --------------------------------------------------------------------------------------
+tag=$(py -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+key="horovod-$HOROVOD-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl}"
+stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
+if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
+  say "Horovod is installed already"; exit
+fi
+if [ -n "$mpi" ]; then need_packages mpirun:openmpi-bin mpicxx:libopenmpi-dev; fi
+
+# -- 3. build -----------------------------------------------------------------------------------------------
+mkdir -p "$wheels/$key"
+wheel=$(find "$wheels/$key" -name '*.whl' | head -n 1)
+if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
+  need_packages g++:g++ make:make cmake:cmake tar:tar
+  work=$(mktemp -d "${TMPDIR:-/tmp}/hvd_async-horovod.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  say "Fetching Horovod's source"
+  py -m pip install -q setuptools wheel packaging pyyaml psutil cloudpickle cffi || die "pip could not install the build tools"
+  py -m pip download -q --no-binary horovod --no-deps --no-build-isolation -d "$work" "horovod==$HOROVOD" \
+    || die "pip could not fetch horovod==$HOROVOD"
+  tar xzf "$work/horovod-$HOROVOD.tar.gz" -C "$work"
+  src=$work/horovod-$HOROVOD
+  # Today's torch and TensorFlow headers want C++17; TensorFlow's no longer have what the XLA ops include.
+  sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$src/CMakeLists.txt" "$src/horovod/torch/CMakeLists.txt"
+  sed -i '/xla_mpi_ops\.cc/d' "$src/horovod/tensorflow/CMakeLists.txt"
+  flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
+  settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
+            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=-j$(nproc)")
+  if [ -n "$nccl" ]; then
+    settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda")
+    [ "$nccl" = system ] || settings+=("HOROVOD_NCCL_HOME=$nccl" HOROVOD_NCCL_LINK=SHARED)
+  fi
+  log=$wheels/$key.log
+  say "Compiling on $(nproc) cores (about 5 CPU minutes; log: $log)"
+  (cd "$src" && env "${settings[@]}" PATH="$(dirname "$(readlink -f "$cuda/bin/nvcc" 2>/dev/null || echo /usr/bin/x)"):$PATH" \
+    TF_CPP_MIN_LOG_LEVEL=3 "$python" -m pip wheel -v --no-build-isolation --no-deps -w "$wheels/$key" .) >"$log" 2>&1 || {
+    grep -nE 'error:|Error|fatal' "$log" | head -n 20 >&2
+    die "Horovod did not build. The first errors are above, the whole log is $log. The usual causes: a missing
+       compiler or header (apt-get install g++ make cmake python3-dev libopenmpi-dev), or less than 4 GiB of memory
+       (set MAKEFLAGS=-j1)."
+  }
+  wheel=$(find "$wheels/$key" -name '*.whl' | head -n 1)
+else
+  say "Using the wheel built before: $wheel"
+fi
+
+# -- 4. install and check -----------------------------------------------------------------------------------
+py -m pip install -q --force-reinstall --no-deps "$wheel"
+py -m pip install -q pyyaml psutil cloudpickle cffi packaging
+for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do
+  py -c "import $module" || die "$module was built but does not import; run this again with --rebuild"
+done
+echo "$key" >"$stamp"
+say "Horovod $HOROVOD is installed: $(py -m horovod.runner.launch --check-build 2>/dev/null | grep '\[X\]' | tr -s ' ' | tr '\n' ' ')"
