@@ -20,7 +20,6 @@ import msgspec
 import psutil
 import zmq
 import zmq.auth.thread
-import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from hvd_async.coordinator import Coordinator
@@ -132,9 +131,9 @@ class ZmqHub(_Endpoint):
         self._allowed.set()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator asks, in its own thread: is this (binary) public key one of ours?"""
+        """The authenticator asks, in its own thread: is this public key (Z85) one of ours?"""
         self._allowed.wait(CONNECT_TIMEOUT)  # a rank may be quicker to connect than rank 0 to read the keys
-        return zmq.utils.z85.encode(key).decode() in self._ranks
+        return key.decode() in self._ranks
 
     def send(self, rank: int, command: Command) -> None:
         if rank in self._identities:

@@ -121,6 +121,7 @@ class EagerWorker:
         self._rounds_applied = self._produced = 0
         self._wait_s = 0.0
         self._total_produced: int | None = None
+        self.last_done = -1
         # Engine thread's:
         self._pending = [_Pending() for _ in range(config.buckets)]
         self._busy: set[str] = set()
@@ -207,6 +208,7 @@ class EagerWorker:
         assert drained is not None
         self._base = drained.rounds - self._steps
         self._total_produced = drained.produced
+        self.last_done = drained.last
         if any(self._applied[bucket] != drained.produced for bucket in range(self.config.buckets)):
             raise GradientLossError(
                 f"drain: {drained.produced} gradients were produced but {dict(self._applied)} (bucket: gradients) were "

@@ -123,11 +123,12 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are done: ``rounds`` rounds were fired and ``produced`` gradients produced since the start."""
+    """All ranks are done, ``last`` last: ``rounds`` rounds fired and ``produced`` gradients produced since the start."""
 
     optimizer: int
     rounds: int
     produced: int
+    last: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

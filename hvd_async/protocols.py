@@ -6,6 +6,7 @@ One implementation a file: ``control.py`` (ZeroMQ) and ``testing.py`` (in memory
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hvd_async.events import Command, Event
@@ -91,3 +92,18 @@ class Collectives(Protocol):
 
     def stop(self) -> None:
         """Called once at the end; frees threads of its own."""
+
+
+def pack(payload: bytes) -> bytes:
+    """``payload`` with its length before it, so that an allgather of several can be taken apart."""
+    return struct.pack("<Q", len(payload)) + payload
+
+
+def unpack(gathered: bytes) -> list[bytes]:
+    """The payloads of concatenated ``pack``s."""
+    payloads = []
+    while gathered:
+        (length,) = struct.unpack_from("<Q", gathered)
+        payloads.append(gathered[8 : 8 + length])
+        gathered = gathered[8 + length :]
+    return payloads

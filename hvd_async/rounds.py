@@ -192,7 +192,7 @@ class Rounds:
         self._produced[rank] = event.produced
         if len(self._done) < self._size:
             return self._advance(now)
-        return self._drain()
+        return self._drain(rank)
 
     # -- firing -----------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Rounds:
             self._last_hyper = hyper
         return lead
 
-    def _drain(self) -> list[Command]:
+    def _drain(self, rank: int) -> list[Command]:
         """All are done: carry what is pending in a last round, with the last hyperparameters, and start afresh."""
         last = max(bucket.fired for bucket in self._buckets) + any(bucket.loaded for bucket in self._buckets)
         commands: list[Command] = []
@@ -263,7 +263,7 @@ class Rounds:
             bucket.steps = [last] * self._size
         self._done.clear()
         self._hypers.clear()
-        commands.append(Drained(self._optimizer, last, sum(self._produced)))
+        commands.append(Drained(self._optimizer, last, sum(self._produced), rank))
         return commands
 
 

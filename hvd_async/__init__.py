@@ -1,0 +1,45 @@
+"""Horovod optimizers that do not wait for stragglers.
+
+``EagerOptimizer(opt)`` hands over to ``hvd_async.torch`` or ``hvd_async.tensorflow``, whichever ``opt`` belongs to;
+only that framework is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def _framework(optimizer: Any) -> str:
+    """The binding an optimizer belongs to, told from the modules of its classes, without importing a framework.
+
+    Raises:
+        ValueError: it is no torch and no Keras optimizer.
+    """
+    for base in type(optimizer).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package == "torch":
+            return "torch"
+        if package in ("keras", "tensorflow", "tf_keras"):
+            return "tensorflow"
+    raise ValueError(
+        f"{type(optimizer).__name__} is neither a torch.optim.Optimizer nor a Keras optimizer: pass one of these, as in "
+        f"EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) or EagerOptimizer(keras.optimizers.SGD(0.1))"
+    )
+
+
+def EagerOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
+    """``hvd_async.torch.EagerOptimizer`` or ``hvd_async.tensorflow.EagerOptimizer``, by the optimizer's framework.
+
+    Raises:
+        ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
+    """
+    if _framework(optimizer) == "torch":
+        from hvd_async.torch import EagerOptimizer as wrap
+    else:
+        from hvd_async.tensorflow import EagerOptimizer as wrap
+    return wrap(optimizer, *args, **kwargs)
+
+
+__all__ = ["EagerOptimizer", "__version__"]

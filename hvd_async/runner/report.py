@@ -1,0 +1,157 @@
+"""What a run shows and logs while it goes on, on rank 0: progress, CSV, TensorBoard events."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+BAR_COLUMNS = 100
+"""The width of a bar that goes through a launcher, which hides the terminal's own."""
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """One line of metrics.csv. Over all ranks: train_loss, test_accuracy, images_per_sec; rank 0's own: the rest."""
+
+    epoch: int
+    step: int
+    learning_rate: float
+    train_loss: float | None
+    test_accuracy: float | None
+    images_per_sec: float
+    step_time_p50: float | None
+    step_time_p95: float | None
+    slept_s: float
+
+
+class Reporter:
+    """Progress on the screen and under `log_dir`; does nothing where `enabled` is false (every rank but 0)."""
+
+    def __init__(
+        self, *, enabled: bool, epochs: int, progress: str = "auto", log_dir: Path | None = None, resumed: bool = False
+    ) -> None:
+        """progress: bar, lines, or auto (a bar if stderr is a terminal). resumed: go on in the logs that are there."""
+        self._enabled, self._epochs = enabled, epochs
+        self._terminal = sys.stderr.isatty()
+        self._wants_bar = progress == "bar" or (progress == "auto" and self._terminal)
+        self._bar: Any = None
+        self._table = MetricsFile(log_dir / "metrics.csv", resumed) if enabled and log_dir else None
+        self._events = EventFile(log_dir) if enabled and log_dir else None
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """epoch: 0, 1, ...; steps: how many steps rank 0 will do in it."""
+        if self._enabled and self._wants_bar:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(
+                total=steps,
+                desc=f"epoch {epoch + 1}/{self._epochs}",
+                unit="step",
+                file=sys.stderr,
+                ncols=None if self._terminal else BAR_COLUMNS,
+                dynamic_ncols=self._terminal,
+                mininterval=0.1 if self._terminal else 1.0,
+            )
+
+    def step(self, step: int, loss: float, rate: float) -> None:
+        """One step of rank 0 is done; `step` counts from the run's first."""
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self._bar.update()
+        if self._events is not None:
+            self._events.scalars(step, {"train/loss_rank0": loss, "train/learning_rate": rate})
+
+    def end_epoch(self, row: EpochRow) -> None:
+        if not self._enabled:
+            return
+        self._close_bar()
+        accuracy = "" if row.test_accuracy is None else f", test accuracy {row.test_accuracy:.4f}"
+        loss = "" if row.train_loss is None else f"loss {row.train_loss:.4f}, "
+        print(f"epoch {row.epoch}/{self._epochs}: {loss}{row.images_per_sec:.1f} images/s{accuracy}", flush=True)
+        if self._table is not None:
+            self._table.add(row)
+        if self._events is not None:
+            names = {
+                "train/loss": row.train_loss,
+                "test/accuracy": row.test_accuracy,
+                "speed/images_per_sec": row.images_per_sec,
+                "speed/step_time_p50": row.step_time_p50,
+                "speed/step_time_p95": row.step_time_p95,
+            }
+            self._events.scalars(row.step, {name: value for name, value in names.items() if value is not None})
+
+    def note(self, text: str) -> None:
+        """Say something to people, on rank 0."""
+        if self._enabled:
+            self._close_bar()
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self._close_bar()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class MetricsFile:
+    """A CSV file of EpochRow; opened for each row, so that it can be read, and survives, at any time."""
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (resumed and path.exists()):
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerow(field.name for field in fields(EpochRow))
+
+    def add(self, row: EpochRow) -> None:
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerow("" if value is None else value for value in asdict(row).values())
+
+
+class EventFile:
+    """Scalars for TensorBoard, written with its own records and messages.
+
+    Not by its EventFileWriter, nor torch's SummaryWriter: those import TensorFlow wherever it is installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(path.open("wb"))
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        self._records.flush()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
+        self._records.write(self._event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()

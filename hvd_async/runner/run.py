@@ -1,0 +1,242 @@
+"""The loop that the runners of all frameworks share: epochs, delays, timing, tests, checkpoints, the summary."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import sharding
+from .data import Batch, evaluation_data, open_source, training_data
+from .files import write_atomically
+from .options import Options
+from .report import EpochRow, Reporter
+from .summary import Figures, Learned, Outcome, Replicas, describe, straggler_lines, summarise, write_summary
+
+
+@dataclass(frozen=True)
+class World:
+    """The job as the loop sees it. `gather(value, name)` is a collective: every rank's value, in order of rank."""
+
+    rank: int
+    size: int
+    gather: Callable[[Any, str], list[Any]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come; kept in its checkpoints. `epoch` is how many epochs are done."""
+
+    epoch: int = 0
+    best_accuracy: float | None = None
+
+
+class Trainer(Protocol):
+    """A model with its optimizer, in some framework."""
+
+    checkpoint_suffix: str
+
+    def train_step(self, batch: Batch, rate: float) -> float:
+        """One optimizer step on this rank at this learning rate; returns the batch's mean loss."""
+
+    def drain(self) -> None:
+        """Collective: every gradient is applied on every rank, and collectives of others may follow."""
+
+    def correct(self, batch: Batch) -> int:
+        """How many images of the batch are classified correctly, in inference mode."""
+
+    def save(self, path: Path, position: Position) -> None:
+        """Write a complete checkpoint. Called on rank 0 only, after a drain."""
+
+    def restore(self, path: Path) -> Position | None:
+        """Collective: load rank 0's file into every rank; None if rank 0 has none. ValueError if it does not fit."""
+
+    def outcome(self) -> Outcome:
+        """What this rank's optimizer has counted."""
+
+    def replicas(self) -> Replicas:
+        """Collective: compare the ranks' weights."""
+
+
+class Run:
+    """One run: `fit` trains, tests, reports, keeps checkpoints and ends with the summary."""
+
+    def __init__(
+        self,
+        options: Options,
+        world: World,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Raises ValueError, with a hint, where the options do not fit the data or the number of ranks."""
+        options.check_world(world.size)
+        self.options, self.world = options, world
+        self._clock, self._sleep = clock, sleep
+        self.source = open_source(options.data, options.image_size, vary=options.augment, workers=options.workers)
+        samples = self.source.count("train")
+        most = sharding.most_batches(samples, world.size, options.batch_size, lockstep=options.lockstep)
+        # The same on all ranks, whatever a rank's own number of batches: tests and checkpoints are collective.
+        self.last_epoch = min(options.epochs, math.ceil(options.steps / most)) if options.steps else options.epochs
+        self._position = Position()
+        self._learned = Learned()
+        self._first_step: int | None = None
+        self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
+        self._step_times: list[float] = []
+
+    def fit(self, trainer: Trainer) -> dict[str, Any]:
+        """Collective: the whole run, from the last checkpoint if so asked. Returns the summary, on all ranks."""
+        options = self.options
+        resumed = self._restore(trainer)
+        with Reporter(
+            enabled=self.world.rank == 0,
+            epochs=self.last_epoch,
+            progress=options.progress,
+            log_dir=options.log_dir,
+            resumed=resumed,
+        ) as reporter:
+            if options.resume:
+                reporter.note(
+                    f"resumed after epoch {self._position.epoch}"
+                    if resumed
+                    else f"nothing to resume in {options.checkpoint_dir}: starting afresh"
+                )
+            for epoch in range(self._position.epoch, self.last_epoch):
+                self._epoch(epoch, trainer, reporter)
+            if self._learned.test_accuracy is None:  # resumed at the end: no epoch was left to do
+                self._learned = Learned(None, self._test(trainer), self._position.best_accuracy)
+            return self._finish(trainer, reporter)
+
+    def plan(self, epoch: int) -> list[sharding.Indices]:
+        """This rank's batches of an epoch, cut where --steps ends the run."""
+        plan, steps = self._whole_plan(epoch), self.options.steps
+        return plan if steps is None else plan[: max(0, steps - epoch * len(plan))]
+
+    def _whole_plan(self, epoch: int) -> list[sharding.Indices]:
+        options = self.options
+        return sharding.training_batches(
+            self.source.count("train"),
+            self.world.rank,
+            self.world.size,
+            options.batch_size,
+            seed=options.seed,
+            epoch=epoch,
+            lockstep=options.lockstep,
+        )
+
+    def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter) -> None:
+        plan = self.plan(epoch)
+        reporter.begin_epoch(epoch, len(plan))
+        begin, slept, steps, images, loss_sum = self._clock(), self._slept_s, len(self._step_times), self._images, 0.0
+        rate, step = self.options.schedule.rate(epoch), 0
+        for step, rate, batch in self._steps(epoch, plan):
+            loss = trainer.train_step(batch, rate)
+            loss_sum += loss * len(batch)
+            self._images += len(batch)
+            reporter.step(step, loss, rate)
+        trainer.drain()
+        seconds = self._clock() - begin
+        self._train_s += seconds
+        loss, total = self._sum((loss_sum, self._images - images), "train")
+        accuracy = self._test(trainer) if self._test_is_due(epoch) else None
+        self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
+        times = self._step_times[steps:]
+        row = EpochRow(
+            epoch + 1,
+            step + 1,
+            rate,
+            self._learned.train_loss,
+            accuracy,
+            total / seconds if seconds else 0.0,
+            float(np.percentile(times, 50)) if times else None,
+            float(np.percentile(times, 95)) if times else None,
+            self._slept_s - slept,
+        )
+        self._checkpoint(epoch, accuracy, trainer)
+        reporter.end_epoch(row)
+
+    def _steps(self, epoch: int, plan: list[sharding.Indices]) -> Iterator[tuple[int, float, Batch]]:
+        """(step, learning rate, batch) of an epoch; sleeps the injected delays and times what the caller does."""
+        options, world = self.options, self.world
+        whole = len(self._whole_plan(epoch))
+        batches = training_data(self.source, plan, (options.seed, epoch, world.rank), lockstep=options.lockstep)
+        begin = self._clock()
+        for place, batch in enumerate(batches):
+            step = epoch * whole + place
+            if self._first_step is None:
+                self._first_step = step
+            delay = options.injector.seconds(step, world.rank, world.size)
+            if delay:
+                self._sleep(delay)
+                self._slept_s += delay
+            yield step, options.schedule.rate(epoch + place / whole), batch
+            now = self._clock()
+            self._step_times.append(now - begin)
+            begin = now
+
+    def _test_is_due(self, epoch: int) -> bool:
+        return epoch + 1 == self.last_epoch or (epoch + 1) % self.options.eval_every == 0
+
+    def _test(self, trainer: Trainer) -> float | None:
+        """Collective: the accuracy over all test images that can be read."""
+        plan = sharding.evaluation_batches(
+            self.source.count("test"), self.world.rank, self.world.size, self.options.batch_size
+        )
+        correct = count = 0
+        for batch in evaluation_data(self.source, plan):
+            correct += trainer.correct(batch)
+            count += len(batch)
+        correct, count = self._sum((correct, count), "test")
+        return correct / count if count else None
+
+    def _sum(self, values: tuple[Any, Any], name: str) -> tuple[Any, Any]:
+        """Collective: the sums over the ranks."""
+        rows = self.world.gather(values, f"hvd_async.runner.{name}")
+        return sum(row[0] for row in rows), sum(row[1] for row in rows)
+
+    def _checkpoint(self, epoch: int, accuracy: float | None, trainer: Trainer) -> None:
+        best = self._position.best_accuracy
+        improved = accuracy is not None and (best is None or accuracy > best)
+        self._position = Position(epoch + 1, accuracy if improved else best)
+        self._learned = Learned(self._learned.train_loss, accuracy, self._position.best_accuracy)
+        folder = self.options.checkpoint_dir
+        if folder is None or self.world.rank != 0:
+            return
+        for name in ("last", *(("best",) if improved else ())):
+            write_atomically(
+                folder / f"{name}{trainer.checkpoint_suffix}", lambda path: trainer.save(path, self._position)
+            )
+
+    def _restore(self, trainer: Trainer) -> bool:
+        if not self.options.resume or self.options.checkpoint_dir is None:
+            return False
+        position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
+        self._position = position or Position()
+        return position is not None
+
+    def _finish(self, trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
+        own = Figures(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))
+        replicas = trainer.replicas()
+        ranks: list[Figures] = self.world.gather(own, "hvd_async.runner.figures")
+        summary = summarise(self.options, ranks, replicas, self._learned)
+        first = self._first_step or 0
+        reporter.note(describe(summary, straggler_lines(ranks, self.options.injector, first), self._learned))
+        if self.options.summary is not None and self.world.rank == 0:
+            write_summary(self.options.summary, summary)
+        return summary
+
+
+def start(options: Options, world: World) -> Run:
+    """A Run; where the options do not fit the data or the job, says so on stderr and ends the process with status 2."""
+    try:
+        return Run(options, world)
+    except ValueError as error:
+        # Every rank says it: the launcher kills the others as soon as one has ended.
+        print(f"error (rank {world.rank}): {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,226 @@
+"""What a run amounted to: the figures of all ranks put together, as JSON for programs and as text for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .files import write_atomically
+from .inject import Injector
+from .options import Options
+
+KEYS = (
+    "framework",
+    "algorithm",
+    "quorum",
+    "world_size",
+    "steps",
+    "rounds",
+    "images_per_sec",
+    "step_time_s",
+    "train_loss",
+    "test_accuracy",
+    "replicas_identical",
+    "max_replica_diff",
+    "gradients_produced",
+    "gradients_applied",
+    "staleness",
+    "consensus_distance",
+    "wait_s_by_rank",
+)
+SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's optimizer counted, after a drain.
+
+    rounds, applied: the same on every rank. produced: this rank's gradients. staleness: rounds late -> how many of this
+    rank's gradients. wait_s: seconds this rank's training thread waited for the others.
+    """
+
+    rounds: int
+    produced: int
+    applied: int
+    wait_s: float
+    staleness: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
+        """Of plain allreduce: a round a step, which carries every rank's fresh gradient."""
+        return cls(steps, steps, steps * size, wait_s, {0: steps} if steps else {})
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How alike the ranks' weights are: bytes equal; largest difference of a weight; root mean square distance of a
+    rank's weights (Euclidean, all weights as one vector) from the average over the ranks."""
+
+    identical: bool
+    max_diff: float
+    consensus_distance: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank did and measured. Times in seconds; step_times has one entry per step, delays included."""
+
+    outcome: Outcome
+    images: int
+    train_s: float
+    slept_s: float
+    step_times: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_times)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Mean training loss of the last epoch and accuracy of the last test, over all ranks; None where there was none."""
+
+    train_loss: float | None = None
+    test_accuracy: float | None = None
+    best_accuracy: float | None = None
+
+
+def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, learned: Learned) -> dict[str, Any]:
+    """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
+
+    `steps` are those of the rank that did the most. Figures that do not exist (no step was done), and those that are
+    not finite, are None, so that the JSON is valid.
+    """
+    outcomes = [figures.outcome for figures in ranks]
+    times = np.concatenate([figures.step_times for figures in ranks])
+    late = sum((Counter(dict(outcome.staleness)) for outcome in outcomes), Counter[int]())
+    train_s = max(figures.train_s for figures in ranks)
+    summary = {
+        "framework": options.framework,
+        "algorithm": options.algorithm,
+        "quorum": options.quorum,
+        "world_size": len(ranks),
+        "steps": max(figures.steps for figures in ranks),
+        "rounds": max(outcome.rounds for outcome in outcomes),
+        "images_per_sec": _finite(sum(figures.images for figures in ranks) / train_s if train_s else None),
+        "step_time_s": {
+            "mean": float(times.mean()) if len(times) else None,
+            "p50": _percentile(times, 50),
+            "p95": _percentile(times, 95),
+        },
+        "train_loss": _finite(learned.train_loss),
+        "test_accuracy": _finite(learned.test_accuracy),
+        "replicas_identical": replicas.identical,
+        "max_replica_diff": _finite(replicas.max_diff),
+        "gradients_produced": sum(outcome.produced for outcome in outcomes),
+        "gradients_applied": max(outcome.applied for outcome in outcomes),
+        "staleness": {
+            "mean": sum(k * n for k, n in late.items()) / late.total() if late.total() else None,
+            "max": max(late, default=None),
+        },
+        "consensus_distance": _finite(replicas.consensus_distance),
+        "wait_s_by_rank": [outcome.wait_s for outcome in outcomes],
+    }
+    assert tuple(summary) == KEYS
+    return summary
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary as JSON, whole or not at all. Raises ValueError if its keys are not exactly KEYS."""
+    if set(summary) != set(KEYS):
+        raise ValueError(
+            f"a summary has the keys {', '.join(KEYS)}; wrong or missing: {sorted(set(summary) ^ set(KEYS))}"
+        )
+    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda place: place.write_text(text))
+
+
+def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Learned) -> str:
+    """The end of a run for people: what was reached, how fast, what the stragglers cost, and that nothing was lost.
+
+    stragglers: the lines of `straggler_lines`.
+    """
+    quorum = f" ({summary['quorum']})" if summary["quorum"] is not None else ""
+    times, late = summary["step_time_s"], summary["staleness"]
+    best = f" (best {_text(learned.best_accuracy, 4)})" if learned.best_accuracy is not None else ""
+    produced, applied = summary["gradients_produced"], summary["gradients_applied"]
+    kept = (
+        "no gradient was lost"
+        if produced == applied
+        else f"{abs(produced - applied)} were {'LOST' if produced > applied else 'applied TWICE'}: this is an error"
+    )
+    replicas = (
+        "bit-identical on all ranks"
+        if summary["replicas_identical"]
+        else (f"NOT identical: a weight differs by up to {_text(summary['max_replica_diff'], 3)}")
+    )
+    lines = [
+        ("test accuracy", _text(summary["test_accuracy"], 4) + best),
+        (
+            "training",
+            f"loss {_text(summary['train_loss'], 4)}, {_text(summary['images_per_sec'], 1)} images/s over all ranks",
+        ),
+        (
+            "step time",
+            f"mean {_text(times['mean'], 3)} s, p50 {_text(times['p50'], 3)} s, p95 {_text(times['p95'], 3)} s",
+        ),
+        *(("stragglers" if i == 0 else "", line) for i, line in enumerate(stragglers)),
+        ("gradients", f"{produced} produced, {applied} applied: {kept}"),
+        ("staleness", f"mean {_text(late['mean'], 2)} rounds, at most {_text(late['max'], 0)}"),
+        ("replicas", replicas),
+    ]
+    head = (
+        f"{summary['framework']} {summary['algorithm']}{quorum} on {summary['world_size']} ranks: {summary['steps']} steps "
+        f"a rank, {summary['rounds']} rounds"
+    )
+    return "\n".join([head, *(f"  {name:<14} {text}" for name, text in lines)])
+
+
+def straggler_lines(ranks: Sequence[Figures], injector: Injector, first_step: int = 0) -> list[str]:
+    """What the stragglers cost: what each rank slept and waited, against what a synchronous run cannot do without."""
+    slept = [figures.slept_s for figures in ranks]
+    waited = [figures.outcome.wait_s for figures in ranks]
+    lines = [
+        f"rank {rank} slept {slept[rank]:.1f} s by --inject and waited {waited[rank]:.1f} s for others"
+        for rank in range(min(len(ranks), SHOWN_RANKS))
+    ]
+    if len(ranks) > SHOWN_RANKS:
+        lines.append(f"... ({len(ranks)} ranks: {sum(slept):.1f} s slept and {sum(waited):.1f} s waited in all)")
+    if injector.kind == "none":
+        return ["none were injected (--inject makes some)", *lines] if any(waited) else ["none were injected"]
+    bound = synchronous_delay(injector, max(figures.steps for figures in ranks), len(ranks), first_step)
+    spent = (sum(slept) + sum(waited)) / len(ranks)
+    verdict = (
+        f"{bound - spent:.1f} s a rank were saved"
+        if spent < bound
+        else f"{spent - bound:.1f} s more, which is waiting for computing and the network"
+    )
+    return [
+        *lines,
+        f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s of delay or more for each.",
+        f"Here a rank spent {spent:.1f} s on average sleeping and waiting: {verdict}.",
+    ]
+
+
+def synchronous_delay(injector: Injector, steps: int, size: int, first_step: int = 0) -> float:
+    """Seconds of injected delay that no synchronous run of these steps can avoid: the slowest rank's, step by step."""
+    return math.fsum(injector.slowest(step, size) for step in range(first_step, first_step + steps))
+
+
+def _percentile(times: Any, percent: float) -> float | None:
+    return float(np.percentile(times, percent)) if len(times) else None
+
+
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,10 @@
+"""``import hvd_async.tensorflow as hvd``: all of ``horovod.tensorflow``, plus our optimizers."""
+
+from horovod.tensorflow import *  # noqa: F403
+from horovod.tensorflow import elastic  # noqa: F401
+
+from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
+from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+_ours = (DistributedGradientTape, DistributedOptimizer, EagerOptimizer, broadcast_variables, join, shutdown)

@@ -1,0 +1,139 @@
+"""Horovod's collectives for TensorFlow tensors, and this process's TensorFlow engine.
+
+An eager Horovod op blocks its thread, without spinning, until every rank has submitted it. So each runs in a helper
+thread of its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_async.errors import NotInitializedError
+from hvd_async.lifecycle import Lifecycle, local_engine
+from hvd_async.protocols import pack, unpack
+
+Call = Callable[[], tf.Tensor]
+
+
+class _Handle:
+    """A Horovod op in a helper thread, which wakes the engine when it is done."""
+
+    def __init__(self, future: Future[tf.Tensor]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> tf.Tensor:
+        return self._future.result()
+
+    def poll_in(self) -> None:
+        return None
+
+
+class _Threads:
+    """Daemon threads that run blocking calls; as many as were ever busy at once. (An executor's would refuse work
+    while the process exits, which is when the last drain happens.)"""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Call, Future[tf.Tensor]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._busy = 0
+        self.wake: Callable[[], None] = lambda: None
+
+    def run(self, call: Call) -> Future[tf.Tensor]:
+        future: Future[tf.Tensor] = Future()
+        with self._lock:
+            self._busy += 1
+            if self._busy > self._threads:
+                self._threads += 1
+                threading.Thread(target=self._serve, name="hvd_async-horovod-op", daemon=True).start()
+        self._calls.put((call, future))
+        return future
+
+    def stop(self) -> None:
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, future = item
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
+                future.set_exception(_horovod_error(error))
+            with self._lock:
+                self._busy -= 1
+            self.wake()
+
+
+def _horovod_error(error: Exception) -> Exception:
+    """TensorFlow wraps Horovod's failures in its own error types; elastic wants Horovod's."""
+    if isinstance(error, tf.errors.OpError):
+        return HorovodInternalError(str(error))
+    return error
+
+
+class HorovodCollectives:
+    """The data plane on Horovod's global process set.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+
+    failure: type[Exception] = HorovodInternalError
+
+    def __init__(self) -> None:
+        if not hvd.is_initialized():
+            raise NotInitializedError()
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        self._threads = _Threads()
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._threads.wake = wake
+
+    def stop(self) -> None:
+        self._threads.stop()
+
+    def sum(self, vector: tf.Tensor, name: str) -> _Handle:
+        return _Handle(self._threads.run(lambda: hvd.allreduce(vector, op=hvd.Sum, name=name)))
+
+    def extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
+        op = hvd.Max if largest else hvd.Min
+        return _Handle(self._threads.run(lambda: hvd.allreduce(vector, op=op, name=name)))
+
+    def broadcast(self, vector: tf.Tensor, root: int, name: str) -> _Handle:
+        return _Handle(self._threads.run(lambda: hvd.broadcast(vector, root, name=name)))
+
+    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        data = np.frombuffer(pack(payload), dtype=np.uint8)
+        gathered = self._threads.run(lambda: hvd.allgather(tf.constant(data), name=name)).result().numpy().tobytes()
+        return unpack(gathered)
+
+
+LIFECYCLE = Lifecycle(HorovodCollectives)
+
+
+def world_size() -> int:
+    """Ranks in the job, without communicating.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+    engine = local_engine()
+    if engine is not None:
+        return engine.size
+    if not hvd.is_initialized():
+        raise NotInitializedError()
+    return int(hvd.size())

@@ -1,0 +1,219 @@
+"""Horovod's Keras callbacks, made to work on Keras 3 and with our optimizers.
+
+All drain the optimizer before they communicate, before evaluation inside ``fit()``, and when ``fit()`` ends, so that
+ranks with different numbers of batches meet. Use the same ones, in the same order, on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
+
+from hvd_async.tensorflow.buffers import raw
+from hvd_async.tensorflow.eager import EagerMixin
+from hvd_async.tensorflow.functions import broadcast_variables
+
+
+def eager_optimizer(model: Any) -> Any:
+    """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return optimizer if isinstance(optimizer, EagerMixin) else None
+
+
+class _Draining(keras.callbacks.Callback):
+    """Drains at the points where ranks meet; several callbacks of one model share each drain."""
+
+    _training = False
+
+    def _drain(self, point: tuple[str, int]) -> None:
+        optimizer = eager_optimizer(self.model)
+        if optimizer is None or getattr(self.model, "_hvd_async_drained_at", None) == point:
+            return
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if optimizer._eager.model is None:
+            optimizer._eager.model = self.model  # so that batch-norm statistics agree too
+        optimizer.drain()
+        object.__setattr__(self.model, "_hvd_async_drained_at", point)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._training, self._epoch = True, 0
+        object.__setattr__(self.model, "_hvd_async_drained_at", None)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        object.__setattr__(self.model, "_hvd_async_drained_at", None)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._training:
+            self._drain(("epoch", self._epoch))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._drain(("end", 0))
+        self._training = False
+
+
+class BroadcastGlobalVariablesCallback(_Draining):
+    """Give every rank the weights and optimizer state of ``root_rank`` when ``fit()`` begins.
+
+    Args:
+        root_rank: whose to send.
+        device: as in Horovod; where to place the operation.
+        local_variables: variables that stay each rank's own.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self._local = {id(raw(v)) for v in local_variables or []}
+
+    def register_local_var(self, variable: Any) -> None:
+        """Keep this variable each rank's own."""
+        self._local.add(id(raw(variable)))
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if not self.model.built:
+            raise ValueError(
+                "BroadcastGlobalVariablesCallback: the model has no weights yet. Call model.build(input_shape) before "
+                "fit(), so that all ranks can start from the same ones."
+            )
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        ours = eager_optimizer(self.model)
+        if ours is not None and ours._eager.worker is not None:
+            ours.drain()
+        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
+        with tf.device(self.device):
+            broadcast_variables([v for v in variables if id(raw(v)) not in self._local], root_rank=self.root_rank)
+
+
+class MetricAverageCallback(_Draining):
+    """Average every epoch's metrics over the ranks that have them (a rank without batches has none).
+
+    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard).
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._drain(("epoch", epoch))
+        own = {key: float(value) for key, value in (logs or {}).items()}
+        everyone = allgather_object(own, name="hvd_async.metric_average")
+        if logs is None:
+            return
+        for key in sorted({key for one in everyone for key in one}):
+            values = [one[key] for one in everyone if key in one]
+            logs[key] = math.fsum(values) / len(values)
+
+
+class LearningRateScheduleCallback(_Draining):
+    """Set the learning rate to ``initial_lr * multiplier`` between epochs ``start_epoch`` and ``end_epoch``.
+
+    Args:
+        initial_lr: at the start of training.
+        multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
+        start_epoch, end_epoch: where it holds; ``end_epoch`` None: to the end.
+        staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
+        momentum_correction: scale SGD's velocity by new over old rate when it changes; done when the round that
+            carries the new rate is applied, so the replicas stay equal.
+        steps_per_epoch: for ``staircase=False``; found out from ``fit()`` if None.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is required: the learning rate at the start of training")
+        self.initial_lr, self.start_epoch, self.end_epoch = float(initial_lr), start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.multiplier: Callable[[float], float] = (
+            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        optimizer = eager_optimizer(self.model)
+        if optimizer is not None and self.momentum_correction:
+            optimizer._eager.momentum_correction = True
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(f"{type(self).__name__} cannot tell the steps per epoch: pass steps_per_epoch=")
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(float(self._epoch))
+        elif not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._adjust(self._epoch + batch / self.steps_per_epoch)
+
+    def _adjust(self, epoch: float) -> None:
+        self.model.optimizer.learning_rate.assign(self.initial_lr * self.multiplier(epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(raw(self.model.optimizer.learning_rate))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` over ``warmup_epochs`` (Goyal et al., 2017).
+
+    Args:
+        initial_lr: the rate after warm-up.
+        warmup_epochs: how long.
+        momentum_correction, steps_per_epoch: as in ``LearningRateScheduleCallback``.
+        verbose: 1 to say on rank 0 when warm-up is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        size = hvd.size()
+
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            return ((epoch + 1.0 / self.steps_per_epoch) * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
+            rate = float(raw(self.model.optimizer.learning_rate))
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

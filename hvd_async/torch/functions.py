@@ -1,0 +1,88 @@
+"""Names of ``horovod.torch`` that would break or mislead beside our optimizers, made right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.eager import ALL, EagerMixin
+
+
+class _Shape(tuple[Any, ...]):
+    """Stands for a tensor in a structure that is sent ahead of it: (shape, dtype)."""
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
+    """Give every rank the optimizer state of ``root_rank``.
+
+    Horovod's own creates missing state by calling ``step()``, which would fire a round here; this one sends the state
+    as it is, so it may be called before the first step, by all ranks.
+
+    Args:
+        optimizer: one of ours, or any torch optimizer (then Horovod's function is called).
+        root_rank: whose state to send.
+        model: as in Horovod; not needed.
+    """
+    if not isinstance(optimizer, EagerMixin):
+        hvd.broadcast_optimizer_state(optimizer, root_rank, model)
+        return
+    worker = optimizer._eager.worker
+    if worker is not None and worker.outstanding():
+        raise ReplicaStateError("gradients are on their way: call optimizer.drain() before broadcast_optimizer_state()")
+    state = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
+
+    def hollow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return _Shape((tuple(value.shape), value.dtype))
+        return _map(value, hollow)
+
+    skeleton = hvd.broadcast_object(hollow(state), root_rank, name="hvd_async.optimizer_state")
+    on_root = iter(list(tensors))
+    received: list[torch.Tensor] = []
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, _Shape):
+            shape, dtype = value
+            sent = next(on_root).clone() if hvd.rank() == root_rank else torch.zeros(shape, dtype=dtype)
+            received.append(hvd.broadcast(sent, root_rank, name=f"hvd_async.optimizer_state.{len(received)}"))
+            return received[-1]
+        return _map(value, fill)
+
+    optimizer.load_state_dict(fill(skeleton))
+
+
+def _map(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: change(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [change(inner) for inner in value]
+    return value
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more batches: drains every one of our optimizers of this process.
+
+    Horovod's ``join`` would silence this rank's engine; it is called only where none of our optimizers exists.
+
+    Returns:
+        The last rank to join.
+    """
+    if not ALL:
+        return int(hvd.join(device))
+    last = -1
+    for optimizer in sorted(ALL, key=lambda o: int(o._eager.worker is None)):
+        optimizer.drain()
+        last = optimizer._eager.worker.last_done
+    return last
+
+
+def shutdown() -> None:
+    """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
+    LIFECYCLE.shutdown()
+    hvd.shutdown()

@@ -1,0 +1,23 @@
+"""Packaging. Horovod itself is built for the installed frameworks by scripts/install_horovod.sh."""
+
+from setuptools import find_packages, setup
+
+RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
+
+setup(
+    name="hvd_async",
+    version="0.1.0",
+    description="Horovod optimizers that do not wait for stragglers: eager-SGD for PyTorch and TensorFlow",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hvd_async", "hvd_async.*"]),
+    package_data={"hvd_async": ["py.typed"]},
+    install_requires=["msgspec", "psutil", "pyzmq"],
+    extras_require={
+        "torch": ["torch>=2.3", "torchvision", *RUNNER],
+        "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
+        "dev": [*RUNNER, "hypothesis", "matplotlib", "mypy", "pytest", "pytest-timeout", "ruff", "types-psutil", "types-tqdm"],
+    },
+)

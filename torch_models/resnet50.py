@@ -1,0 +1,192 @@
+"""Train ResNet-50 in torch by plain or partial allreduce: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import vision
+
+import hvd_async.torch as hvd
+from hvd_async.runner.data import Batch
+from hvd_async.runner.options import Options, parse
+from hvd_async.runner.run import Position, World, start
+from hvd_async.runner.summary import Outcome, Replicas
+
+
+class TorchTrainer:
+    """The model, its optimizer and the device of one rank; what `hvd_async.runner.run` asks of a trainer."""
+
+    checkpoint_suffix = ".pt"
+
+    def __init__(self, options: Options, classes: int) -> None:
+        torch.manual_seed(options.seed)
+        self._options, self._classes = options, classes
+        self._device = device()
+        self._model = vision.build(options.model, classes, options.bn_momentum).to(self._device)
+        self._loss = torch.nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+        self._optimizer = wrapped(options, self._model)
+        self._steps, self._wait_s = 0, 0.0
+        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+
+    def train_step(self, batch: Batch, rate: float) -> float:
+        images, labels = self._to_device(batch)
+        if len(batch) == 1:
+            # Batch norm refuses one value per channel, which a last batch of one image may come down to. Its double
+            # has the same mean loss.
+            images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._model.train()
+        self._optimizer.zero_grad()
+        loss = self._loss(self._model(images), labels)
+        loss.backward()
+        self._step()
+        self._steps += 1
+        return float(loss.detach())
+
+    def _step(self) -> None:
+        if self._options.algorithm != "allreduce":
+            self._optimizer.step()
+            return
+        begin = time.perf_counter()  # Horovod does not say how long it waits; so wait and update apart
+        self._optimizer.synchronize()
+        self._wait_s += time.perf_counter() - begin
+        with self._optimizer.skip_synchronize():
+            self._optimizer.step()
+
+    def drain(self) -> None:
+        if self._options.algorithm != "allreduce":
+            self._optimizer.drain()
+            return
+        # Horovod leaves every rank its own batch-norm statistics. Average them, as `drain()` does, so that the test
+        # is one of the model that the checkpoint keeps.
+        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        average = hvd.allreduce(flat(buffers), op=hvd.Average, name="runner.buffers")
+        torch.nn.utils.vector_to_parameters(average, buffers)
+
+    @torch.inference_mode()
+    def correct(self, batch: Batch) -> int:
+        images, labels = self._to_device(batch)
+        self._model.eval()
+        return int((self._model(images).argmax(1) == labels).sum())
+
+    def save(self, path: Path, position: Position) -> None:
+        content = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "made_by": self._made_by(),
+            "epoch": position.epoch,
+            "best_accuracy": position.best_accuracy,
+        }
+        torch.save(content, path)
+
+    def restore(self, path: Path) -> Position | None:
+        content: dict[str, Any] | str | None = None
+        if hvd.rank() == 0 and path.exists():
+            content = self._read(path)
+        # Errors travel too: a rank that raised alone would leave the others waiting.
+        content = hvd.broadcast_object(content, root_rank=0, name="runner.checkpoint")
+        if isinstance(content, str):
+            raise ValueError(content)
+        if content is None:
+            return None
+        self._model.load_state_dict(content["model"])
+        self._optimizer.load_state_dict(content["optimizer"])
+        return Position(content["epoch"], content["best_accuracy"])
+
+    def outcome(self) -> Outcome:
+        if self._options.algorithm == "allreduce":
+            return Outcome.synchronous(self._steps, hvd.size(), self._wait_s)
+        stats = self._optimizer.stats()
+        return Outcome(stats.rounds, stats.gradients_produced, stats.gradients_applied, stats.wait_s, stats.staleness)
+
+    @torch.no_grad()
+    def replicas(self) -> Replicas:
+        weights = flat(list(self._model.parameters()))
+        highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
+        lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
+        mean = hvd.allreduce(weights, op=hvd.Average, name="runner.mean")
+        square = hvd.allreduce(((weights - mean).double() ** 2).sum(), op=hvd.Average, name="runner.distance")
+        own = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
+        digests = hvd.allgather_object(own, name="runner.digest")
+        return Replicas(len(set(digests)) == 1, float((highest - lowest).max()), float(square) ** 0.5)
+
+    def _to_device(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        images = torch.from_numpy(batch.images).to(self._device).permute(0, 3, 1, 2)
+        return images.contiguous(), torch.from_numpy(batch.labels).to(self._device)
+
+    def _made_by(self) -> dict[str, str | int]:
+        """What a checkpoint must agree on with the run that goes on from it."""
+        return {"model": self._options.model, "classes": self._classes, "optimizer": self._options.optimizer}
+
+    def _read(self, path: Path) -> dict[str, Any] | str:
+        """The checkpoint, or what is wrong with it."""
+        try:
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            return f"{path} cannot be read as a checkpoint ({error}): remove it, or start without --resume"
+        if content["made_by"] != self._made_by():
+            return (
+                f"{path} was written by a run with {content['made_by']}, this one has {self._made_by()}: give the same "
+                "options, or another --checkpoint-dir"
+            )
+        return content
+
+
+def device() -> torch.device:
+    """This rank's GPU where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda", hvd.local_rank())
+
+
+def wrapped(options: Options, model: torch.nn.Module) -> Any:
+    """The torch optimizer of the options, wrapped by the algorithm's."""
+    # Kernels only: decay would pull batch norm's scales and the biases, which have one dimension, to nothing.
+    kernels = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": kernels, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
+    if options.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov)
+    elif options.optimizer == "adam":
+        optimizer = torch.optim.Adam(groups, lr=options.lr)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=options.lr)
+    if options.algorithm == "allreduce":
+        return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return hvd.EagerOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        named_buffers=model.named_buffers(),
+        quorum=options.quorum,
+        max_staleness=options.max_staleness,
+        grace=options.grace,
+        seed=options.seed,
+    )
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The tensors' values one after the other in one vector."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def main() -> None:
+    options = parse("torch")
+    hvd.init()
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
+    run = start(options, world)
+    run.fit(TorchTrainer(options, run.source.classes))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
