@@ -6,6 +6,7 @@ only that framework is imported.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __version__ = "0.1.0"
@@ -24,22 +25,19 @@ def _framework(optimizer: Any) -> str:
         if package in ("keras", "tensorflow", "tf_keras"):
             return "tensorflow"
     raise ValueError(
-        f"{type(optimizer).__name__} is neither a torch.optim.Optimizer nor a Keras optimizer: pass one of these, as in "
+        f"{type(optimizer).__name__} is neither a torch.optim.Optimizer nor a Keras optimizer: pass one, as in "
         f"EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) or EagerOptimizer(keras.optimizers.SGD(0.1))"
     )
 
 
 def EagerOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
-    """``hvd_async.torch.EagerOptimizer`` or ``hvd_async.tensorflow.EagerOptimizer``, by the optimizer's framework.
+    """The ``EagerOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
 
     Raises:
         ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
     """
-    if _framework(optimizer) == "torch":
-        from hvd_async.torch import EagerOptimizer as wrap
-    else:
-        from hvd_async.tensorflow import EagerOptimizer as wrap
-    return wrap(optimizer, *args, **kwargs)
+    binding = importlib.import_module(f"hvd_async.{_framework(optimizer)}")
+    return binding.EagerOptimizer(optimizer, *args, **kwargs)
 
 
 __all__ = ["EagerOptimizer", "__version__"]

@@ -1,7 +1,7 @@
 """The coordinator: rank 0's thread that feeds the state machines and sends what comes out, to all in one order.
 
-It also keeps watch: a rank whose connection ends without ``Leaving`` is lost, and everybody is told its name and host; a
-rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+It also keeps watch: a rank whose connection ends without ``Leaving`` is lost, and everybody is told its name and host;
+a rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Welcome
-from hvd_async.protocols import Gone, Hub
 from hvd_async.notices import notice
+from hvd_async.protocols import Gone, Hub
 from hvd_async.rounds import Rounds
 
 
@@ -141,7 +141,7 @@ class Coordinator:
                 what, ranks = waiting
                 names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
                 notice(
-                    f"{what} of optimizer {number} has waited {self._warn_after:.0f} s more for rank(s) {names}: alive, "
-                    f"but slow or not calling step()/drain(). Waiting on."
+                    f"{what} of optimizer {number} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
+                    f"alive, but slow or not calling step()/drain(). Waiting on."
                 )
                 self._waits[number] = (waiting, now)

@@ -92,16 +92,23 @@ class Engine:
         if self._channel is not None:
             self._channel.wake()
 
-    def run_collective(self, start: Callable[[Collectives], Handle]) -> Vector:
-        """Start a collective on the engine thread and wait for its result; every rank must do the same."""
+    def _run_collective(self, start: Callable[[], Handle]) -> Vector:
         future: Future[Vector] = Future()
 
         def begin() -> None:
-            self.submit(lambda: start(self.collectives), future.set_result)
+            self.submit(start, future.set_result)
 
         self.post(begin)
         self.wait(future.done)
         return future.result()
+
+    def sum(self, vector: Vector, name: str) -> Vector:
+        """The sum of ``vector`` over all ranks; every rank must call it. ``vector`` is given away."""
+        return self._run_collective(lambda: self.collectives.sum(vector, name))
+
+    def broadcast(self, vector: Vector, root: int, name: str) -> Vector:
+        """Rank ``root``'s ``vector``; every rank must call it. ``vector`` is given away."""
+        return self._run_collective(lambda: self.collectives.broadcast(vector, root, name))
 
     def wait(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
         """Wait until ``ready()``; a failure of the engine ends the wait with its error.
@@ -182,7 +189,7 @@ class Engine:
                     self._obey(message)
                 self._run_posts()
                 self._land()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  it comes home: raised in the caller's next call
             self._fail(self._cause_of(error))
         finally:
             self._left.set()

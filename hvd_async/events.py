@@ -123,7 +123,7 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are done, ``last`` last: ``rounds`` rounds fired and ``produced`` gradients produced since the start."""
+    """All ranks are done, ``last`` last: so many rounds fired and gradients produced since the start."""
 
     optimizer: int
     rounds: int

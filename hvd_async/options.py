@@ -16,7 +16,7 @@ def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, size: 
     check_quorum(quorum, size)
     if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
         raise ValueError(
-            f"max_staleness={max_staleness!r} is not a number of rounds: take 0 (synchronous) or more; 16 is the default"
+            f"max_staleness={max_staleness!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
         )
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
         raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")

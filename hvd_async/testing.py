@@ -271,7 +271,9 @@ class Cluster:
         self.coordinator.start()
         for engine in self.engines:
             engine.start()
-        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
+        threads = [
+            threading.Thread(target=rank_main, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + timeout

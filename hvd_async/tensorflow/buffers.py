@@ -1,4 +1,4 @@
-"""Keras variables and flat vectors: gradients out, rounds in, checksums, batch-norm statistics, distance of replicas."""
+"""Keras variables and flat vectors: gradients out, rounds in, checksums, batch-norm statistics, replicas' distance."""
 
 from __future__ import annotations
 
@@ -93,10 +93,8 @@ def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str) -> None
     for dtype, group in by_dtype.items():
         flat = tf.concat([tf.reshape(v, [-1]) for v in group], axis=0)
         name = f"hvd_async.buffers.{policy}.{dtype.name}"
-        if policy == "average":
-            unified = engine.run_collective(lambda c, v=flat, n=name: c.sum(v, n)) / engine.size
-        else:
-            unified = engine.run_collective(lambda c, v=flat, n=name: c.broadcast(v, 0, n))
+        average = policy == "average"
+        unified = engine.sum(flat, name) / engine.size if average else engine.broadcast(flat, 0, name)
         for variable, part in zip(group, tf.split(unified, [v.shape.num_elements() for v in group]), strict=True):
             variable.assign(tf.reshape(part, variable.shape))
 
@@ -104,7 +102,7 @@ def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str) -> None
 def consensus_distance(engine: Engine, variables: Sequence[Any]) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
     flat = tf.concat([tf.reshape(tf.cast(raw(v), tf.float64), [-1]) for v in variables], axis=0)
-    mean = engine.run_collective(lambda c: c.sum(flat, "hvd_async.consensus.mean")) / engine.size
+    mean = engine.sum(flat, "hvd_async.consensus.mean") / engine.size
     square = tf.reshape(tf.reduce_sum((flat - mean) ** 2), [1])
-    total = engine.run_collective(lambda c: c.sum(square, "hvd_async.consensus.square"))
+    total = engine.sum(square, "hvd_async.consensus.square")
     return float((total[0] / engine.size) ** 0.5)

@@ -93,9 +93,7 @@ class EagerMixin:
             self._apply_sums(sums, tf.reshape(lr, []))
             return (done + 1,)
 
-        tf.while_loop(
-            lambda done: done < tf.reshape(fetched, []), one_round, (tf.constant(0),), parallel_iterations=1
-        )
+        tf.while_loop(lambda done: done < tf.reshape(fetched, []), one_round, (tf.constant(0),), parallel_iterations=1)
         self._set_lr(own_lr)
 
     def _prepare(self: Any, variables: list[Any]) -> Layout:
@@ -331,12 +329,12 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         raise ValueError("this optimizer is an EagerOptimizer already: wrap the plain one")
     wrapped_class = type(optimizer)
     # Saved models name the optimizer by module and class: they must load where this package is unknown.
-    made = type(
+    made: Any = type(
         wrapped_class.__name__,
         (EagerMixin, wrapped_class),
         {"_wrapped_class": wrapped_class, "__module__": wrapped_class.__module__},
     )
-    wrapped = object.__new__(made)
+    wrapped: Any = object.__new__(made)
     wrapped.__dict__.update(optimizer.__dict__)
     if name is not None:
         wrapped.__dict__["name"] = name

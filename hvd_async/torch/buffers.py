@@ -77,7 +77,7 @@ class Layout:
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 def signature(name: str, tensor: torch.Tensor) -> str:
@@ -95,13 +95,11 @@ def unify_buffers(engine: Engine, named: Iterable[tuple[str, torch.Tensor]], pol
     floating = [t for t in tensors if t.is_floating_point() and policy == "average"]
     for kind, group in _by_kind(floating):
         flat = torch.cat([t.reshape(-1) for t in group])
-        total = engine.run_collective(lambda c, v=flat, k=kind: c.sum(v, f"hvd_async.buffers.average.{k}"))
+        total = engine.sum(flat, f"hvd_async.buffers.average.{kind}")
         _scatter(total / engine.size, group)
     for kind, group in _by_kind([t for t in tensors if policy == "root" or not t.is_floating_point()]):
         flat = torch.cat([t.reshape(-1) for t in group])
-        _scatter(
-            engine.run_collective(lambda c, v=flat, k=kind: c.broadcast(v, 0, f"hvd_async.buffers.root.{k}")), group
-        )
+        _scatter(engine.broadcast(flat, 0, f"hvd_async.buffers.root.{kind}"), group)
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -121,7 +119,7 @@ def _scatter(flat: Any, tensors: list[torch.Tensor]) -> None:
 def consensus_distance(engine: Engine, parameters: Sequence[torch.Tensor]) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
     flat = torch.cat([p.detach().reshape(-1).double() for p in parameters])
-    mean = engine.run_collective(lambda c: c.sum(flat.clone(), "hvd_async.consensus.mean")) / engine.size
+    mean = engine.sum(flat.clone(), "hvd_async.consensus.mean") / engine.size
     square = torch.sum((flat - torch.as_tensor(mean)) ** 2).reshape(1)
-    total = engine.run_collective(lambda c: c.sum(square, "hvd_async.consensus.square"))
+    total = engine.sum(square, "hvd_async.consensus.square")
     return float(total[0] / engine.size) ** 0.5

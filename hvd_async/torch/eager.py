@@ -267,7 +267,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     layout = Layout(parameters)
     wrapped_class = type(optimizer)
-    made = type(wrapped_class.__name__, (EagerMixin, wrapped_class), {"_wrapped_class": wrapped_class})
+    made: Any = type(wrapped_class.__name__, (EagerMixin, wrapped_class), {"_wrapped_class": wrapped_class})
     wrapped = made.__new__(made)
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
@@ -284,9 +284,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     return wrapped
 
 
-def parameter_names(
-    parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
-) -> list[str]:
+def parameter_names(parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None) -> list[str]:
     """Each parameter's name, in order.
 
     Raises:

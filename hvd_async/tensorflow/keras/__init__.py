@@ -6,9 +6,9 @@ import keras
 from horovod.tensorflow.keras import *  # noqa: F403
 from horovod.tensorflow.keras import elastic  # noqa: F401
 
+import hvd_async.tensorflow.keras.callbacks as callbacks  # noqa: PLR0402  "from" would find Horovod's
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
-import hvd_async.tensorflow.keras.callbacks as callbacks  # noqa: PLR0402  "from" would find Horovod's
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
