@@ -263,12 +263,11 @@ def _reachable(addresses: list[str], port: int, timeout: float = 3.0) -> str:
     )
 
 
-def rendezvous(collectives: Collectives, serial: int) -> tuple[Channel, Coordinator | None]:
+def rendezvous(collectives: Collectives) -> tuple[Channel, Coordinator | None]:
     """Connect this rank to the coordinator, which rank 0 starts; every rank calls it. Blocks until all are there.
 
     Args:
         collectives: for the allgather of keys.
-        serial: how many engines this process has had; keeps the names of their collectives apart.
 
     Raises:
         EngineError: the coordinator could not be reached or did not answer within 60 s.
@@ -278,7 +277,7 @@ def rendezvous(collectives: Collectives, serial: int) -> tuple[Channel, Coordina
     card = _Card(keys[0], collectives.host, b"", 0, [])
     if hub is not None:
         card = _Card(keys[0], collectives.host, hub.public, hub.port, own_addresses())
-    gathered = collectives.gather_bytes(msgspec.msgpack.encode(card), f"hvd_async.rendezvous.{serial}")
+    gathered = collectives.gather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in gathered]
     coordinator = None
     if hub is not None:

@@ -120,6 +120,7 @@ class EagerWorker:
         self._applied: Counter[int] = Counter()
         self._rounds_applied = self._produced = 0
         self._wait_s = 0.0
+        self._announced = False
         self._total_produced: int | None = None
         self.last_done = -1
         # Engine thread's:
@@ -172,10 +173,12 @@ class EagerWorker:
         Returns:
             Rounds in order, to be applied one after the other; none if this step's round was applied before.
         """
-        number = self._opened_number()
+        number, version = self._opened_number(), self._version
+        if self._announced:
+            self.finish()  # another optimizer's drain() said that this rank is done: come to that end first
         self._steps += 1
         self._produced += 1
-        step, version = self._steps + self._base, self._version
+        step = self._steps + self._base
 
         def hand_over() -> None:
             self.engine.send(Stepped(number, step, hyper))
@@ -187,14 +190,23 @@ class EagerWorker:
         self._await(lambda: self._version + len(self._ready) >= step)
         return self._take(most)
 
+    def announce(self) -> None:
+        """Say "done" to the coordinator, once."""
+        if not self._announced:
+            self._announced = True
+            number, produced = self._opened_number(), self._produced
+            self.engine.post(lambda: self.engine.send(Done(number, produced)))
+
     def drain(self, apply: Callable[[Round], None]) -> None:
         """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
 
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        number, produced = self._opened_number(), self._produced
-        self.engine.post(lambda: self.engine.send(Done(number, produced)))
+        # A rank is done with all its optimizers or with none: one that waited here for the ranks that are still busy
+        # with the first of two would keep them waiting with the second.
+        for participant in self.engine.participants():
+            participant.announce()
 
         def complete() -> bool:
             return self._drained is not None and self._version >= self._drained.rounds
@@ -206,6 +218,7 @@ class EagerWorker:
         with self._condition:
             drained, self._drained = self._drained, None
         assert drained is not None
+        self._announced = False
         self._base = drained.rounds - self._steps
         self._total_produced = drained.produced
         self.last_done = drained.last

@@ -32,8 +32,11 @@ class Participant(Protocol):
     def fail(self, error: Exception) -> None:
         """Wake whoever waits: the engine has failed with ``error`` (any thread)."""
 
+    def announce(self) -> None:
+        """Say that this rank is done with this optimizer (the caller's thread)."""
+
     def finish(self) -> None:
-        """Drain, because the process ends normally (main thread)."""
+        """Drain (the caller's thread)."""
 
 
 class Engine:

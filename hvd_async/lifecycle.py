@@ -10,13 +10,21 @@ import atexit
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from hvd_async.control import rendezvous
 from hvd_async.coordinator import Coordinator
 from hvd_async.engine import Engine
 from hvd_async.protocols import Channel, Collectives
+
+
+class Drainable(Protocol):
+    """A wrapped optimizer."""
+
+    def drain(self) -> int:
+        """Collective; returns the rank that was last to be done."""
 
 
 class Lifecycle:
@@ -31,7 +39,7 @@ class Lifecycle:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
-        self._serial = 0
+        self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
         self._hooked = False
 
     def engine(self) -> Engine:
@@ -47,11 +55,9 @@ class Lifecycle:
 
     def _start(self) -> None:
         collectives = self._make()
-        serial = self._serial
-        self._serial += 1
 
         def connect() -> Channel:
-            channel, self._coordinator = rendezvous(collectives, serial)
+            channel, self._coordinator = rendezvous(collectives)
             return channel
 
         if not self._hooked:
@@ -62,11 +68,25 @@ class Lifecycle:
         self._engine = Engine(collectives, connect)
         self._engine.start()
 
-    def drain(self) -> None:
-        """Drain every optimizer of this process (Horovod's ``join``, for ours)."""
-        if self._engine is not None:
-            for participant in self._engine.participants():
-                participant.finish()
+    def add(self, optimizer: Drainable) -> None:
+        """Remember an optimizer that was wrapped, as long as it lives."""
+        self._wrapped[len(self._wrapped) and max(self._wrapped) + 1] = optimizer
+
+    def join(self) -> int | None:
+        """Drain every optimizer that was wrapped, in that order; None if there is none.
+
+        Returns:
+            The last rank to join.
+        """
+        last = None
+        for _, optimizer in sorted(self._wrapped.items()):
+            last = optimizer.drain()
+        return last
+
+    def _drain(self) -> None:
+        assert self._engine is not None
+        for participant in self._engine.participants():
+            participant.finish()
 
     def shutdown(self) -> None:
         """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""
@@ -75,7 +95,7 @@ class Lifecycle:
             return
         try:
             if engine.failure is None:
-                self.drain()
+                self._drain()
                 engine.leave()
         finally:
             self._forget(engine)

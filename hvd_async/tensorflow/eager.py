@@ -36,8 +36,6 @@ from hvd_async.tensorflow.buffers import (
 from hvd_async.tensorflow.collectives import LIFECYCLE, world_size
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
-ALL: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every wrapped optimizer of this process that is still alive, for ``join``."""
 
 
 class _Settings:
@@ -169,12 +167,15 @@ class EagerMixin:
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
-    def drain(self: Any) -> None:
+    def drain(self: Any) -> int:
         """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
 
         Afterwards every gradient is applied everywhere, the replicas are identical, and the batch-norm statistics of
         ``model`` agree by the ``buffers`` policy. A collective: every rank calls it equally often, also a rank that
         had no batch (its optimizer must be built). Not inside a ``tf.function``.
+
+        Returns:
+            The rank that was last to be done.
 
         Raises:
             GradientLossError: gradients produced and applied differ.
@@ -196,6 +197,7 @@ class EagerMixin:
         self._set_lr(own_lr)
         if state.model is not None and state.buffer_policy != "local":
             unify_buffers(worker.engine, state.model.non_trainable_variables, state.buffer_policy)
+        return worker.last_done
 
     def stats(self: Any) -> Stats:
         """What this rank's optimizer has done so far."""
@@ -213,7 +215,7 @@ class EagerMixin:
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by path."""
-        return {v.path: np.array(raw(v)) for v in self.variables}
+        return {v.path: raw(v).numpy() for v in self.variables}
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take back what ``get_state`` gave; the optimizer must be built.
@@ -348,7 +350,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         model=model,
         buffers=buffers,
     )
-    ALL.add(wrapped)
+    LIFECYCLE.add(wrapped)
     return wrapped
 
 

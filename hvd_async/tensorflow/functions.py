@@ -10,7 +10,6 @@ import horovod.tensorflow as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.eager import ALL
 
 BROADCASTABLE = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
 
@@ -44,13 +43,8 @@ def join() -> int:
     Returns:
         The last rank to join.
     """
-    if not ALL:
-        return int(hvd.join())
-    last = -1
-    for optimizer in sorted(ALL, key=lambda o: int(o._eager.worker is None)):
-        optimizer.drain()
-        last = optimizer._eager.worker.last_done
-    return last
+    last = LIFECYCLE.join()
+    return int(hvd.join()) if last is None else last
 
 
 def shutdown() -> None:

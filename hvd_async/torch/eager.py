@@ -21,8 +21,6 @@ from hvd_async.torch.buffers import BufferPolicy, Layout, checksum, consensus_di
 from hvd_async.torch.collectives import LIFECYCLE, world_size
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
-ALL: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every wrapped optimizer of this process that is still alive, for ``join``."""
 
 
 class _Settings:
@@ -76,12 +74,9 @@ class EagerMixin(torch.optim.Optimizer):
             if shown is not None and shown.gradients:
                 self._update(shown.hyper)
             return loss
-        own = [(p, p.grad) for group in self.param_groups for p in group["params"]]
         vectors = state.layout.gradients(state.sparse_as_dense)
         for round_ in self._worker().step(vectors, hyperparameters.read(self.param_groups)):
             self._apply(round_)
-        for parameter, gradient in own:
-            parameter.grad = gradient
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
@@ -112,14 +107,18 @@ class EagerMixin(torch.optim.Optimizer):
             self._eager.skip = False
 
     def _apply(self, round_: Round) -> None:
-        """Apply one round: its average gradient, its hyperparameters."""
+        """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
         state = self._eager
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        own = [p.grad for p in parameters]
         state.layout.set_gradients(round_.sums, 1.0 / self._worker().engine.size)
         if state.round_transform is not None:
-            state.round_transform([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+            state.round_transform([p for p in parameters if p.grad is not None])
         self._update(round_.hyper)
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
 
     def _update(self, hyper: Hyper) -> None:
         own = hyperparameters.read(self.param_groups)
@@ -134,11 +133,14 @@ class EagerMixin(torch.optim.Optimizer):
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
-    def drain(self) -> None:
+    def drain(self) -> int:
         """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
 
         Afterwards every gradient is applied everywhere, the replicas are identical, and buffers agree by the
         ``buffers=`` policy. A collective: every rank calls it equally often, also a rank that had no batch.
+
+        Returns:
+            The rank that was last to be done.
 
         Raises:
             GradientLossError: gradients produced and applied differ.
@@ -158,9 +160,9 @@ class EagerMixin(torch.optim.Optimizer):
                 f"synchronize() and step() as round_transform=, so that it runs on every round",
                 stacklevel=2,
             )
-        super().zero_grad(set_to_none=True)
         if state.buffer_policy != "local" and state.named_buffers:
             unify_buffers(worker.engine, state.named_buffers, state.buffer_policy)
+        return worker.last_done
 
     def stats(self) -> Stats:
         """What this rank's optimizer has done so far."""
@@ -188,6 +190,8 @@ class EagerMixin(torch.optim.Optimizer):
                 optimizer = reference()
                 if optimizer is not None:
                     optimizer.drain()
+                elif state.worker is not None:
+                    state.worker.drain(lambda _: None)  # nobody holds its weights any more; the others still wait
 
             state.worker = EagerWorker(engine, state.config, state.layout.zeros, finish)
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -280,7 +284,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         named_buffers=list(named_buffers or []),
         buffers=buffers,
     )
-    ALL.add(wrapped)
+    LIFECYCLE.add(wrapped)
     return wrapped
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.eager import ALL, EagerMixin
+from hvd_async.torch.eager import EagerMixin
 
 
 class _Shape(tuple[Any, ...]):
@@ -73,13 +73,8 @@ def join(device: int = -1) -> int:
     Returns:
         The last rank to join.
     """
-    if not ALL:
-        return int(hvd.join(device))
-    last = -1
-    for optimizer in sorted(ALL, key=lambda o: int(o._eager.worker is None)):
-        optimizer.drain()
-        last = optimizer._eager.worker.last_done
-    return last
+    last = LIFECYCLE.join()
+    return int(hvd.join(device)) if last is None else last
 
 
 def shutdown() -> None:

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# All checks in the environment that is there: ruff, mypy, then the tests. Ends with pytest's summary line.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+  cat <<'USAGE'
+usage: scripts/check.sh [--fast] [PYTEST ARGUMENT ...]
+
+Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs.
+USAGE
+}
+fast=
+case ${1:-} in
+  -h|--help) usage; exit ;;
+  --fast) fast=1; shift ;;
+esac
+cd "$ROOT"
+[ -x "$VENV/bin/python" ] || die "there is no $VENV: run scripts/test.sh, which makes it"
+say "ruff"
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check -q . || die "ruff format would change files: run $VENV/bin/ruff format ."
+say "mypy"
+"$VENV/bin/mypy"
+say "pytest"
+TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -m pytest ${fast:+-m "not multiproc"} "$@"
