@@ -159,7 +159,7 @@ class ZmqHub(_Endpoint):
             except ValueError:  # not two frames
                 self.undecodable += 1
                 continue
-            rank = self._ranks[str(frame.get("User-Id"))]
+            rank = self._ranks[str(frame.get("User-Id"))]  # the guard let nobody else in
             try:
                 event = decode_event(frame.bytes)
             except DecodeError:
@@ -171,6 +171,7 @@ class ZmqHub(_Endpoint):
 
     def close(self) -> None:
         if not self._closed:
+            self._allowed.set()  # the guard's thread may be waiting for the keys
             self._guard.stop()
         self._close()
 

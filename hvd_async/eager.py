@@ -70,14 +70,14 @@ class Stats:
         wait_s: seconds this rank's training thread waited for rounds in ``step()`` and ``drain()``.
     """
 
-    steps: int
-    rounds: int
-    rounds_applied: int
-    gradients_produced: int
-    gradients_applied: int
-    total_produced: int | None
-    staleness: dict[int, int]
-    wait_s: float
+    steps: int = 0
+    rounds: int = 0
+    rounds_applied: int = 0
+    gradients_produced: int = 0
+    gradients_applied: int = 0
+    total_produced: int | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
+    wait_s: float = 0.0
 
 
 @dataclass
@@ -230,6 +230,8 @@ class EagerWorker:
 
     def stats(self) -> Stats:
         """A snapshot."""
+        with self._condition:
+            staleness = dict(sorted(self._staleness.items()))
         return Stats(
             steps=self._steps,
             rounds=self._version,
@@ -237,7 +239,7 @@ class EagerWorker:
             gradients_produced=self._produced,
             gradients_applied=self._applied[0],
             total_produced=self._total_produced,
-            staleness=dict(sorted(self._staleness.items())),
+            staleness=staleness,
             wait_s=self._wait_s,
         )
 
@@ -317,7 +319,8 @@ class EagerWorker:
             flight.hyper = go.hyper
         taken, self._pending[go.bucket] = self._pending[go.bucket], _Pending()
         if go.bucket == 0:
-            self._staleness.update(go.round - 1 - version for version in taken.versions)
+            with self._condition:
+                self._staleness.update(go.round - 1 - version for version in taken.versions)
         vector = self._zeros(go.bucket) if taken.vector is None else taken.vector
 
         def landed(sums: Vector) -> None:

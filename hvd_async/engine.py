@@ -133,11 +133,16 @@ class Engine:
                 if not condition.wait(timeout=1.0) and time.monotonic() - started > self.timeout:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has come to its end without a failure."""
+        return self.failure is None and self._left.is_set()
+
     def check(self) -> None:
         """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
         failure = self.failure
-        if failure is None and not self._thread.is_alive() and self._left.is_set():
-            failure = EngineError("the engine has been stopped; hvd.shutdown() was called")
+        if self.stopped:
+            raise EngineError("the engine has been stopped: shutdown() was called, or every rank has left")
         if isinstance(failure, RankLostError):
             raise self.collectives.failure(str(failure)) from failure
         if isinstance(failure, HvdAsyncError | self.collectives.failure):

@@ -201,7 +201,8 @@ class EagerMixin:
 
     def stats(self: Any) -> Stats:
         """What this rank's optimizer has done so far."""
-        return self._worker().stats()
+        worker = self._eager.worker
+        return Stats() if worker is None else worker.stats()
 
     @contextlib.contextmanager
     def consensus(self: Any) -> Iterator[None]:
@@ -231,10 +232,10 @@ class EagerMixin:
             variable.assign(state[path])
 
     def _worker(self: Any) -> EagerWorker:
-        """This optimizer's worker; the first call meets the other ranks."""
+        """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
         state = self._eager
         with state.lock:
-            if state.worker is None:
+            if state.worker is None or state.worker.engine.stopped:
                 if not self.built:
                     raise ValueError("the optimizer is not built yet: take a step first, or call optimizer.build()")
                 layout = self._prepare(self._trainable_variables)

@@ -166,7 +166,8 @@ class EagerMixin(torch.optim.Optimizer):
 
     def stats(self) -> Stats:
         """What this rank's optimizer has done so far."""
-        return self._worker().stats()
+        worker = self._eager.worker
+        return Stats() if worker is None else worker.stats()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -180,9 +181,9 @@ class EagerMixin(torch.optim.Optimizer):
         return consensus_distance(self._worker().engine, parameters)
 
     def _worker(self) -> EagerWorker:
-        """This optimizer's worker; the first call meets the other ranks."""
+        """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
         state = self._eager
-        if state.worker is None:
+        if state.worker is None or state.worker.engine.stopped:
             engine = state.engine or LIFECYCLE.engine()
             reference = weakref.ref(self)
 
