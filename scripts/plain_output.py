@@ -7,14 +7,14 @@ import re
 import sys
 
 PREFIX = re.compile(rb"\[(?:1,)?0\]<std(?:out|err)>:")
+ANY_PREFIX = re.compile(rb"\[(?:1,)?\d+\]<std(?:out|err)>:")
 CHATTER = re.compile(rb"WARNING: All log messages before absl|^[IW]\d{4} \d\d:\d\d:|To enable the following instr")
 ENDS = re.compile(rb"[^\r\n]*[\r\n]+")
 
 
 def clean(line: bytes) -> bytes:
     """A line (ended by \\n or \\r) as people want it; nothing if it says nothing."""
-    text = PREFIX.sub(b"", line)
-    return b"" if CHATTER.search(text) else text
+    return b"" if CHATTER.search(ANY_PREFIX.sub(b"", line)) else PREFIX.sub(b"", line)
 
 
 def main() -> None:
