@@ -16,7 +16,7 @@ import tensorflow as tf
 import vision
 
 import hvd_async.tensorflow as hvd
-from hvd_async.runner.data import Batch
+from hvd_async.runner.batches import Batch
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.run import Position, World, start
 from hvd_async.runner.summary import Outcome, Replicas

@@ -13,7 +13,7 @@ import torch
 import vision
 
 import hvd_async.torch as hvd
-from hvd_async.runner.data import Batch
+from hvd_async.runner.batches import Batch
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.run import Position, World, start
 from hvd_async.runner.summary import Outcome, Replicas
@@ -35,6 +35,7 @@ class TorchTrainer:
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
 
     def train_step(self, batch: Batch, rate: float) -> float:
+        """One optimizer step at this learning rate; returns the batch's mean loss."""
         images, labels = self._to_device(batch)
         if len(batch) == 1:
             # Batch norm refuses one value per channel, which a last batch of one image may come down to. Its double
@@ -61,6 +62,7 @@ class TorchTrainer:
             self._optimizer.step()
 
     def drain(self) -> None:
+        """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
         if self._options.algorithm != "allreduce":
             self._optimizer.drain()
             return
@@ -72,11 +74,13 @@ class TorchTrainer:
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
+        """How many images of the batch the model classifies correctly."""
         images, labels = self._to_device(batch)
         self._model.eval()
         return int((self._model(images).argmax(1) == labels).sum())
 
     def save(self, path: Path, position: Position) -> None:
+        """Write a complete checkpoint."""
         content = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -87,6 +91,7 @@ class TorchTrainer:
         torch.save(content, path)
 
     def restore(self, path: Path) -> Position | None:
+        """Collective: load rank 0's checkpoint into every rank, if there is one. ValueError if it does not fit."""
         content: dict[str, Any] | str | None = None
         if hvd.rank() == 0 and path.exists():
             content = self._read(path)
@@ -101,6 +106,7 @@ class TorchTrainer:
         return Position(content["epoch"], content["best_accuracy"])
 
     def outcome(self) -> Outcome:
+        """What this rank's optimizer has counted."""
         if self._options.algorithm == "allreduce":
             return Outcome.synchronous(self._steps, hvd.size(), self._wait_s)
         stats = self._optimizer.stats()
@@ -108,11 +114,13 @@ class TorchTrainer:
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
+        """Collective: compare the ranks' weights."""
         weights = flat(list(self._model.parameters()))
         highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
-        mean = hvd.allreduce(weights, op=hvd.Average, name="runner.mean")
-        square = hvd.allreduce(((weights - mean).double() ** 2).sum(), op=hvd.Average, name="runner.distance")
+        # In double the sum of equal weights, and so their mean, is exact: identical replicas have distance 0, not 1e-7.
+        mean = hvd.allreduce(weights.double(), op=hvd.Sum, name="runner.mean") / hvd.size()
+        square = hvd.allreduce(((weights - mean) ** 2).sum(), op=hvd.Average, name="runner.distance")
         own = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
         digests = hvd.allgather_object(own, name="runner.digest")
         return Replicas(len(set(digests)) == 1, float((highest - lowest).max()), float(square) ** 0.5)
@@ -179,6 +187,7 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def main() -> None:
+    """Train as the command line says."""
     options = parse("torch")
     hvd.init()
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))

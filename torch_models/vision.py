@@ -7,11 +7,11 @@ import torch
 if torch.version.cuda is None:
     # torchvision's wheel wants CUDA's libraries for its compiled operators and fails at import without them. Their
     # schemas are enough for its models, which do not call these operators. The object must stay alive.
-    _schemas = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+    _schemas = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
         _schemas.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-from torchvision.models import resnet50  # type: ignore[import-untyped]  # noqa: E402
+from torchvision.models import resnet50
 
 
 def build(name: str, classes: int, bn_momentum: float) -> torch.nn.Module:

@@ -5,43 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .augment import augment
+from .batches import Batch, Source, Split
+from .folder import Folder
 from .sharding import Indices
 
-Split = Literal["train", "test"]
 SPLIT_SEED = 20
 """Of the digits' split into train and test: fixed, so that accuracies of different runs are about the same images."""
 AHEAD = 2
 """Batches that are made ready while the model computes."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """images: [n, height, width, 3] float32, normalised. labels: [n] int64."""
-
-    images: NDArray[np.float32]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-class Source(Protocol):
-    """A labelled set of images in two splits."""
-
-    classes: int
-
-    def count(self, split: Split) -> int:
-        """The number of images in a split."""
-
-    def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
-        """The images of these indices; fewer if some cannot be read. `key` seeds the variation of training images."""
 
 
 class Digits:
@@ -51,7 +27,7 @@ class Digits:
 
     def __init__(self, image_size: int, *, vary: bool) -> None:
         from PIL import Image
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
 
         raw = load_digits()
         small = raw.images.astype(np.float32) / 16
@@ -68,9 +44,11 @@ class Digits:
         self._vary = vary
 
     def count(self, split: Split) -> int:
+        """Return the number of images in a split."""
         return len(self._where[split])
 
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
+        """Images of these indices; see `Source`."""
         where = self._where[split][indices]
         images = self._images[where]
         if self._vary and split == "train":
@@ -91,9 +69,11 @@ class Synthetic:
         self._labels = generator.integers(self.classes, size=self._DISTINCT)
 
     def count(self, split: Split) -> int:
+        """Return the number of images in a split."""
         return self._count[split]
 
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
+        """Images of these indices; see `Source`."""
         where = indices % self._DISTINCT
         return Batch(self._images[where], self._labels[where])
 
@@ -104,7 +84,6 @@ def open_source(data: str, image_size: int, *, vary: bool, workers: int) -> Sour
         return Digits(image_size, vary=vary)
     if data == "synthetic":
         return Synthetic(image_size)
-    from .folder import Folder
 
     return Folder(data, image_size, vary=vary, workers=workers)
 
@@ -153,13 +132,9 @@ def _prefetched(source: Source, split: Split, work: Iterable[tuple[Indices, Sequ
     # One thread, so that batches come in order and a source is never entered twice; a folder decodes with its own pool.
     with ThreadPoolExecutor(1, thread_name_prefix="hvd_async-data") as pool:
         ready: deque[Future[Batch]] = deque()
-        try:
-            for indices, key in work:
-                ready.append(pool.submit(source.batch, split, indices, key))
-                if len(ready) > AHEAD:
-                    yield ready.popleft().result()
-            while ready:
+        for indices, key in work:
+            ready.append(pool.submit(source.batch, split, indices, key))
+            if len(ready) > AHEAD:
                 yield ready.popleft().result()
-        finally:
-            for future in ready:
-                future.cancel()
+        while ready:
+            yield ready.popleft().result()

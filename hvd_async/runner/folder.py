@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .data import Batch, Split
+from .batches import Batch, Split
 from .sharding import Indices
 
 SUFFIXES = {".jpeg", ".jpg", ".png"}
@@ -46,9 +46,11 @@ class Folder:
         self._reported: set[Path] = set()
 
     def count(self, split: Split) -> int:
+        """Return the number of image files in a split."""
         return len(self._samples[split])
 
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
+        """Images of these indices, as many as can be read; see `Source`."""
         samples = [self._samples[split][index] for index in indices]
         vary = self._vary and split == "train"
         # One generator for each image, from its index: which thread decodes it makes no difference.
@@ -67,7 +69,7 @@ class Folder:
         except UNREADABLE as error:
             if path not in self._reported:
                 self._reported.add(path)
-                warnings.warn(f"skipped {path}: it cannot be read as an image ({error})", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"skipped {path}: it cannot be read as an image ({error})", RuntimeWarning, stacklevel=1)
             return None
         return centre_crop(image, self._size) if rng is None else random_crop(image, self._size, rng)
 

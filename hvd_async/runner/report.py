@@ -49,7 +49,7 @@ class Reporter:
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """epoch: 0, 1, ...; steps: how many steps rank 0 will do in it."""
         if self._enabled and self._wants_bar:
-            from tqdm import tqdm  # type: ignore[import-untyped]
+            from tqdm import tqdm
 
             self._bar = tqdm(
                 total=steps,
@@ -70,12 +70,12 @@ class Reporter:
             self._events.scalars(step, {"train/loss_rank0": loss, "train/learning_rate": rate})
 
     def end_epoch(self, row: EpochRow) -> None:
+        """Show and log an epoch that is done."""
         if not self._enabled:
             return
-        self._close_bar()
         accuracy = "" if row.test_accuracy is None else f", test accuracy {row.test_accuracy:.4f}"
         loss = "" if row.train_loss is None else f"loss {row.train_loss:.4f}, "
-        print(f"epoch {row.epoch}/{self._epochs}: {loss}{row.images_per_sec:.1f} images/s{accuracy}", flush=True)
+        self.note(f"epoch {row.epoch}/{self._epochs}: {loss}{row.images_per_sec:.1f} images/s{accuracy}")
         if self._table is not None:
             self._table.add(row)
         if self._events is not None:
@@ -92,9 +92,11 @@ class Reporter:
         """Say something to people, on rank 0."""
         if self._enabled:
             self._close_bar()
-            print(text, flush=True)
+            # Beside a bar in its own stream: a launcher forwards the two streams in no particular order.
+            print(text, file=sys.stderr if self._wants_bar else sys.stdout, flush=True)
 
     def close(self) -> None:
+        """Close the bar and the files; nothing may be reported afterwards."""
         self._close_bar()
         if self._events is not None:
             self._events.close()
@@ -124,6 +126,7 @@ class MetricsFile:
                 csv.writer(file).writerow(field.name for field in fields(EpochRow))
 
     def add(self, row: EpochRow) -> None:
+        """Append a row."""
         with self._path.open("a", newline="") as file:
             csv.writer(file).writerow("" if value is None else value for value in asdict(row).values())
 
@@ -135,9 +138,9 @@ class EventFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,6 +150,7 @@ class EventFile:
         self._records.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Append values, by tag, that belong to a step."""
         summary = self._summary(
             value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         )
@@ -154,4 +158,5 @@ class EventFile:
         self._records.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._records.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -13,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import sharding
-from .data import Batch, evaluation_data, open_source, training_data
+from .batches import Batch
+from .data import evaluation_data, open_source, training_data
 from .files import write_atomically
 from .options import Options
 from .report import EpochRow, Reporter
@@ -216,7 +218,8 @@ class Run:
     def _restore(self, trainer: Trainer) -> bool:
         if not self.options.resume or self.options.checkpoint_dir is None:
             return False
-        position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
+        with _told_to_people(self.world):
+            position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
         self._position = position or Position()
         return position is not None
 
@@ -234,8 +237,15 @@ class Run:
 
 def start(options: Options, world: World) -> Run:
     """A Run; where the options do not fit the data or the job, says so on stderr and ends the process with status 2."""
-    try:
+    with _told_to_people(world):
         return Run(options, world)
+
+
+@contextlib.contextmanager
+def _told_to_people(world: World) -> Iterator[None]:
+    """Where the user's options or files are at fault: the message without a traceback, and status 2."""
+    try:
+        yield
     except ValueError as error:
         # Every rank says it: the launcher kills the others as soon as one has ended.
         print(f"error (rank {world.rank}): {error}", file=sys.stderr, flush=True)

@@ -80,6 +80,7 @@ class Figures:
 
     @property
     def steps(self) -> int:
+        """Optimizer steps of this rank."""
         return len(self.step_times)
 
 
@@ -177,8 +178,8 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
         ("replicas", replicas),
     ]
     head = (
-        f"{summary['framework']} {summary['algorithm']}{quorum} on {summary['world_size']} ranks: {summary['steps']} steps "
-        f"a rank, {summary['rounds']} rounds"
+        f"{summary['framework']} {summary['algorithm']}{quorum} on {summary['world_size']} ranks: "
+        f"{summary['steps']} steps a rank, {summary['rounds']} rounds"
     )
     return "\n".join([head, *(f"  {name:<14} {text}" for name, text in lines)])
 
@@ -187,14 +188,16 @@ def straggler_lines(ranks: Sequence[Figures], injector: Injector, first_step: in
     """What the stragglers cost: what each rank slept and waited, against what a synchronous run cannot do without."""
     slept = [figures.slept_s for figures in ranks]
     waited = [figures.outcome.wait_s for figures in ranks]
+    none = injector.kind == "none"
+    delays = ["" if none else f"slept {seconds:.1f} s by --inject and " for seconds in slept]
     lines = [
-        f"rank {rank} slept {slept[rank]:.1f} s by --inject and waited {waited[rank]:.1f} s for others"
+        f"rank {rank} {delays[rank]}waited {waited[rank]:.1f} s for others"
         for rank in range(min(len(ranks), SHOWN_RANKS))
     ]
     if len(ranks) > SHOWN_RANKS:
         lines.append(f"... ({len(ranks)} ranks: {sum(slept):.1f} s slept and {sum(waited):.1f} s waited in all)")
-    if injector.kind == "none":
-        return ["none were injected (--inject makes some)", *lines] if any(waited) else ["none were injected"]
+    if none:
+        return ["none were injected (--inject makes some)", *lines]
     bound = synchronous_delay(injector, max(figures.steps for figures in ranks), len(ranks), first_step)
     spent = (sum(slept) + sum(waited)) / len(ranks)
     verdict = (
@@ -204,7 +207,7 @@ def straggler_lines(ranks: Sequence[Figures], injector: Injector, first_step: in
     )
     return [
         *lines,
-        f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s of delay or more for each.",
+        f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s or more for each.",
         f"Here a rank spent {spent:.1f} s on average sleeping and waiting: {verdict}.",
     ]
 

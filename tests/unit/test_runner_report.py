@@ -1,0 +1,117 @@
+import csv
+import struct
+import subprocess
+import sys
+
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+
+from hvd_async.runner.files import write_atomically
+from hvd_async.runner.report import EpochRow, Reporter
+
+
+def row(epoch=1, loss=0.5, accuracy=0.75):
+    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0)
+
+
+def scalars_in(folder):
+    """(step, tag, value) of every scalar in a folder of TensorBoard events."""
+    found = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + length])
+            found += [(event.step, value.tag, pytest.approx(value.simple_value)) for value in event.summary.value]
+            content = content[16 + length :]
+    return found
+
+
+def test_one_line_an_epoch_off_a_terminal(capsys):
+    with Reporter(enabled=True, epochs=3) as reporter:
+        for step in range(5):
+            reporter.step(step, 0.1, 0.1)
+        reporter.end_epoch(row(2))
+        reporter.end_epoch(row(3, None, None))
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "epoch 2/3: loss 0.5000, 100.0 images/s, test accuracy 0.7500",
+        "epoch 3/3: 100.0 images/s",
+    ]
+    assert captured.err == ""
+
+
+def test_a_bar_when_asked(capsys):
+    with Reporter(enabled=True, epochs=3, progress="bar") as reporter:
+        reporter.begin_epoch(0, 2)
+        reporter.step(0, 0.25, 0.1)
+        reporter.step(1, 0.125, 0.1)
+        reporter.end_epoch(row())
+    captured = capsys.readouterr()
+    assert "epoch 1/3" in captured.err
+    assert "2/2" in captured.err
+    assert "loss=0.1250" in captured.err
+    assert "test accuracy 0.7500" in captured.err, "lines go where the bar is"
+
+
+def test_other_ranks_say_and_write_nothing(capsys, tmp_path):
+    with Reporter(enabled=False, epochs=3, progress="bar", log_dir=tmp_path / "logs") as reporter:
+        reporter.begin_epoch(0, 2)
+        reporter.step(0, 0.25, 0.1)
+        reporter.end_epoch(row())
+        reporter.note("done")
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+    assert not (tmp_path / "logs").exists()
+
+
+def test_csv_starts_afresh_or_goes_on(tmp_path):
+    def rows(resumed, *epochs):
+        with Reporter(enabled=True, epochs=9, progress="lines", log_dir=tmp_path, resumed=resumed) as reporter:
+            for epoch in epochs:
+                reporter.end_epoch(row(epoch, accuracy=None))
+        with (tmp_path / "metrics.csv").open() as file:
+            return [(line["epoch"], line["train_loss"], line["test_accuracy"]) for line in csv.DictReader(file)]
+
+    assert rows(False, 1, 2) == [("1", "0.5", ""), ("2", "0.5", "")]
+    assert rows(True, 3) == [("1", "0.5", ""), ("2", "0.5", ""), ("3", "0.5", "")]
+    assert rows(False, 1) == [("1", "0.5", "")]
+
+
+def test_tensorboard_events(tmp_path):
+    with Reporter(enabled=True, epochs=1, log_dir=tmp_path) as reporter:
+        reporter.step(4, 0.25, 0.125)
+        reporter.end_epoch(row(1, None))
+    assert (4, "train/loss_rank0", 0.25) in scalars_in(tmp_path)
+    assert (4, "train/learning_rate", 0.125) in scalars_in(tmp_path)
+    assert (10, "test/accuracy", 0.75) in scalars_in(tmp_path)
+    assert "train/loss" not in {tag for _, tag, _ in scalars_in(tmp_path)}
+
+
+def test_neither_framework_is_needed(tmp_path):
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from hvd_async.runner import data, folder, run\n"
+        "from hvd_async.runner.report import Reporter\n"
+        "data.Digits(8, vary=True)\n"
+        "with Reporter(enabled=True, epochs=1, log_dir=Path(sys.argv[1])) as r: r.step(0, 1.0, 1.0)\n"
+        "sys.exit(' '.join(sorted({'torch', 'tensorflow', 'horovod', 'keras'} & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), f"imported: {done.stderr}"
+
+
+def test_a_file_is_whole_or_not_changed(tmp_path):
+    path = tmp_path / "new" / "last.keras"
+    write_atomically(path, lambda place: place.write_text("one"))
+
+    def fails(place):
+        assert place.suffix == ".keras"
+        place.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fails)
+    assert path.read_text() == "one"
+    assert [found.name for found in path.parent.iterdir()] == ["last.keras"]

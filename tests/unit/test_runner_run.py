@@ -1,0 +1,217 @@
+"""The loop of the runners, with a trainer that only counts, and ranks as threads."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hvd_async.runner.options import parse
+from hvd_async.runner.run import Position, Run, World, start
+from hvd_async.runner.summary import Outcome, Replicas
+
+
+class Job:
+    """Ranks as threads. `gather` checks that all ranks call the same one, and fails rather than hang."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.values = size, threading.Barrier(size), {}
+
+    def world(self, rank):
+        def gather(value, name):
+            self.values[rank] = (name, value)
+            self.barrier.wait(timeout=20)
+            rows = [self.values[other] for other in range(self.size)]
+            self.barrier.wait(timeout=20)
+            assert {row[0] for row in rows} == {name}
+            return [row[1] for row in rows]
+
+        return World(rank, self.size, gather)
+
+
+class Clock:
+    """A second for each training step, and what is slept."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Counter:
+    """A trainer that learns nothing: its loss is 1 / (1 + epochs drained), its accuracy is given."""
+
+    checkpoint_suffix = ".txt"
+
+    def __init__(self, clock, size, right=(1.0,)):
+        self.clock, self.size, self.right = clock, size, list(right)
+        self.rates, self.sizes, self.drains, self.seen = [], [], 0, []
+
+    def train_step(self, batch, rate):
+        self.clock.now += 1.0
+        self.rates.append(rate)
+        self.sizes.append(len(batch))
+        self.seen.append(batch.images.tobytes())
+        return 1 / (1 + self.drains)
+
+    def drain(self):
+        self.drains += 1
+
+    def correct(self, batch):
+        return round(self.right[min(self.drains, len(self.right)) - 1] * len(batch))
+
+    def save(self, path, position):
+        path.write_text(json.dumps([position.epoch, position.best_accuracy]))
+
+    def restore(self, path):
+        return Position(*json.loads(path.read_text())) if path.exists() else None
+
+    def outcome(self):
+        return Outcome.synchronous(len(self.rates), self.size, 0.0)
+
+    def replicas(self):
+        return Replicas(True, 0.0, 0.0)
+
+
+def run_all(size, *line, right=(1.0,)):
+    """(summaries, trainers) of a whole job with digits at 8 x 8."""
+    job, options = Job(size), parse("torch", ["--image-size", "8", *line])
+
+    def rank(index):
+        clock = Clock()
+        run = Run(options, job.world(index), clock=lambda: clock.now, sleep=clock.sleep)
+        trainer = Counter(clock, size, right)
+        return run.fit(trainer), trainer
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(rank, range(size)))
+    return [summary for summary, _ in results], [trainer for _, trainer in results]
+
+
+def test_a_run_of_three_uneven_ranks():
+    summaries, trainers = run_all(3, "--epochs", "2", "--batch-size", "160")  # 1438 images: 480, 479, 479
+    assert summaries[0] == summaries[1] == summaries[2]
+    assert [sum(trainer.sizes) for trainer in trainers] == [960, 958, 958]
+    assert [trainer.drains for trainer in trainers] == [2, 2, 2]
+    assert summaries[0]["steps"] == 6
+    assert summaries[0]["train_loss"] == 0.5, "of the last epoch"
+    assert summaries[0]["test_accuracy"] == 1.0
+    assert summaries[0]["images_per_sec"] == pytest.approx(2 * 1438 / 6)
+    assert summaries[0]["step_time_s"]["mean"] == 1.0
+
+
+def test_in_lockstep_no_rank_has_a_step_more():
+    _, trainers = run_all(3, "--algorithm", "allreduce", "--epochs", "1", "--batch-size", "100")
+    assert [trainer.sizes for trainer in trainers] == [[100] * 4] * 3
+
+
+def test_ranks_without_a_batch_take_part_in_the_rest():
+    summaries, trainers = run_all(4, "--epochs", "2", "--batch-size", "720", "--steps", "1")
+    assert [len(trainer.rates) for trainer in trainers] == [1, 1, 1, 1]
+    assert [trainer.drains for trainer in trainers] == [1, 1, 1, 1]
+    assert summaries[0]["steps"] == 1
+
+
+def test_steps_end_the_run_in_mid_epoch_on_all_ranks():
+    # 480 and 479 images in batches of 60: 8 steps an epoch.
+    summaries, trainers = run_all(3, "--epochs", "9", "--batch-size", "60", "--steps", "11")
+    assert [len(trainer.rates) for trainer in trainers] == [11, 11, 11]
+    assert [trainer.drains for trainer in trainers] == [2, 2, 2]
+    assert summaries[0]["steps"] == 11
+
+
+def test_steps_when_ranks_have_different_numbers_of_batches():
+    # 480 images in batches of 479 are two steps, 479 images are one: the longest rank ends the run.
+    _, trainers = run_all(3, "--epochs", "9", "--batch-size", "479", "--steps", "4")
+    assert [len(trainer.rates) for trainer in trainers] == [4, 2, 2]
+
+
+def test_the_learning_rate_follows_the_fraction_of_the_epoch():
+    _, trainers = run_all(1, "--epochs", "4", "--batch-size", "719", "--lr", "1", "--warmup-epochs", "1", "--cosine")
+    rates = trainers[0].rates
+    assert rates[:3] == pytest.approx([0.1, 0.55, 1.0])
+    assert rates[-1] == pytest.approx(0.5 * (1 + np.cos(np.pi * 2.5 / 3)))
+
+
+def test_delays_are_slept_and_counted_in_the_step_time(capsys):
+    summaries, trainers = run_all(2, "--epochs", "1", "--batch-size", "719", "--inject", "rank:1:2.5")
+    assert [trainer.clock.now for trainer in trainers] == [1.0, 3.5]
+    assert summaries[0]["step_time_s"]["mean"] == 2.25
+    text = capsys.readouterr().out
+    assert "rank 1 slept 2.5 s" in text
+    assert "the slowest rank: 2.5 s or more" in text
+
+
+def test_every_epoch_has_its_own_order_and_every_seed():
+    def first_batches(*line):
+        return run_all(1, "--epochs", "2", "--batch-size", "719", "--no-augment", *line)[1][0].seen
+
+    seen = first_batches()
+    assert len(set(seen)) == 4
+    assert seen == first_batches()
+    assert seen[0] != first_batches("--seed", "1")[0]
+
+
+def test_checkpoints_and_resume(tmp_path, capsys):
+    folder = ["--checkpoint-dir", str(tmp_path), "--batch-size", "719", "--resume"]
+    run_all(2, *folder, "--epochs", "3", right=(0.5, 0.9, 0.7))
+    assert "nothing to resume" in capsys.readouterr().out
+    last, best = (json.loads((tmp_path / f"{name}.txt").read_text()) for name in ("last", "best"))
+    assert last == [3, best[1]]
+    assert best[0] == 2
+    assert best[1] == pytest.approx(0.9, abs=0.01)
+    _, resumed = run_all(2, *folder, "--epochs", "5", right=(0.6,))
+    _, whole = run_all(2, "--batch-size", "719", "--epochs", "5")
+    assert "resumed after epoch 3" in capsys.readouterr().out
+    assert [trainer.seen for trainer in resumed] == [trainer.seen[3:] for trainer in whole], (
+        "the data go on where they were"
+    )
+    assert json.loads((tmp_path / "last.txt").read_text()) == [5, best[1]]
+    assert json.loads((tmp_path / "best.txt").read_text()) == best, "0.6 is no new best"
+
+
+def test_resuming_a_finished_run_only_tests(tmp_path):
+    line = ["--checkpoint-dir", str(tmp_path), "--batch-size", "719", "--resume", "--epochs", "1"]
+    run_all(1, *line)
+    summaries, trainers = run_all(1, *line)
+    assert trainers[0].rates == []
+    assert (summaries[0]["steps"], summaries[0]["test_accuracy"], summaries[0]["train_loss"]) == (0, 1.0, None)
+
+
+def test_a_checkpoint_that_does_not_fit_ends_the_run(tmp_path, capsys):
+    class Picky(Counter):
+        def restore(self, path):
+            raise ValueError("another model")
+
+    options = parse("torch", ["--image-size", "8", "--checkpoint-dir", str(tmp_path), "--resume"])
+    with pytest.raises(SystemExit) as stopped:
+        Run(options, Job(1).world(0)).fit(Picky(Clock(), 1))
+    assert stopped.value.code == 2
+    assert "error (rank 0): another model" in capsys.readouterr().err
+
+
+def test_tests_come_every_so_often_and_at_the_end(tmp_path):
+    run_all(1, "--epochs", "5", "--batch-size", "1438", "--eval-every", "2", "--log-dir", str(tmp_path))
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[4] != "" for line in lines] == [False, True, False, True, True]
+
+
+def test_the_summary_is_written_by_rank_0(tmp_path):
+    summaries, _ = run_all(2, "--epochs", "1", "--batch-size", "719", "--summary", str(tmp_path / "s.json"))
+    assert json.loads((tmp_path / "s.json").read_text()) == summaries[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (["--inject", "random:2:0.1"], "start at least 2 ranks"),
+        (["--quorum", "2"], "quorum=2 of 1 ranks"),
+    ],
+)
+def test_what_does_not_fit_the_job_ends_it_without_a_traceback(capsys, line, hint):
+    with pytest.raises(SystemExit) as stopped:
+        start(parse("torch", line), Job(1).world(0))
+    assert stopped.value.code == 2
+    assert hint in capsys.readouterr().err

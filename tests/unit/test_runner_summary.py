@@ -1,0 +1,124 @@
+import json
+
+import pytest
+
+from hvd_async.runner.inject import parse_inject
+from hvd_async.runner.options import parse
+from hvd_async.runner.summary import (
+    Figures,
+    Learned,
+    Outcome,
+    Replicas,
+    describe,
+    straggler_lines,
+    summarise,
+    synchronous_delay,
+    write_summary,
+)
+
+# As the runner contract of DESIGN.md gives them: other programs read these.
+CONTRACT = {
+    *(
+        "framework",
+        "algorithm",
+        "quorum",
+        "world_size",
+        "steps",
+        "rounds",
+        "images_per_sec",
+        "step_time_s",
+        "train_loss",
+    ),
+    *(
+        "test_accuracy",
+        "replicas_identical",
+        "max_replica_diff",
+        "gradients_produced",
+        "gradients_applied",
+        "staleness",
+    ),
+    *("consensus_distance", "wait_s_by_rank"),
+}
+ALIKE = Replicas(True, 0.0, 0.0)
+WELL = Learned(0.5, 0.9, 0.95)
+
+
+def two_ranks():
+    return [
+        Figures(Outcome(5, 3, 5, 0.5, {0: 2, 4: 1}), 30, 10.0, 1.0, (1.0, 2.0, 3.0)),
+        Figures(Outcome(5, 2, 5, 1.5, {0: 1, 1: 1}), 20, 8.0, 0.0, (4.0, 5.0)),
+    ]
+
+
+def summary_of(ranks, learned=WELL, replicas=ALIKE, line=()):
+    return summarise(parse("torch", list(line)), ranks, replicas, learned)
+
+
+def test_the_figures_of_all_ranks_come_together():
+    summary = summary_of(two_ranks())
+    assert set(summary) == CONTRACT
+    assert (summary["framework"], summary["algorithm"], summary["quorum"]) == ("torch", "eager", "solo")
+    assert (summary["world_size"], summary["steps"], summary["rounds"]) == (2, 3, 5)
+    assert summary["images_per_sec"] == 5.0
+    assert summary["step_time_s"] == {"mean": 3.0, "p50": 3.0, "p95": pytest.approx(4.8)}
+    assert (summary["gradients_produced"], summary["gradients_applied"]) == (5, 5)
+    assert summary["staleness"] == {"mean": 1.0, "max": 4}
+    assert summary["wait_s_by_rank"] == [0.5, 1.5]
+    assert (summary["train_loss"], summary["test_accuracy"]) == (0.5, 0.9)
+
+
+def test_a_run_without_a_step_and_one_that_diverged_are_valid_json(tmp_path):
+    idle = [Figures(Outcome.synchronous(0, 2, 0.0), 0, 0.0, 0.0, ())] * 2
+    summary = summary_of(idle, Learned(float("nan"), None), Replicas(False, float("inf"), float("nan")))
+    write_summary(tmp_path / "deep" / "s.json", summary)
+    read = json.loads((tmp_path / "deep" / "s.json").read_text(), parse_constant=pytest.fail)
+    assert set(read) == CONTRACT
+    assert read["step_time_s"] == {"mean": None, "p50": None, "p95": None}
+    assert read["staleness"] == {"mean": None, "max": None}
+    assert read["train_loss"] is read["test_accuracy"] is read["images_per_sec"] is read["max_replica_diff"] is None
+
+
+def test_wrong_keys_are_refused(tmp_path):
+    summary = summary_of(two_ranks())
+    with pytest.raises(ValueError, match="extra"):
+        write_summary(tmp_path / "s.json", {**summary, "extra": 1})
+    del summary["steps"]
+    with pytest.raises(ValueError, match="steps"):
+        write_summary(tmp_path / "s.json", summary)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_synchronous_outcome():
+    outcome = Outcome.synchronous(7, 3, 0.25)
+    assert (outcome.rounds, outcome.produced, outcome.applied, outcome.staleness) == (7, 7, 21, {0: 7})
+
+
+def test_what_a_synchronous_run_cannot_do_without():
+    assert synchronous_delay(parse_inject("random:1:0.3"), 10, 4) == pytest.approx(3.0)
+    assert synchronous_delay(parse_inject("linear:0.1"), 10, 4) == pytest.approx(3.0)
+    assert synchronous_delay(parse_inject("none"), 10, 4) == 0
+
+
+def test_the_stragglers_in_words():
+    text = "\n".join(straggler_lines(two_ranks(), parse_inject("random:1:1")))
+    assert "rank 0 slept 1.0 s by --inject and waited 0.5 s" in text
+    assert "the slowest rank: 3.0 s or more" in text
+    assert "spent 1.5 s on average" in text
+    assert "1.5 s a rank were saved" in text
+    assert "1.0 s more" in "\n".join(straggler_lines(two_ranks(), parse_inject("random:1:0.1667")))
+    many = straggler_lines(two_ranks() * 20, parse_inject("none"))
+    assert len(many) < 15
+    assert "40 ranks: 20.0 s slept and 40.0 s waited" in many[-1]
+
+
+def test_the_end_for_people_says_whether_anything_was_lost():
+    def text(**changes):
+        return describe({**summary_of(two_ranks()), **changes}, ["none"], Learned(0.5, 0.9, 0.95))
+
+    assert "5 produced, 5 applied: no gradient was lost" in text()
+    assert "2 were LOST" in text(gradients_applied=3)
+    assert "1 were applied TWICE" in text(gradients_applied=6)
+    assert "bit-identical on all ranks" in text()
+    assert "NOT identical: a weight differs by up to 0.250" in text(replicas_identical=False, max_replica_diff=0.25)
+    assert "0.9000 (best 0.9500)" in text()
+    assert "torch eager (solo) on 2 ranks: 3 steps a rank, 5 rounds" in text()
