@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import psutil
@@ -102,6 +103,13 @@ class _Endpoint:
             self._context.term()
 
 
+@dataclass(eq=False)
+class _Connection:
+    """One TCP connection to the hub; whose it is shows when it has said something."""
+
+    rank: int | None = None
+
+
 class ZmqHub(_Endpoint):
     """The coordinator's end. ``allow`` names the keys once they are known; nobody is let in before.
 
@@ -111,11 +119,12 @@ class ZmqHub(_Endpoint):
     """
 
     def __init__(self) -> None:
-        super().__init__(zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        super().__init__(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._allowed = threading.Event()
         self._ranks: dict[str, int] = {}
         self._identities: dict[int, bytes] = {}
-        self._files: dict[int, int] = {}
+        self._connections: dict[int, _Connection] = {}
+        """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
         self._ready: deque[tuple[int, Event | Gone]] = deque()
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._guard.start()
@@ -142,20 +151,47 @@ class ZmqHub(_Endpoint):
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         if not self._ready:
             self._poll(timeout)
-            self._read()
-            for _, descriptor in self._monitored():
-                self._read()  # what a rank said before its connection ended comes first
-                rank = self._files.pop(descriptor, None)
-                if rank is not None:
-                    self._ready.append((rank, Gone("died: its connection to the coordinator ended without a goodbye")))
+            self._hear()
         return self._ready.popleft() if self._ready else None
 
-    def _read(self) -> None:
+    def _hear(self) -> None:
+        """Take in what the socket and its monitor have, until both are empty: each lags behind the other.
+
+        A rank's probe of the port, or a stranger, may have had a descriptor just before the rank's own connection got
+        it; so messages find their connection only when the monitor has told of every one opened and ended before.
+        """
+        heard: list[tuple[int, Event, int]] = []
+        ended: dict[int, _Connection] = {}
+        gone: list[_Connection] = []
+        told = True
+        while told:
+            heard += self._read()
+            told = False
+            for kind, descriptor in self._monitored():
+                told = True
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._connections[descriptor] = _Connection()
+                elif (connection := self._connections.pop(descriptor, None)) is not None:
+                    ended[descriptor] = connection
+                    gone.append(connection)
+        for rank, event, descriptor in heard:  # what a rank said before its connection ended comes first
+            connection = self._connections.get(descriptor) or ended.get(descriptor)
+            if connection is not None:
+                connection.rank = rank
+            self._ready.append((rank, event))
+        for connection in gone:
+            if connection.rank is not None:
+                reason = "died: its connection to the coordinator ended without a goodbye"
+                self._ready.append((connection.rank, Gone(reason)))
+
+    def _read(self) -> list[tuple[int, Event, int]]:
+        """Every message that is there: sender, event, file descriptor."""
+        heard: list[tuple[int, Event, int]] = []
         while True:
             try:
                 identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return heard
             except ValueError:  # not two frames
                 self.undecodable += 1
                 continue
@@ -166,8 +202,7 @@ class ZmqHub(_Endpoint):
                 self.undecodable += 1
                 continue
             self._identities[rank] = identity.bytes
-            self._files[int(frame.get(zmq.SRCFD))] = rank
-            self._ready.append((rank, event))
+            heard.append((rank, event, int(frame.get(zmq.SRCFD))))
 
     def close(self) -> None:
         if not self._closed:

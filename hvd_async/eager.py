@@ -255,7 +255,9 @@ class EagerWorker:
     def _take(self, most: int | None) -> list[Round]:
         rounds: list[Round] = []
         with self._condition:
-            while self._ready and (most is None or len(rounds) < most):
+            # In drain(): a rank that is out of it already may have fired rounds since; they belong to the next step.
+            last = float("inf") if self._drained is None else self._drained.rounds
+            while self._ready and self._ready[0].index <= last and (most is None or len(rounds) < most):
                 rounds.append(self._ready.popleft())
         for round_ in rounds:
             self._version = round_.index

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -40,6 +41,7 @@ class Lifecycle:
         self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
         self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
         self._hooked = False
 
     def engine(self) -> Engine:
@@ -70,7 +72,7 @@ class Lifecycle:
 
     def add(self, optimizer: Drainable) -> None:
         """Remember an optimizer that was wrapped, as long as it lives."""
-        self._wrapped[len(self._wrapped) and max(self._wrapped) + 1] = optimizer
+        self._wrapped[next(self._numbers)] = optimizer
 
     def join(self) -> int | None:
         """Drain every optimizer that was wrapped, in that order; None if there is none.

@@ -28,8 +28,8 @@ mkdir -p "$out"
 say "Training: $ranks ranks, ${framework}_models/resnet50.py (results in ${out#"$ROOT"/})"
 TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/horovodrun" -np "$ranks" --gloo \
   "$VENV/bin/python" "$ROOT/${framework}_models/resnet50.py" --algorithm eager --quorum solo --data digits \
-  --model resnet50 --image-size 32 --batch-size 16 --epochs 16 --optimizer adam --lr 0.001 --warmup-epochs 2 --cosine \
-  --bn-momentum 0.9 --eval-every 4 --inject random:1:0.1 --progress bar \
+  --model resnet50 --image-size 32 --batch-size 32 --epochs 24 --optimizer adam --lr 0.001 --warmup-epochs 2 --cosine \
+  --bn-momentum 0.8 --eval-every 4 --inject random:1:0.2 --progress bar \
   --summary "$out/summary.json" --log-dir "$out/logs" --checkpoint-dir "$out/checkpoints" "$@" 2>&1 \
   | "$VENV/bin/python" "$ROOT/scripts/plain_output.py"
 say "Done. Summary: ${out#"$ROOT"/}/summary.json; pictures: $VENV/bin/tensorboard --logdir ${out#"$ROOT"/}/logs"

@@ -1,7 +1,11 @@
 """Horovod's collectives for TensorFlow tensors, and this process's TensorFlow engine.
 
-An eager Horovod op blocks its thread, without spinning, until every rank has submitted it. So each runs in a helper
-thread of its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
+A Horovod op blocks its caller, without spinning, until every rank has submitted it. So each runs in a helper thread of
+its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
+
+Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind the same name ("Horovod-
+Allreduce"), whatever ``name=`` says, so that two of them could not be under way at once. As a ``tf.function`` they would
+need a thread of the pool whose threads the training step's py_function may be holding: with one inter-op thread, a hang.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -23,6 +28,8 @@ from hvd_async.lifecycle import Lifecycle, local_engine
 from hvd_async.protocols import pack, unpack
 
 Call = Callable[[], tf.Tensor]
+OWN_THREADS = 2
+"""Of the session's pool; ops do not hold them while they wait for other ranks."""
 
 
 class _Handle:
@@ -77,6 +84,33 @@ class _Threads:
             self.wake()
 
 
+class _Graph:
+    """Horovod ops by name, each built once, and the session that runs them."""
+
+    def __init__(self) -> None:
+        self._graph = tf.Graph()
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+        config = tf.compat.v1.ConfigProto(
+            inter_op_parallelism_threads=OWN_THREADS, use_per_session_threads=True, device_count={"GPU": 0}
+        )
+        self._session = tf.compat.v1.Session(graph=self._graph, config=config)
+
+    def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
+        """``build``'s op on a vector; ``key`` names the op, and may come back with a vector of another length."""
+        key = (*key, vector.dtype)
+        with self._lock:
+            if key not in self._calls:
+                with self._graph.as_default():
+                    fed = tf.compat.v1.placeholder(vector.dtype, [None])
+                    self._calls[key] = self._session.make_callable(build(fed), [fed])
+            call = self._calls[key]
+        return tf.convert_to_tensor(call(vector.numpy()))
+
+    def close(self) -> None:
+        self._session.close()
+
+
 def _horovod_error(error: Exception) -> Exception:
     """TensorFlow wraps Horovod's failures in its own error types; elastic wants Horovod's."""
     if isinstance(error, tf.errors.OpError):
@@ -99,27 +133,32 @@ class HorovodCollectives:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         self._threads = _Threads()
+        self._graph = _Graph()
 
     def start(self, wake: Callable[[], None]) -> None:
         self._threads.wake = wake
 
     def stop(self) -> None:
         self._threads.stop()
+        self._graph.close()
+
+    def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> _Handle:
+        return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
 
     def sum(self, vector: tf.Tensor, name: str) -> _Handle:
-        return _Handle(self._threads.run(lambda: hvd.allreduce(vector, op=hvd.Sum, name=name)))
+        return self._run(("sum", name), lambda fed: hvd.allreduce(fed, op=hvd.Sum, name=name), vector)
 
     def extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
         op = hvd.Max if largest else hvd.Min
-        return _Handle(self._threads.run(lambda: hvd.allreduce(vector, op=op, name=name)))
+        return self._run(("extreme", name, largest), lambda fed: hvd.allreduce(fed, op=op, name=name), vector)
 
     def broadcast(self, vector: tf.Tensor, root: int, name: str) -> _Handle:
-        return _Handle(self._threads.run(lambda: hvd.broadcast(vector, root, name=name)))
+        return self._run(("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name), vector)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        data = np.frombuffer(pack(payload), dtype=np.uint8)
-        gathered = self._threads.run(lambda: hvd.allgather(tf.constant(data), name=name)).result().numpy().tobytes()
-        return unpack(gathered)
+        data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))
+        handle = self._run(("gather", name), lambda fed: hvd.allgather(fed, name=name), data)
+        return unpack(handle.result().numpy().tobytes())
 
 
 LIFECYCLE = Lifecycle(HorovodCollectives)

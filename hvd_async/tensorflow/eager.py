@@ -215,8 +215,8 @@ class EagerMixin:
         return consensus_distance(self._worker().engine, self._trainable_variables)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by path."""
-        return {v.path: raw(v).numpy() for v in self.variables}
+        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name."""
+        return {_own_name(v): raw(v).numpy() for v in self.variables}
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take back what ``get_state`` gave; the optimizer must be built.
@@ -224,12 +224,12 @@ class EagerMixin:
         Raises:
             ValueError: the state is of another optimizer.
         """
-        own = {v.path: v for v in self.variables}
+        own = {_own_name(v): v for v in self.variables}
         if own.keys() != state.keys():
             differing = ", ".join(sorted(own.keys() ^ state.keys())[:3])
             raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
-        for path, variable in own.items():
-            variable.assign(state[path])
+        for name, variable in own.items():
+            variable.assign(state[name])
 
     def _worker(self: Any) -> EagerWorker:
         """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
@@ -252,6 +252,11 @@ class EagerMixin:
                 variables = self._trainable_variables
                 state.worker.open([signature(v) for v in variables], [checksum(v) for v in variables])
         return state.worker
+
+
+def _own_name(variable: Any) -> str:
+    """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
+    return str(variable.path).rpartition("/")[2]
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's

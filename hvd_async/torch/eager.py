@@ -70,9 +70,7 @@ class EagerMixin(torch.optim.Optimizer):
                 warnings.warn(
                     "step() after synchronize(): wrap it in `with optimizer.skip_synchronize():`", stacklevel=2
                 )
-            shown, state.shown = state.shown, None
-            if shown is not None and shown.gradients:
-                self._update(shown.hyper)
+            self._apply_shown()
             return loss
         vectors = state.layout.gradients(state.sparse_as_dense)
         for round_ in self._worker().step(vectors, hyperparameters.read(self.param_groups)):
@@ -89,6 +87,7 @@ class EagerMixin(torch.optim.Optimizer):
         """
         state = self._eager
         vectors = state.layout.gradients(state.sparse_as_dense)
+        self._apply_shown()  # shown before, but no step() followed: a round must not be lost
         rounds = self._worker().step(vectors, hyperparameters.read(self.param_groups), most=1)
         state.one_by_one = True
         state.shown = rounds[0] if rounds else None
@@ -105,6 +104,12 @@ class EagerMixin(torch.optim.Optimizer):
             yield
         finally:
             self._eager.skip = False
+
+    def _apply_shown(self) -> None:
+        """Apply the round that ``synchronize()`` has put into p.grad, if no step has done so yet."""
+        shown, self._eager.shown = self._eager.shown, None
+        if shown is not None and shown.gradients:
+            self._update(shown.hyper)
 
     def _apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
@@ -153,6 +158,7 @@ class EagerMixin(torch.optim.Optimizer):
             self._apply(round_)
 
         worker = self._worker()
+        self._apply_shown()
         worker.drain(apply)
         if left and state.one_by_one and state.round_transform is None:
             warnings.warn(
@@ -276,6 +282,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     wrapped = made.__new__(made)
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
+    vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
     wrapped._eager = _Settings(
         EagerConfig(quorum, max_staleness, float(grace), seed, len(layout)),
         parameter_names(parameters, named_parameters),
