@@ -24,12 +24,13 @@ import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
 from hvd_async.coordinator import Coordinator
-from hvd_async.errors import EngineError
-from hvd_async.events import Command, DecodeError, Event, Hello, Welcome, decode_command, decode_event, encode
+from hvd_async.errors import EngineError, RankLostError
+from hvd_async.events import Command, DecodeError, Event, Hello, Lost, Welcome, decode_command, decode_event, encode
 from hvd_async.protocols import Channel, Collectives, Gone
 
 HEARTBEAT_MS = 5_000
-DEAD_AFTER_MS = 60_000
+DEAD_AFTER_MS = 50_000
+"""After a heartbeat that is not answered: with the interval before it, within 60 s."""
 CONNECT_TIMEOUT = 60.0
 LINGER_MS = 2_000
 
@@ -310,27 +311,49 @@ def rendezvous(collectives: Collectives) -> tuple[Channel, Coordinator | None]:
     """
     keys = zmq.curve_keypair()
     hub = ZmqHub() if collectives.rank == 0 else None
-    card = _Card(keys[0], collectives.host, b"", 0, [])
+    with contextlib.ExitStack() as undo:
+        if hub is not None:
+            undo.callback(hub.close)
+        cards = _exchange_cards(collectives, keys[0], hub)
+        coordinator = None
+        if hub is not None:
+            hub.allow([c.public for c in cards])
+            warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
+            coordinator = Coordinator(hub, [c.host for c in cards], warn_after)
+            coordinator.start()
+            undo.pop_all()  # the coordinator closes the hub
+            undo.callback(coordinator.stop)
+        first = cards[0]
+        address = _reachable((["127.0.0.1"] if first.host == collectives.host else []) + first.addresses, first.port)
+        channel = ZmqChannel(address, first.port, first.server, keys)
+        undo.callback(channel.close)
+        _handshake(channel, collectives, f"the coordinator on host {first.host}, {address}:{first.port},")
+        undo.pop_all()
+    return channel, coordinator
+
+
+def _exchange_cards(collectives: Collectives, public: bytes, hub: ZmqHub | None) -> list[_Card]:
+    card = _Card(public, collectives.host, b"", 0, [])
     if hub is not None:
-        card = _Card(keys[0], collectives.host, hub.public, hub.port, own_addresses())
+        card = _Card(public, collectives.host, hub.public, hub.port, own_addresses())
     gathered = collectives.gather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
-    cards = [msgspec.msgpack.decode(data, type=_Card) for data in gathered]
-    coordinator = None
-    if hub is not None:
-        hub.allow([c.public for c in cards])
-        warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
-        coordinator = Coordinator(hub, collectives.size, warn_after)
-        coordinator.start()
-    first = cards[0]
-    same_host = first.host == collectives.host
-    address = _reachable((["127.0.0.1"] if same_host else []) + first.addresses, first.port)
-    channel = ZmqChannel(address, first.port, first.server, keys)
+    return [msgspec.msgpack.decode(data, type=_Card) for data in gathered]
+
+
+def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str) -> None:
+    """Say hello, and wait until every rank has.
+
+    Raises:
+        RankLostError, EngineError: it did not come to that.
+    """
     channel.send(Hello(collectives.host, os.getpid()))
     deadline = time.monotonic() + CONNECT_TIMEOUT
     while (left := deadline - time.monotonic()) > 0:
         match channel.receive(left):
             case Welcome():
-                return channel, coordinator
+                return
+            case Lost(rank, host, reason, context):
+                raise RankLostError(rank, host, reason, context)
             case Gone(reason):
-                raise EngineError(f"the coordinator {reason}")
-    raise EngineError(f"the coordinator at {address}:{first.port} did not answer within {CONNECT_TIMEOUT:.0f} s")
+                raise EngineError(f"{coordinator} {reason}")
+    raise EngineError(f"{coordinator} did not answer within {CONNECT_TIMEOUT:.0f} s")

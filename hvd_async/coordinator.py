@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Welcome
@@ -22,16 +22,24 @@ class Coordinator:
 
     Args:
         hub: the coordinator's end of the channels; the coordinator closes it.
-        size: number of ranks.
+        hosts: of the ranks, in order.
         warn_after: seconds of waiting for a rank before each warning.
+        connect_timeout: seconds in which every rank must have connected; one that has not is lost.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, hub: Hub, size: int, warn_after: float = 60.0, clock: Callable[[], float] = time.monotonic
+        self,
+        hub: Hub,
+        hosts: Sequence[str],
+        warn_after: float = 60.0,
+        connect_timeout: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hub, self._size, self._warn_after, self._clock = hub, size, warn_after, clock
-        self._hosts: dict[int, str] = {}
+        self._hub, self._hosts, self._size = hub, list(hosts), len(hosts)
+        self._warn_after, self._connect_timeout, self._clock = warn_after, connect_timeout, clock
+        self._connected: set[int] = set()
+        self._started = clock()
         self._left: set[int] = set()
         self._rounds: dict[int, Rounds] = {}
         self._waits: dict[int, tuple[object, float]] = {}
@@ -77,7 +85,8 @@ class Coordinator:
     def _timeout(self) -> float:
         deadlines = [d for d in (rounds.deadline() for rounds in self._rounds.values()) if d is not None]
         until = min(deadlines, default=float("inf")) - self._clock()
-        return max(0.0, min(until, self._warn_after / 4))
+        longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
+        return max(0.0, min(until, longest))
 
     def _take(self, rank: int, event: Event | Gone, now: float) -> None:
         match event:
@@ -86,9 +95,9 @@ class Coordinator:
                     self._lose(rank, reason)
             case Failed(error):
                 self._lose(rank, f"failed: {error}")
-            case Hello(host, _):
-                self._hosts[rank] = host
-                if len(self._hosts) == self._size:
+            case Hello():
+                self._connected.add(rank)
+                if len(self._connected) == self._size:
                     self._send_all([Welcome()])
             case Leaving():
                 self._left.add(rank)
@@ -107,8 +116,7 @@ class Coordinator:
     def _send_all(self, commands: list[Command]) -> None:
         for command in commands:
             for rank in range(self._size):
-                if rank not in self._left:
-                    self._hub.send(rank, command)
+                self._hub.send(rank, command)
 
     def _lose(self, rank: int, reason: str) -> None:
         """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
@@ -117,7 +125,7 @@ class Coordinator:
             for number, rounds in self._rounds.items()
             if (what := self._waiting_text(rounds)) is not None
         )
-        host = self._hosts.get(rank, "?")
+        host = self._hosts[rank]
         notice(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
         self._send_all([Lost(rank, host, reason, context)])
         self._over = True
@@ -130,7 +138,10 @@ class Coordinator:
         return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
 
     def _warn(self, now: float) -> None:
-        if len(self._hosts) < self._size:
+        if len(self._connected) < self._size:
+            if now - self._started > self._connect_timeout:
+                missing = min(set(range(self._size)) - self._connected)
+                self._lose(missing, f"did not connect within {self._connect_timeout:.0f} s")
             return
         for number, rounds in self._rounds.items():
             waiting = rounds.waiting_for()

@@ -47,12 +47,14 @@ class Round:
         sums: for each bucket the sum over all ranks, shape (elements + 1,); the last element counts gradients.
         hyper: the hyperparameters to apply it with.
         gradients: how many gradients it carried (in the bucket that carried most); 0 if it must not be applied.
+        counts: how many in each bucket.
     """
 
     index: int
     sums: tuple[Vector, ...]
     hyper: Hyper
     gradients: int
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,9 @@ class EagerWorker:
     # -- training thread --------------------------------------------------------------------------------------
 
     @property
-    def opened(self) -> bool:
-        """Whether this rank has met the others over this optimizer."""
-        return self._number is not None
+    def agreed(self) -> bool:
+        """Whether the ranks have met over this optimizer and fit together."""
+        return self._agreed
 
     @property
     def version(self) -> int:
@@ -149,17 +151,30 @@ class EagerWorker:
         return self._version
 
     def open(self, names: list[str], checksums: list[int]) -> None:
-        """Meet the other ranks: every rank's settings, parameters (names) and weights (checksums) must be the same.
+        """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
 
         Raises:
-            ReplicaMismatchError: they are not; the message says what mends it.
+            ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
         """
+        self.offer(names, checksums)
+        self.meet()
+
+    def offer(self, names: list[str], checksums: list[int]) -> None:
+        """The first half of ``open``: tell the coordinator, do not wait for the others."""
         if self._number is None:
             number = self.engine.register(self)
             self._number = number
             self.engine.post(lambda: self.engine.send(Opened(number, self.config, names, checksums)))
-        self._await(lambda: self._agreed or self._refused is not None)
+
+    def meet(self) -> None:
+        """The second half of ``open``: wait until every rank has offered.
+
+        Raises:
+            ReplicaMismatchError: as ``open``.
+        """
+        self.engine.wait(lambda: self._agreed or self._refused is not None, self._condition)
         if self._refused is not None:
+            self.engine.unregister(self._opened_number())
             raise ReplicaMismatchError(self._refused)
 
     def step(self, vectors: Sequence[Vector], hyper: Hyper, most: int | None = None) -> list[Round]:
@@ -173,9 +188,10 @@ class EagerWorker:
         Returns:
             Rounds in order, to be applied one after the other; none if this step's round was applied before.
         """
-        number, version = self._opened_number(), self._version
-        if self._announced:
-            self.finish()  # another optimizer's drain() said that this rank is done: come to that end first
+        number = self._opened_number()
+        # A step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) was handed over all the same: its round comes first.
+        self._await(lambda: self._version + len(self._ready) >= self._steps + self._base)
+        version = self._version
         self._steps += 1
         self._produced += 1
         step = self._steps + self._base
@@ -203,10 +219,7 @@ class EagerWorker:
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        # A rank is done with all its optimizers or with none: one that waited here for the ranks that are still busy
-        # with the first of two would keep them waiting with the second.
-        for participant in self.engine.participants():
-            participant.announce()
+        self.announce()
 
         def complete() -> bool:
             return self._drained is not None and self._version >= self._drained.rounds
@@ -243,10 +256,6 @@ class EagerWorker:
             wait_s=self._wait_s,
         )
 
-    def outstanding(self) -> int:
-        """How many gradients this rank has produced that no round has returned to it yet, at the most."""
-        return max(0, self._produced - sum(self._staleness.values())) + len(self._ready)
-
     def _opened_number(self) -> int:
         if self._number is None:
             raise ReplicaStateError("the optimizer was used before it was opened: a bug in the binding")
@@ -261,8 +270,8 @@ class EagerWorker:
                 rounds.append(self._ready.popleft())
         for round_ in rounds:
             self._version = round_.index
-            for bucket, sums in enumerate(round_.sums):
-                self._applied[bucket] += count(sums)
+            for bucket, carried in enumerate(round_.counts):
+                self._applied[bucket] += carried
             self._rounds_applied += round_.gradients > 0
         return rounds
 
@@ -312,8 +321,8 @@ class EagerWorker:
 
     def _go(self, go: Go) -> None:
         name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
-        if name in self._busy:
-            self._held.append(go)  # its name is still in flight here; every rank comes to it by itself
+        if name in self._busy or any(held.bucket == go.bucket for held in self._held):
+            self._held.append(go)  # its name, or that of a round before it, is still in flight here
             return
         self._busy.add(name)
         flight = self._flight(go.round)
@@ -346,7 +355,8 @@ class EagerWorker:
             if len(sums) < self.config.buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
-            ready.append(Round(self._next_ready, sums, flight.hyper, max(count(s) for s in sums)))
+            counts = tuple(count(s) for s in sums)
+            ready.append(Round(self._next_ready, sums, flight.hyper, max(counts), counts))
             self._next_ready += 1
         if ready:
             with self._condition:

@@ -33,10 +33,11 @@ class Participant(Protocol):
         """Wake whoever waits: the engine has failed with ``error`` (any thread)."""
 
     def announce(self) -> None:
-        """Say that this rank is done with this optimizer (the caller's thread)."""
+        """Say that this rank is done with this optimizer (training thread)."""
 
-    def finish(self) -> None:
-        """Drain (the caller's thread)."""
+    @property
+    def finish(self) -> Callable[[], object]:
+        """Drain this optimizer alone (training thread)."""
 
 
 class Engine:
@@ -61,7 +62,7 @@ class Engine:
         self._next_id = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._stop_called = False
         self._leaving = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hvd_async-engine-{self.rank}", daemon=True)
@@ -71,6 +72,19 @@ class Engine:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def unregister(self, number: int) -> None:
+        """Forget an optimizer that never came to train."""
+        with self._lock:
+            self._participants.pop(number, None)
+
+    def drain(self) -> None:
+        """Drain every optimizer that has opened: a rank is done with all of them or with none. If it waited in the
+        first one's drain for ranks that are busy with both, its second would keep those waiting."""
+        for participant in self.participants():
+            participant.announce()
+        for participant in self.participants():
+            participant.finish()
 
     def register(self, participant: Participant) -> int:
         """Enter an optimizer; returns its number, which is the same on all ranks if they open theirs in one order."""
@@ -138,6 +152,11 @@ class Engine:
         """Whether it has come to its end without a failure."""
         return self.failure is None and self._left.is_set()
 
+    @property
+    def replaced(self) -> bool:
+        """Whether ``stop`` was called: optimizers are to meet again on a new one."""
+        return self._stop_called
+
     def check(self) -> None:
         """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
         failure = self.failure
@@ -163,6 +182,7 @@ class Engine:
         """Stop now; with ``error``, tell the other ranks that this one is ending on it."""
         if error is not None and self.failure is None:
             self._posts.append(lambda: self.send(Failed(error)))
+        self._stop_called = True
         self._posts.append(self._stop_now)
         if self._channel is not None:
             self._channel.wake()

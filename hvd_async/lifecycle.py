@@ -18,11 +18,15 @@ from typing import Any, Protocol
 from hvd_async.control import rendezvous
 from hvd_async.coordinator import Coordinator
 from hvd_async.engine import Engine
+from hvd_async.errors import NotInitializedError
 from hvd_async.protocols import Channel, Collectives
 
 
 class Drainable(Protocol):
     """A wrapped optimizer."""
+
+    def _offer(self) -> None:
+        """Tell the others that this rank's optimizer is there, without waiting for them."""
 
     def drain(self) -> int:
         """Collective; returns the rank that was last to be done."""
@@ -33,16 +37,28 @@ class Lifecycle:
 
     Args:
         make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
+        size: the number of ranks, None before ``hvd.init()``; does not communicate.
     """
 
-    def __init__(self, make_collectives: Callable[[], Collectives]) -> None:
-        self._make = make_collectives
+    def __init__(self, make_collectives: Callable[[], Collectives], size: Callable[[], int | None]) -> None:
+        self._make, self._size = make_collectives, size
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
         self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._hooked = False
+
+    def size(self) -> int:
+        """Ranks in the job, without communicating.
+
+        Raises:
+            NotInitializedError: ``hvd.init()`` was not called.
+        """
+        local = local_engine()
+        size = self._size() if local is None else local.size
+        if size is None:
+            raise NotInitializedError()
+        return size
 
     def engine(self) -> Engine:
         """The engine that runs, started if there is none (or only one that has failed or stopped)."""
@@ -62,11 +78,10 @@ class Lifecycle:
             channel, self._coordinator = rendezvous(collectives)
             return channel
 
-        if not self._hooked:
-            # Registered after hvd.init() registered Horovod's own hook, so it runs before that one.
-            atexit.register(self._at_exit)
-            _exit_status.watch()
-            self._hooked = True
+        # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        _exit_status.watch()
         self._engine = Engine(collectives, connect)
         self._engine.start()
 
@@ -80,15 +95,10 @@ class Lifecycle:
         Returns:
             The last rank to join.
         """
-        last = None
-        for _, optimizer in sorted(self._wrapped.items()):
-            last = optimizer.drain()
-        return last
-
-    def _drain(self) -> None:
-        assert self._engine is not None
-        for participant in self._engine.participants():
-            participant.finish()
+        optimizers = [optimizer for _, optimizer in sorted(self._wrapped.items())]
+        for optimizer in optimizers:
+            optimizer._offer()  # before the first waits: other ranks may be waiting for this one to open the second
+        return [optimizer.drain() for optimizer in optimizers][-1] if optimizers else None
 
     def shutdown(self) -> None:
         """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""
@@ -97,8 +107,11 @@ class Lifecycle:
             return
         try:
             if engine.failure is None:
-                self._drain()
+                engine.drain()
                 engine.leave()
+        except BaseException as error:
+            engine.stop(f"{type(error).__name__}: {error}")  # the others must not take this rank for dead
+            raise
         finally:
             self._forget(engine)
 
@@ -128,12 +141,17 @@ class _ExitStatus:
 
     def __init__(self) -> None:
         self._code: object = None
+        self._watching = False
 
     def watch(self) -> None:
+        if self._watching:
+            return
+        self._watching = True
         original = sys.exit
 
         def exit(status: Any = None, /) -> Any:
-            self._code = status
+            if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread only
+                self._code = status
             original(status)
 
         sys.exit = exit

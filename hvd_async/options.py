@@ -6,8 +6,10 @@ from typing import Any
 
 from hvd_async.activation import Quorum, check_quorum
 
+BUFFERS = ("average", "local", "root")
 
-def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, size: int) -> None:
+
+def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, buffers: str, size: int) -> None:
     """Refuse what no eager optimizer at ``size`` ranks can have.
 
     Raises:
@@ -20,6 +22,8 @@ def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, size: 
         )
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
         raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
+    if buffers not in BUFFERS:
+        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
 
 
 def refuse(**given: tuple[Any, Any]) -> None:

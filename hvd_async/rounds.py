@@ -35,6 +35,8 @@ from hvd_async.events import (
     Stepped,
 )
 
+STATE = "optimizer state: "
+"""What names of the optimizer's own state begin with, in ``Opened``; all others are parameters."""
 EagerEvent = Opened | Stepped | Arrived | Done
 
 
@@ -144,7 +146,8 @@ class Rounds:
             return [Refused(self._optimizer, problem)]
         self._config = self._opened[rank].config
         self._buckets = [_Bucket([0] * self._size) for _ in range(self._config.buckets)]
-        return [Agreed(self._optimizer)]
+        finished = self._drain(rank) if len(self._done) == self._size else []
+        return [Agreed(self._optimizer), *finished]
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -183,14 +186,15 @@ class Rounds:
         return self._advance(now)
 
     def _finish(self, rank: int, event: Done, now: float) -> list[Command]:
-        self._running(rank, event)
+        if rank in self._done:
+            raise ProtocolError(f"rank {rank} sent Done although it is done")
         if any(rank in bucket.waiting for bucket in self._buckets):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
         if event.produced < self._produced[rank]:
             raise ProtocolError(f"rank {rank} has produced {event.produced}, earlier {self._produced[rank]} gradients")
         self._done.add(rank)
         self._produced[rank] = event.produced
-        if len(self._done) < self._size:
+        if len(self._done) < self._size or self._config is None:
             return self._advance(now)
         return self._drain(rank)
 
@@ -288,6 +292,13 @@ def disagreement(opened: dict[int, Opened]) -> str | None:
         return None
     other = opened[differing[0]]
     name = next(n for n, a, b in zip(first.names, first.checksums, other.checksums, strict=True) if a != b)
+    if name.startswith(STATE):
+        return (
+            f"the optimizer's state differs before the first step: {ranks_text(differing)} from rank 0, first in "
+            f"{name!r}. Call hvd.broadcast_optimizer_state(optimizer, root_rank=0) in torch, or use the Keras "
+            f"BroadcastGlobalVariablesCallback(0), before training; and load checkpoints on every rank or on rank 0 "
+            f"alone before that call."
+        )
     return (
         f"the weights differ before the first step: {ranks_text(differing)} from rank 0, first in {name!r}. Call "
         f"hvd.broadcast_parameters(model.state_dict(), root_rank=0) in torch, hvd.broadcast_variables(model.variables, "

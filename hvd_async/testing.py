@@ -230,7 +230,7 @@ class Cluster:
         self.size = size
         self._hub = MemoryHub(size, jitter, seed)
         self.board = Switchboard(size)
-        self.coordinator = Coordinator(self._hub, size, warn_after)
+        self.coordinator = Coordinator(self._hub, [f"host{rank}" for rank in range(size)], warn_after)
         self.engines: list[Engine] = []
         for rank in range(size):
             collectives = wrap(MemoryCollectives(self.board, rank, size))

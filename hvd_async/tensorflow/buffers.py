@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from hvd_async.engine import Engine
 
-BufferPolicy = ("average", "local", "root")
-
 
 def raw(variable: Any) -> Any:
     """The ``tf.Variable`` behind a Keras variable (or the variable itself)."""
@@ -40,11 +38,17 @@ class Layout:
         """Of the buckets, in order."""
         return list(self._buckets)
 
+    def specs(self) -> list[tf.TensorSpec]:
+        """Shape and dtype of each bucket's vector."""
+        return [
+            tf.TensorSpec([sum(self._variables[i].shape.num_elements() for i in indices) + 1], dtype)
+            for dtype, indices in self._buckets.items()
+        ]
+
     def zeros(self, bucket: int) -> tf.Tensor:
         """A vector of bucket ``bucket`` that holds no gradient."""
-        dtype = self.dtypes[bucket]
-        size = sum(self._variables[i].shape.num_elements() for i in self._buckets[dtype])
-        return tf.zeros([size + 1], dtype)
+        spec = self.specs()[bucket]
+        return tf.zeros(spec.shape, spec.dtype)
 
     def flatten(self, gradients: dict[int, tf.Tensor]) -> list[tf.Tensor]:
         """Every bucket's gradients (by the variable's index), copied once; a missing one counts as zero."""

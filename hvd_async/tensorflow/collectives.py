@@ -3,9 +3,9 @@
 A Horovod op blocks its caller, without spinning, until every rank has submitted it. So each runs in a helper thread of
 its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
 
-Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind the same name ("Horovod-
-Allreduce"), whatever ``name=`` says, so that two of them could not be under way at once. As a ``tf.function`` they would
-need a thread of the pool whose threads the training step's py_function may be holding: with one inter-op thread, a hang.
+Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind one and the same name,
+"HorovodAllreduce", whatever ``name=`` says, so that two could not be under way at once. As a ``tf.function`` they would
+need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread, a hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
-from hvd_async.lifecycle import Lifecycle, local_engine
+from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import pack, unpack
 
 Call = Callable[[], tf.Tensor]
@@ -161,18 +161,4 @@ class HorovodCollectives:
         return unpack(handle.result().numpy().tobytes())
 
 
-LIFECYCLE = Lifecycle(HorovodCollectives)
-
-
-def world_size() -> int:
-    """Ranks in the job, without communicating.
-
-    Raises:
-        NotInitializedError: ``hvd.init()`` was not called.
-    """
-    engine = local_engine()
-    if engine is not None:
-        return engine.size
-    if not hvd.is_initialized():
-        raise NotInitializedError()
-    return int(hvd.size())
+LIFECYCLE = Lifecycle(HorovodCollectives, lambda: hvd.size() if hvd.is_initialized() else None)

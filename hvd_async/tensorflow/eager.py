@@ -6,12 +6,9 @@ fetches each waiting round and applies it with the wrapped optimizer. The same c
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -20,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async import activation
-from hvd_async.eager import EagerWorker, Round, Stats
+from hvd_async.eager import EagerWorker, Round
+from hvd_async.engine import Engine
 from hvd_async.events import EagerConfig, Hyper
-from hvd_async.lifecycle import local_engine
 from hvd_async.options import check_eager_options, refuse
+from hvd_async.rounds import STATE
 from hvd_async.tensorflow.buffers import (
-    BufferPolicy,
     Layout,
     checksum,
     consensus_distance,
@@ -33,35 +30,34 @@ from hvd_async.tensorflow.buffers import (
     signature,
     unify_buffers,
 )
-from hvd_async.tensorflow.collectives import LIFECYCLE, world_size
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.wrapping import Wrapped, WrapperState
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 
 
-class _Settings:
-    """What the wrapper was given, and what it keeps between calls; one object, which Keras does not track."""
+class _Settings(WrapperState):
+    """What the wrapper was given, and what it keeps between calls; Keras does not track it."""
 
     def __init__(self, **options: Any) -> None:
-        self.quorum: activation.Quorum = options["quorum"]
-        self.max_staleness: int = options["max_staleness"]
-        self.grace: float = options["grace"]
-        self.seed: int = options["seed"]
+        super().__init__(LIFECYCLE)
+        self.options: dict[str, Any] = options["config"]
         self.sparse_as_dense: bool = options["sparse_as_dense"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
         self.buffer_policy: str = options["buffers"]
-        self.engine = local_engine()
-        self.size = world_size()
-        self.lock = threading.Lock()
         self.layout: Layout | None = None
-        self.worker: EagerWorker | None = None
+        self.update: Any = None
+        """The ``tf.function`` that applies a round, in one piece: see ``_compile``."""
         self.fetched: deque[Round] = deque()
-        """Rounds that the step's py_function has taken and the graph's loop has not applied yet."""
+        """Rounds that this step's ``_hand_over`` has taken and its loop has not applied yet."""
+        self.fetching: int | None = None
+        """The round that the loop is applying."""
         self.momentum_correction = False
         self.last_lr: tf.Variable | None = None
 
 
-class EagerMixin:
+class EagerMixin(Wrapped):
     """What ``EagerOptimizer`` adds to the class of the optimizer it wraps."""
 
     _eager: _Settings
@@ -82,16 +78,22 @@ class EagerMixin:
         """
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         layout = self._prepare(variables)
-        gradients = self._indexed(list(grads), variables)
+        vectors = layout.flatten(self._indexed(list(grads), variables))
         own_lr = self._current_lr()
-        fetched = tf.py_function(self._hand_over, [own_lr, *layout.flatten(gradients)], tf.int32)
+        if tf.executing_eagerly():
+            for _ in range(int(self._hand_over(own_lr, *vectors))):
+                lr, *sums = self._fetch()
+                self._applied(self._eager.update(lr, *sums))
+        else:
+            waiting = tf.reshape(_py(self._hand_over, [own_lr, *vectors], tf.int32), [])
 
-        def one_round(done: tf.Tensor) -> tuple[tf.Tensor]:
-            lr, *sums = tf.py_function(self._fetch, [done], [tf.float32, *layout.dtypes])
-            self._apply_sums(sums, tf.reshape(lr, []))
-            return (done + 1,)
+            def one_round(done: tf.Tensor) -> tf.Tensor:
+                lr, *sums = _py(self._fetch, [done], [tf.float32, *layout.dtypes])
+                sums = [tf.ensure_shape(s, spec.shape) for s, spec in zip(sums, layout.specs(), strict=True)]
+                finished = _py(self._applied, [self._eager.update(tf.reshape(lr, []), *sums)], tf.int32)
+                return done + tf.reshape(finished, [])
 
-        tf.while_loop(lambda done: done < tf.reshape(fetched, []), one_round, (tf.constant(0),), parallel_iterations=1)
+            tf.while_loop(lambda done: done < waiting, one_round, [tf.constant(0)], parallel_iterations=1)
         self._set_lr(own_lr)
 
     def _prepare(self: Any, variables: list[Any]) -> Layout:
@@ -102,11 +104,29 @@ class EagerMixin:
                 self.build(variables)
             self.built = True
         if state.layout is None:
-            state.layout = Layout(self._trainable_variables)
-        if state.momentum_correction and state.last_lr is None:
             with tf.init_scope():
-                state.last_lr = tf.Variable(self._current_lr(), trainable=False)
+                state.layout = Layout(self._trainable_variables)
+                state.last_lr = tf.Variable(0.0, trainable=False)
+                state.update = self._compile(state.layout)
         return state.layout
+
+    def _compile(self: Any, layout: Layout) -> Any:
+        """The one graph that applies a round, wherever it is applied: in a training step or in ``drain()``.
+
+        TensorFlow rewrites a graph as a whole, so the same update rounds differently in different surroundings, and
+        replicas would drift apart by bits. As a function of its own that is not inlined, called from a function in
+        either case, it is rewritten by itself and gives the same bits. (Whole-graph rewriting was seen to differ by
+        1e-7 for RMSprop, Lamb, Adagrad, SGD with weight decay; this way by nothing.)
+        """
+        arguments = [tf.TensorSpec([], tf.float32), *layout.specs()]
+        inner = tf.function(
+            lambda lr, *sums: self._apply_sums(sums, lr),
+            input_signature=arguments,
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
+        alone = tf.function(lambda lr, *sums: inner(lr, *sums), input_signature=arguments, autograph=False)
+        return lambda lr, *sums: (alone if tf.executing_eagerly() else inner)(lr, *sums)
 
     def _indexed(self: Any, gradients: list[Any], variables: list[Any]) -> dict[int, tf.Tensor]:
         self._check_variables_are_known(variables)
@@ -125,25 +145,43 @@ class EagerMixin:
 
     def _hand_over(self: Any, lr: tf.Tensor, *vectors: tf.Tensor) -> np.int32:
         """Python side of a step: returns how many rounds are to be applied."""
+        state = self._eager
+        self._check_applied()
         hyper: Hyper = [{"learning_rate": float(lr)}]
         rounds = self._worker().step(vectors, hyper)
-        self._eager.fetched.extend(round_ for round_ in rounds if round_.gradients)
-        return np.int32(len(self._eager.fetched))
+        state.fetched.extend(round_ for round_ in rounds if round_.gradients)
+        return np.int32(len(state.fetched))
 
-    def _fetch(self: Any, _: tf.Tensor) -> list[Any]:
+    def _fetch(self: Any, _: Any = None) -> list[Any]:
+        """The next round of this step: its learning rate, its sums."""
         round_ = self._eager.fetched.popleft()
-        return [np.float32(round_.hyper[0]["learning_rate"]), *round_.sums]
+        self._eager.fetching = round_.index
+        return [tf.constant(round_.hyper[0]["learning_rate"], tf.float32), *round_.sums]
 
-    def _apply_sums(self: Any, sums: Sequence[tf.Tensor], lr: tf.Tensor) -> None:
-        """Apply one round: its average gradient, its learning rate."""
+    def _applied(self: Any, _: Any = None) -> np.int32:
+        """The round that was fetched last is applied: one more is done."""
+        self._eager.fetching = None
+        return np.int32(1)
+
+    def _check_applied(self: Any) -> None:
+        state = self._eager
+        if state.fetching is not None or state.fetched:
+            index = state.fetching if state.fetching is not None else state.fetched[0].index
+            state.broken = f"round {index} could not be applied: the training step was broken off"
+            state.fetching = None
+            state.fetched.clear()
+
+    def _apply_sums(self: Any, sums: Sequence[tf.Tensor], lr: tf.Tensor) -> tf.Tensor:
+        """Apply one round: its average gradient, its learning rate. Returns something to wait for."""
         state = self._eager
         gradients = state.layout.averages(sums, 1.0 / state.size)
         if state.round_transform is not None:
             gradients = list(state.round_transform(gradients))
         self._set_lr(lr)
-        if state.last_lr is not None:
+        if state.momentum_correction:
             self._correct_momentum(lr)
         self._wrapped_class.apply(self, gradients, self._trainable_variables)
+        return tf.identity(raw(self.iterations))
 
     def _correct_momentum(self: Any, lr: tf.Tensor) -> None:
         """Scale velocities by new over old learning rate when a round changes it (Goyal et al., 2017, section 3)."""
@@ -167,48 +205,11 @@ class EagerMixin:
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
-    def drain(self: Any) -> int:
-        """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
-
-        Afterwards every gradient is applied everywhere, the replicas are identical, and the batch-norm statistics of
-        ``model`` agree by the ``buffers`` policy. A collective: every rank calls it equally often, also a rank that
-        had no batch (its optimizer must be built). Not inside a ``tf.function``.
-
-        Returns:
-            The rank that was last to be done.
-
-        Raises:
-            GradientLossError: gradients produced and applied differ.
-        """
-        state = self._eager
-        if not self.built and state.model is not None:
-            self.build(state.model.trainable_variables)
-        if not self.built:
-            raise ValueError("drain() before the first step: call optimizer.build(model.trainable_variables) first")
-        self._prepare(self._trainable_variables)
-        own_lr = self._current_lr()
-
-        def apply(round_: Round) -> None:
-            if round_.gradients:
-                self._apply_sums(round_.sums, tf.constant(round_.hyper[0]["learning_rate"], tf.float32))
-
-        worker = self._worker()
-        worker.drain(apply)
-        self._set_lr(own_lr)
-        if state.model is not None and state.buffer_policy != "local":
-            unify_buffers(worker.engine, state.model.non_trainable_variables, state.buffer_policy)
-        return worker.last_done
-
-    def stats(self: Any) -> Stats:
-        """What this rank's optimizer has done so far."""
-        worker = self._eager.worker
-        return Stats() if worker is None else worker.stats()
-
-    @contextlib.contextmanager
-    def consensus(self: Any) -> Iterator[None]:
-        """In it the model holds the network's average (here: all are equal after a ``drain()``). A collective."""
-        self.drain()
-        yield
+    def finalize_variable_values(self: Any, var_list: Any) -> None:
+        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place."""
+        if self.use_ema and self._eager.worker is not None:
+            self.drain()  # rounds that came later would be applied on top
+        self._wrapped_class.finalize_variable_values(self, var_list)
 
     def consensus_distance(self: Any) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
@@ -231,27 +232,43 @@ class EagerMixin:
         for name, variable in own.items():
             variable.assign(state[name])
 
-    def _worker(self: Any) -> EagerWorker:
-        """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
+    def _new_worker(self: Any, engine: Engine, finish: Callable[[], None]) -> EagerWorker:
         state = self._eager
-        with state.lock:
-            if state.worker is None or state.worker.engine.stopped:
-                if not self.built:
-                    raise ValueError("the optimizer is not built yet: take a step first, or call optimizer.build()")
-                layout = self._prepare(self._trainable_variables)
-                engine = state.engine or LIFECYCLE.engine()
-                reference = weakref.ref(self)
+        if not self.built and state.model is not None:
+            self.build(state.model.trainable_variables)
+        if not self.built:
+            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+        layout = self._prepare(self._trainable_variables)
+        config = EagerConfig(**state.options, buckets=len(layout.dtypes))
+        return EagerWorker(engine, config, layout.zeros, finish)
 
-                def finish() -> None:
-                    optimizer = reference()
-                    if optimizer is not None:
-                        optimizer.drain()
+    def _fingerprint(self: Any) -> tuple[list[str], list[int]]:
+        own_rate = None if self._has_schedule() else id(self._learning_rate)
+        held = [v for v in self.variables if id(v) != own_rate]
+        names = [f"optimizer {self._wrapped_class.__name__}", *(signature(v) for v in self._trainable_variables)]
+        names += [f"{STATE}{_own_name(v)} {tuple(v.shape)}" for v in held]
+        return names, [0, *(checksum(v) for v in [*self._trainable_variables, *held])]
 
-                config = EagerConfig(state.quorum, state.max_staleness, state.grace, state.seed, len(layout.dtypes))
-                state.worker = EagerWorker(engine, config, layout.zeros, finish)
-                variables = self._trainable_variables
-                state.worker.open([signature(v) for v in variables], [checksum(v) for v in variables])
-        return state.worker
+    def _finish(self: Any, worker: EagerWorker) -> None:
+        state = self._eager
+        self._check_applied()
+        own_lr = self._current_lr()
+
+        def apply(round_: Round) -> None:
+            if round_.gradients:
+                with state.applying(round_.index):
+                    state.update(tf.constant(round_.hyper[0]["learning_rate"], tf.float32), *round_.sums)
+
+        with tf.init_scope():
+            worker.drain(apply)
+            self._set_lr(own_lr)
+            if state.model is not None and state.buffer_policy != "local":
+                unify_buffers(worker.engine, state.model.non_trainable_variables, state.buffer_policy)
+
+
+def _py(call: Callable[..., Any], inputs: list[Any], types: Any) -> Any:
+    """``call`` as an op of the graph that is being built."""
+    return tf.py_function(call, inputs, types)
 
 
 def _own_name(variable: Any) -> str:
@@ -290,8 +307,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     communicate. Compile the model with ``jit_compile=False`` (XLA cannot wait for other ranks).
 
     Args:
-        optimizer: any Keras optimizer on the TensorFlow backend. It is not changed; what is returned shares its
-            variables and takes its place.
+        optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
+            place; do not use both.
         name: of the optimizer, as in Horovod.
         device_dense, device_sparse, compression, gradient_predivide_factor, op, backward_passes_per_step,
         average_aggregated_gradients, num_groups, groups, process_set, scale_local_gradients: as in
@@ -303,7 +320,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         grace: seconds to wait for more ranks once the quorum is there.
         seed: of majority's draw, the same on all ranks.
         round_transform: called with the list of a round's average gradients, returns what to apply; for gradient
-            clipping and the like: ``lambda grads: tf.clip_by_global_norm(grads, 1.0)[0]``.
+            clipping and the like: ``lambda grads: tf.clip_by_global_norm(grads, 1.0)[0]``. It is traced once.
         model: the model that is trained, so that ``drain()`` can make its batch-norm statistics agree.
         buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
@@ -314,8 +331,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    size = world_size()
-    check_eager_options(quorum, max_staleness, grace, size)
+    check_eager_options(quorum, max_staleness, grace, buffers, LIFECYCLE.size())
     refuse(
         device_dense=(device_dense, ""),
         device_sparse=(device_sparse, ""),
@@ -329,8 +345,6 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         process_set=(process_set, hvd.global_process_set),
         scale_local_gradients=(scale_local_gradients, True),
     )
-    if buffers not in BufferPolicy:
-        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BufferPolicy))}")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
     if isinstance(optimizer, EagerMixin):
@@ -347,10 +361,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     if name is not None:
         wrapped.__dict__["name"] = name
     wrapped.__dict__["_eager"] = _Settings(
-        quorum=quorum,
-        max_staleness=max_staleness,
-        grace=float(grace),
-        seed=seed,
+        config={"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed},
         sparse_as_dense=sparse_as_dense,
         round_transform=round_transform,
         model=model,

@@ -10,8 +10,6 @@ import torch
 
 from hvd_async.engine import Engine
 
-BufferPolicy = ("average", "local", "root")
-
 
 class Layout:
     """Where each parameter lies in the buckets: one bucket for each (device, accumulation dtype).
@@ -23,6 +21,7 @@ class Layout:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
         self._buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in parameters:
             if not parameter.is_floating_point():
@@ -65,13 +64,14 @@ class Layout:
         return gradient
 
     @torch.no_grad()
-    def set_gradients(self, sums: Sequence[torch.Tensor], scale: float) -> None:
-        """Point every trainable parameter's ``p.grad`` into ``sums`` x ``scale`` (done in place)."""
+    def set_gradients(self, sums: Sequence[torch.Tensor], scale: float, trainable: Sequence[bool]) -> None:
+        """Point trainable parameters' ``p.grad`` into ``sums`` x ``scale`` (done in place), the others' to None."""
+        moves = {id(p) for p, flag in zip(self._parameters, trainable, strict=True) if flag}
         for vector, parameters in zip(sums, self._buckets.values(), strict=True):
             average = vector[:-1].mul_(scale)
             for parameter, part in zip(parameters, average.split([p.numel() for p in parameters]), strict=True):
                 view = part.view_as(parameter).to(parameter.dtype)
-                parameter.grad = view if parameter.requires_grad else None
+                parameter.grad = view if id(parameter) in moves else None
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
-from hvd_async.lifecycle import Lifecycle, local_engine
+from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import pack, unpack
 
 FINEST_POLL = 0.0002
@@ -42,7 +42,7 @@ class _HorovodHandle:
         elapsed = time.monotonic() - self._started
         left = self._durations.get(self._kind, 0.0) - elapsed
         if left > 0:
-            return max(FINEST_POLL, 0.75 * left)
+            return min(max(FINEST_POLL, 0.75 * left), COARSEST_POLL)  # the last one may have been slow for once
         return min(max(FINEST_POLL, elapsed / 10), COARSEST_POLL)
 
 
@@ -89,18 +89,4 @@ class HorovodCollectives:
         return unpack(gathered)
 
 
-LIFECYCLE = Lifecycle(HorovodCollectives)
-
-
-def world_size() -> int:
-    """Ranks in the job, without communicating.
-
-    Raises:
-        NotInitializedError: ``hvd.init()`` was not called.
-    """
-    engine = local_engine()
-    if engine is not None:
-        return engine.size
-    if not hvd.is_initialized():
-        raise NotInitializedError()
-    return int(hvd.size())
+LIFECYCLE = Lifecycle(HorovodCollectives, lambda: hvd.size() if hvd.is_initialized() else None)

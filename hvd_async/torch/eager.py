@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,34 +11,41 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async import activation
-from hvd_async.eager import EagerWorker, Round, Stats
+from hvd_async.eager import EagerWorker, Round
+from hvd_async.engine import Engine
+from hvd_async.errors import ReplicaStateError
 from hvd_async.events import EagerConfig, Hyper
-from hvd_async.lifecycle import local_engine
 from hvd_async.options import check_eager_options, refuse
+from hvd_async.rounds import STATE
 from hvd_async.torch import hyper as hyperparameters
-from hvd_async.torch.buffers import BufferPolicy, Layout, checksum, consensus_distance, signature, unify_buffers
-from hvd_async.torch.collectives import LIFECYCLE, world_size
+from hvd_async.torch.buffers import Layout, checksum, consensus_distance, signature, unify_buffers
+from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.wrapping import Wrapped, WrapperState
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 
 
-class _Settings:
-    """What the wrapper was given, and what it keeps between calls; one object, so that it cannot clash with torch's."""
+class _Settings(WrapperState):
+    """What the wrapper was given, and what it keeps between calls."""
 
-    def __init__(self, config: EagerConfig, names: list[str], layout: Layout, **options: Any) -> None:
-        self.config, self.names, self.layout = config, names, layout
+    def __init__(self, named: dict[int, str] | None, **options: Any) -> None:
+        super().__init__(LIFECYCLE)
+        self.named = named
+        """Parameters' names by id; None if none were given."""
+        self.layout = Layout([])
+        self.trainable: list[bool] = []
+        """Which parameters had requires_grad when the ranks last agreed; rounds are applied to these."""
+        self.options: dict[str, Any] = options["config"]
         self.sparse_as_dense: bool = options["sparse_as_dense"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
         self.buffer_policy: str = options["buffers"]
-        self.engine = local_engine()
-        self.worker: EagerWorker | None = None
         self.shown: Round | None = None
-        """The round that ``synchronize()`` has put into p.grad and no step has applied yet."""
+        """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
         self.skip = self.one_by_one = False
 
 
-class EagerMixin(torch.optim.Optimizer):
+class EagerMixin(Wrapped, torch.optim.Optimizer):
     """What ``EagerOptimizer`` adds to the class of the optimizer it wraps."""
 
     _eager: _Settings
@@ -65,15 +71,15 @@ class EagerMixin(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         state = self._eager
-        if state.shown is not None or state.skip:
-            if not state.skip:
-                warnings.warn(
-                    "step() after synchronize(): wrap it in `with optimizer.skip_synchronize():`", stacklevel=2
-                )
-            self._apply_shown()
+        if state.skip:
+            self._step_shown()
             return loss
-        vectors = state.layout.gradients(state.sparse_as_dense)
-        for round_ in self._worker().step(vectors, hyperparameters.read(self.param_groups)):
+        if state.shown is not None:
+            raise ReplicaStateError(
+                "step() after synchronize() would hand over the round that is in p.grad once more: write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`"
+            )
+        for round_ in self._hand_over(most=None):
             self._apply(round_)
         return loss
 
@@ -84,15 +90,15 @@ class EagerMixin(torch.optim.Optimizer):
 
         Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
         ``round_transform=`` does the same without holding it back.
+
+        A round that is shown and not followed by a step is left out: do so on all ranks alike.
         """
         state = self._eager
-        vectors = state.layout.gradients(state.sparse_as_dense)
-        self._apply_shown()  # shown before, but no step() followed: a round must not be lost
-        rounds = self._worker().step(vectors, hyperparameters.read(self.param_groups), most=1)
+        rounds = self._hand_over(most=1)
         state.one_by_one = True
         state.shown = rounds[0] if rounds else None
         if state.shown is not None and state.shown.gradients:
-            state.layout.set_gradients(state.shown.sums, 1.0 / self._worker().engine.size)
+            state.layout.set_gradients(state.shown.sums, 1.0 / state.size, state.trainable)
         else:
             super().zero_grad(set_to_none=True)
 
@@ -105,25 +111,47 @@ class EagerMixin(torch.optim.Optimizer):
         finally:
             self._eager.skip = False
 
-    def _apply_shown(self) -> None:
-        """Apply the round that ``synchronize()`` has put into p.grad, if no step has done so yet."""
-        shown, self._eager.shown = self._eager.shown, None
-        if shown is not None and shown.gradients:
-            self._update(shown.hyper)
+    def _step_shown(self) -> None:
+        state = self._eager
+        if state.shown is None:
+            raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
+        shown, state.shown = state.shown, None
+        if shown.gradients:
+            with state.applying(shown.index):
+                self._update(shown.hyper)
+
+    def _hand_over(self, most: int | None) -> list[Round]:
+        """Give this step's gradients to the worker; returns the rounds that are waiting."""
+        state = self._eager
+        worker = self._worker()
+        if [p.requires_grad for p in self._parameters()] != state.trainable:
+            raise ReplicaStateError(
+                "requires_grad of a parameter has changed while rounds are on their way: call optimizer.drain() on "
+                "every rank before you freeze or unfreeze parameters, and once more after it"
+            )
+        return worker.step(
+            state.layout.gradients(state.sparse_as_dense), hyperparameters.read(self.param_groups), most=most
+        )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
         state = self._eager
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         own = [p.grad for p in parameters]
-        state.layout.set_gradients(round_.sums, 1.0 / self._worker().engine.size)
-        if state.round_transform is not None:
-            state.round_transform([p for p in parameters if p.grad is not None])
-        self._update(round_.hyper)
-        for parameter, gradient in zip(parameters, own, strict=True):
-            parameter.grad = gradient
+        try:
+            with state.applying(round_.index):
+                state.layout.set_gradients(round_.sums, 1.0 / state.size, state.trainable)
+                if state.round_transform is not None:
+                    state.round_transform([p for p in parameters if p.grad is not None])
+                self._update(round_.hyper)
+        finally:
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
 
     def _update(self, hyper: Hyper) -> None:
         own = hyperparameters.read(self.param_groups)
@@ -138,18 +166,56 @@ class EagerMixin(torch.optim.Optimizer):
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
-    def drain(self) -> int:
-        """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
+        state = self.__dict__.get("_eager")
+        if state is not None and state.worker is not None:
+            raise ReplicaStateError(
+                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
+                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
+            )
+        super().add_param_group(param_group)
 
-        Afterwards every gradient is applied everywhere, the replicas are identical, and buffers agree by the
-        ``buffers=`` policy. A collective: every rank calls it equally often, also a rank that had no batch.
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
+        return consensus_distance(self._worker().engine, self._parameters())
 
-        Returns:
-            The rank that was last to be done.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReplicaStateError(
+            "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
+        )
 
-        Raises:
-            GradientLossError: gradients produced and applied differ.
-        """
+    def _new_worker(self, engine: Engine, finish: Callable[[], None]) -> EagerWorker:
+        self._lay_out()  # groups may have been added, parameters frozen, since the wrapper was made
+        state = self._eager
+        config = EagerConfig(**state.options, buckets=len(state.layout))
+        return EagerWorker(engine, config, state.layout.zeros, finish)
+
+    def _lay_out(self) -> None:
+        parameters = self._parameters()
+        self._eager.layout = Layout(parameters)
+        self._eager.trainable = [p.requires_grad for p in parameters]
+
+    def _fingerprint(self) -> tuple[list[str], list[int]]:
+        parameters, named = self._parameters(), self._eager.named
+        names = [
+            signature(f"parameter {index}" if named is None else named.get(id(p), f"parameter {index}"), p)
+            for index, p in enumerate(parameters)
+        ]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        kind = f"optimizer {self._wrapped_class.__name__} with groups of {sizes}"
+        held = [
+            (f"{STATE}{key} of {name}", checksum(value))
+            for p, name in zip(parameters, names, strict=True)
+            for key, value in self.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        return (
+            [kind, *names, *(name for name, _ in held)],
+            [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
+        )
+
+    def _finish(self, worker: EagerWorker) -> None:
         state, left = self._eager, 0
 
         def apply(round_: Round) -> None:
@@ -157,54 +223,17 @@ class EagerMixin(torch.optim.Optimizer):
             left += 1
             self._apply(round_)
 
-        worker = self._worker()
-        self._apply_shown()
+        state.shown = None
         worker.drain(apply)
         if left and state.one_by_one and state.round_transform is None:
             warnings.warn(
                 f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "
                 f"synchronize() and step() as round_transform=, so that it runs on every round",
-                stacklevel=2,
+                stacklevel=4,
             )
+        state.trainable = [p.requires_grad for p in self._parameters()]
         if state.buffer_policy != "local" and state.named_buffers:
             unify_buffers(worker.engine, state.named_buffers, state.buffer_policy)
-        return worker.last_done
-
-    def stats(self) -> Stats:
-        """What this rank's optimizer has done so far."""
-        worker = self._eager.worker
-        return Stats() if worker is None else worker.stats()
-
-    @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
-        """In it the model holds the network's average (here: all are equal after a ``drain()``). A collective."""
-        self.drain()
-        yield
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return consensus_distance(self._worker().engine, parameters)
-
-    def _worker(self) -> EagerWorker:
-        """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
-        state = self._eager
-        if state.worker is None or state.worker.engine.stopped:
-            engine = state.engine or LIFECYCLE.engine()
-            reference = weakref.ref(self)
-
-            def finish() -> None:
-                optimizer = reference()
-                if optimizer is not None:
-                    optimizer.drain()
-                elif state.worker is not None:
-                    state.worker.drain(lambda _: None)  # nobody holds its weights any more; the others still wait
-
-            state.worker = EagerWorker(engine, state.config, state.layout.zeros, finish)
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            names = [signature(name, p) for name, p in zip(state.names, parameters, strict=True)]
-            state.worker.open(names, [checksum(p) for p in parameters])
-        return state.worker
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -258,8 +287,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    size = world_size()
-    check_eager_options(quorum, max_staleness, grace, size)
+    check_eager_options(quorum, max_staleness, grace, buffers, LIFECYCLE.size())
     refuse(
         compression=(compression, hvd.Compression.none),
         backward_passes_per_step=(backward_passes_per_step, 1),
@@ -269,14 +297,16 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         groups=(groups, None),
         process_set=(process_set, hvd.global_process_set),
     )
-    if buffers not in BufferPolicy:
-        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BufferPolicy))}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no torch optimizer: pass one, as in "
+            f"EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times a step, which a round cannot average: take another")
-    if isinstance(optimizer, EagerMixin):
-        raise ValueError("this optimizer is an EagerOptimizer already: wrap the plain one")
+    if isinstance(optimizer, EagerMixin) or hasattr(optimizer, "_allreduce_grad_async"):
+        raise ValueError("this optimizer averages gradients already: wrap the plain one")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    layout = Layout(parameters)
     wrapped_class = type(optimizer)
     made: Any = type(wrapped_class.__name__, (EagerMixin, wrapped_class), {"_wrapped_class": wrapped_class})
     wrapped = made.__new__(made)
@@ -284,26 +314,28 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     wrapped.__dict__.pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
     vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
     wrapped._eager = _Settings(
-        EagerConfig(quorum, max_staleness, float(grace), seed, len(layout)),
         parameter_names(parameters, named_parameters),
-        layout,
+        config={"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed},
         sparse_as_dense=sparse_as_dense,
         round_transform=round_transform,
         named_buffers=list(named_buffers or []),
         buffers=buffers,
     )
+    wrapped._lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
 
 
-def parameter_names(parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None) -> list[str]:
-    """Each parameter's name, in order.
+def parameter_names(
+    parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[int, str] | None:
+    """Names by the parameters' id; None if ``named`` is.
 
     Raises:
         ValueError: ``named`` is no sequence of pairs, repeats a name, or leaves a parameter out.
     """
     if named is None:
-        return [f"parameter {index}" for index in range(len(parameters))]
+        return None
     pairs = list(named)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters wants pairs (name, parameter): pass model.named_parameters()")
@@ -313,4 +345,4 @@ def parameter_names(parameters: Sequence[torch.Tensor], named: Iterable[tuple[st
     missing = sum(id(parameter) not in names for parameter in parameters)
     if missing:
         raise ValueError(f"named_parameters leaves out {missing} of the optimizer's {len(parameters)} parameters")
-    return [names[id(parameter)] for parameter in parameters]
+    return names

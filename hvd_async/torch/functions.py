@@ -7,7 +7,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.errors import ReplicaStateError
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.eager import EagerMixin
 
@@ -30,9 +29,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if not isinstance(optimizer, EagerMixin):
         hvd.broadcast_optimizer_state(optimizer, root_rank, model)
         return
-    worker = optimizer._eager.worker
-    if worker is not None and worker.outstanding():
-        raise ReplicaStateError("gradients are on their way: call optimizer.drain() before broadcast_optimizer_state()")
+    if optimizer._eager.worker is not None:
+        optimizer.drain()  # no round may be on its way
     state = optimizer.state_dict()
     tensors: list[torch.Tensor] = []
 
@@ -49,7 +47,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     def fill(value: Any) -> Any:
         if isinstance(value, _Shape):
             shape, dtype = value
-            sent = next(on_root).clone() if hvd.rank() == root_rank else torch.zeros(shape, dtype=dtype)
+            sent = next(on_root).cpu().clone() if hvd.rank() == root_rank else torch.zeros(shape, dtype=dtype)
             received.append(hvd.broadcast(sent, root_rank, name=f"hvd_async.optimizer_state.{len(received)}"))
             return received[-1]
         return _map(value, fill)

@@ -9,22 +9,28 @@ import torch
 from hvd_async.events import Hyper
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as MessagePack carries it."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _travels(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(isinstance(v, int | float) for v in value)
-    return isinstance(value, int | float | bool) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def _number(value: Any) -> bool | int | float | None:
+    """``value`` as a plain number if it is one (NumPy's and one-element tensors too), else None."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return None
+    plain = value.item() if hasattr(value, "item") else value
+    return plain if isinstance(plain, int | float) else None
 
 
 def read(groups: list[dict[str, Any]]) -> Hyper:
-    """Learning rate, momentum, decay and whatever else is a number, for each parameter group."""
-    return [{k: _plain(v) for k, v in group.items() if k != "params" and _travels(v)} for group in groups]
+    """Learning rate, momentum, decay and whatever else is a number (or several), for each parameter group."""
+    hyper: Hyper = []
+    for group in groups:
+        found: dict[str, Any] = {}
+        for key, value in group.items():
+            if isinstance(value, tuple | list):
+                numbers = [_number(v) for v in value]
+                if key != "params" and None not in numbers:
+                    found[key] = numbers
+            elif (number := _number(value)) is not None:
+                found[key] = number
+        hyper.append(found)
+    return hyper
 
 
 def write(groups: list[dict[str, Any]], hyper: Hyper) -> None:

@@ -1,14 +1,17 @@
 """``import hvd_async.tensorflow.keras as hvd``: all of ``horovod.tensorflow.keras``, plus our optimizers."""
 
+from importlib import import_module
 from typing import Any
 
 import keras
 from horovod.tensorflow.keras import *  # noqa: F403
 from horovod.tensorflow.keras import elastic  # noqa: F401
 
-import hvd_async.tensorflow.keras.callbacks as callbacks  # noqa: PLR0402  "from" would find Horovod's
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
+
+# Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
+callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:

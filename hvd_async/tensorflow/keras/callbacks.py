@@ -56,6 +56,10 @@ class _Draining(keras.callbacks.Callback):
         if self._training:
             self._drain(("epoch", self._epoch))
 
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Also where only some ranks validate: all drain once an epoch, these before it and the others here.
+        self._drain(("epoch", epoch))
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._drain(("end", 0))
         self._training = False
@@ -108,7 +112,7 @@ class MetricAverageCallback(_Draining):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._drain(("epoch", epoch))
+        super().on_epoch_end(epoch, logs)
         own = {key: float(value) for key, value in (logs or {}).items()}
         everyone = allgather_object(own, name="hvd_async.metric_average")
         if logs is None:
@@ -174,6 +178,7 @@ class LearningRateScheduleCallback(_Draining):
         self.model.optimizer.learning_rate.assign(self.initial_lr * self.multiplier(epoch))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
         if logs is not None:
             logs["lr"] = float(raw(self.model.optimizer.learning_rate))
 
