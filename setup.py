@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
+TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-psutil", "types-tqdm"]
 
 setup(
     name="hvd_async",
@@ -18,6 +19,16 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, "hypothesis", "matplotlib", "mypy", "pytest", "pytest-timeout", "ruff", "types-psutil", "types-tqdm"],
+        "dev": [
+            *RUNNER,
+            "hypothesis",
+            "matplotlib",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "types-psutil",
+            "types-tqdm",
+        ],
     },
 )

@@ -98,7 +98,9 @@ class Lifecycle:
         optimizers = [optimizer for _, optimizer in sorted(self._wrapped.items())]
         for optimizer in optimizers:
             optimizer._offer()  # before the first waits: other ranks may be waiting for this one to open the second
-        return [optimizer.drain() for optimizer in optimizers][-1] if optimizers else None
+        # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
+        # and wait for the garbage collector on another, which would then drain once more often.
+        return optimizers[-1].drain() if optimizers else None
 
     def shutdown(self) -> None:
         """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""

@@ -116,4 +116,5 @@ for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do
   py -c "import $module" || die "$module was built but does not import; run this again with --rebuild"
 done
 echo "$key" >"$stamp"
-say "Horovod $HOROVOD is installed: $(py -m horovod.runner.launch --check-build 2>/dev/null | grep '\[X\]' | tr -s ' ' | tr '\n' ' ')"
+built=$(py -m horovod.runner.launch --check-build 2>/dev/null | sed -n 's/^ *\[X\] //p' | sort -u | paste -sd, | sed 's/,/, /g')
+say "Horovod $HOROVOD is installed, with $built"

@@ -1,0 +1,181 @@
+"""Drives a binding in one process: by scripted rounds, or by real ones with a late rank. Framework-free."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from hvd_async.eager import EagerWorker, Round, Stats
+from hvd_async.events import Hyper
+from hvd_async.lifecycle import use_engine
+from hvd_async.testing import Cluster
+from tests.conformance.cases import Schedule, Script
+from tests.conformance.reference import Applied, Array
+
+
+class Trainer(Protocol):
+    """One rank's model and wrapped optimizer."""
+
+    opt: Any
+
+    def gradient(self, rank: int, step: int) -> Array:
+        """Compute this step's gradient where the optimizer will find it; returns it, flat."""
+
+    def step(self) -> None:
+        """Have the optimizer take it."""
+
+    def weights(self) -> Array:
+        """Flat, in the optimizer's order."""
+
+
+class ScriptedWorker:
+    """Stands for ``EagerWorker``: returns rounds of random sums, as many as a script says.
+
+    Args:
+        convert: makes the framework's vector of a NumPy one.
+    """
+
+    def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
+        self.engine = SimpleNamespace(size=size, replaced=False, rank=0)
+        self.agreed = True
+        self.script, self.convert, self.lr = script, convert, lr
+        self.handed: list[Array] = []
+        self.hypers: list[Hyper] = []
+        self.applied: list[Applied] = []
+        self.version = self.last_done = 0
+        self._elements, self._random = elements, np.random.default_rng(11)
+
+    def step(self, vectors: Sequence[Any], hyper: Hyper, most: int | None = None) -> list[Round]:
+        """What a step finds waiting."""
+        (vector,) = vectors
+        self.handed.append(np.asarray(vector).astype(np.float64))
+        self.hypers.append(hyper)
+        rounds = []
+        for gradients in self.script.steps[len(self.handed) - 1]:
+            self.version += 1
+            sums = np.zeros(self._elements + 1, np.float32)
+            if gradients:
+                sums[:-1] = self._random.normal(size=self._elements)
+            sums[-1] = gradients
+            self.applied.append(Applied(sums.astype(np.float64), self.lr))
+            own = [{**group, "lr": self.lr} if "lr" in group else {"learning_rate": self.lr} for group in hyper]
+            rounds.append(Round(self.version, (self.convert(sums),), own, gradients, (gradients,)))
+        return rounds
+
+    def stats(self) -> Stats:
+        """As the worker's."""
+        return Stats(steps=len(self.handed))
+
+
+def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
+    """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
+    opt._new_worker(worker.engine, lambda: None)  # (the binding lays out its buckets there)
+    opt._eager.worker = worker
+    return worker
+
+
+@contextlib.contextmanager
+def scripted_engine(size: int) -> Iterator[None]:
+    """What a binding is constructed with: it only asks for the size."""
+    with use_engine(SimpleNamespace(size=size, rank=0)):  # type: ignore[arg-type]
+        yield
+
+
+@dataclass
+class Tape:
+    """Rounds as one worker returned them."""
+
+    applied: list[Applied] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    """How many each call of ``step`` returned; drain's are not in it."""
+    rounds: list[Round] = field(default_factory=list)
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
+    """Rank -> what its worker returned, in copies made before anybody changes them."""
+    made: dict[int, Tape] = {}
+    take, step = EagerWorker._take, EagerWorker.step
+
+    def taped_take(self: EagerWorker, most: int | None) -> list[Round]:
+        rounds = take(self, most)
+        tape = made.setdefault(self.engine.rank, Tape())
+        for round_ in rounds:
+            (group,) = round_.hyper[:1]
+            lr = group["lr"] if "lr" in group else group["learning_rate"]
+            flat = np.concatenate([np.asarray(s).astype(np.float64)[:-1] for s in round_.sums] + [[round_.gradients]])
+            tape.applied.append(Applied(flat, lr))
+            tape.rounds.append(round_)
+        return rounds
+
+    def taped_step(self: EagerWorker, *args: Any, **options: Any) -> list[Round]:
+        rounds = step(self, *args, **options)
+        made[self.engine.rank].calls.append(len(rounds))
+        return rounds
+
+    monkeypatch.setattr(EagerWorker, "_take", taped_take)
+    monkeypatch.setattr(EagerWorker, "step", taped_step)
+    return made
+
+
+@dataclass
+class Outcome:
+    """What a rank ended with."""
+
+    before: Array
+    after: Array
+    gradients: list[Array]
+    stats: Stats
+
+
+def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[Outcome]:
+    """Train on a cluster whose last rank takes its first step when the others' third round has come to it."""
+    three_taken = [threading.Event() for _ in range(schedule.size)]
+
+    def train(rank: int) -> Outcome:
+        trainer = make(rank)
+        before, gradients = trainer.weights(), []
+        worker = trainer.opt._worker()  # all ranks meet here, so nobody is late before that
+        if rank == schedule.size - 1:
+            for event in three_taken[:-1]:
+                assert event.wait(60)
+            wait_for_rounds(worker, 3)
+        for step in range(1, schedule.steps + 1):
+            gradients.append(trainer.gradient(rank, step))
+            trainer.step()
+            if step == 3:
+                three_taken[rank].set()
+                assert three_taken[-1].wait(60)  # the others go on when the late rank has caught up
+        trainer.opt.drain()
+        return Outcome(before, trainer.weights(), gradients, trainer.opt.stats())
+
+    return Cluster(schedule.size).run(train)
+
+
+def wait_for_rounds(worker: EagerWorker, count: int) -> None:
+    """Until so many rounds wait for this rank."""
+    worker.engine.wait(lambda: len(worker._ready) >= count, worker._condition)
+
+
+def check_late_rank(
+    framework: str, replayed: Callable[[Array, list[Applied]], Array], outcomes: list[Outcome], tapes: dict[int, Tape]
+) -> None:
+    """Replicas identical, equal to the reference on the rounds they applied; those rounds hold all the gradients."""
+    size = len(outcomes)
+    assert tapes[size - 1].calls[:3] == [3, 0, 0], "the late rank did not apply 3, 0 and 0 rounds"
+    assert tapes[0].calls[:3] == [1, 1, 1]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.after.tobytes() == outcomes[0].after.tobytes(), f"rank {rank} is no replica of rank 0"
+        expected = replayed(outcome.before, tapes[rank].applied)
+        np.testing.assert_allclose(outcome.after, expected, rtol=0, atol=1e-5)
+        assert np.abs(outcome.after - outcome.before).max() > 1e-3, f"{framework} did not train"
+    produced = sum(g for outcome in outcomes for g in outcome.gradients)
+    applied = sum(one.sums[:-1] for one in tapes[0].applied)
+    np.testing.assert_allclose(applied, produced, rtol=0, atol=1e-4)

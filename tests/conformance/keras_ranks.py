@@ -1,0 +1,95 @@
+"""A small convolutional model in Keras, the same on all ranks, and optimizers by case.
+
+Ranks are threads of one process here, and each may wait in a py_function that holds one of TensorFlow's inter-op
+threads; so there must be more of these than ranks. Import this module before anything has run in TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from tests.conformance.cases import Case
+from tests.conformance.reference import Array
+
+tf.config.threading.set_inter_op_parallelism_threads(16)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
+def conv_model(seed: int = 0) -> keras.Model:
+    """5x5 images, three classes; the weights by NumPy."""
+    model = keras.Sequential(
+        [
+            keras.Input((5, 5, 1)),
+            keras.layers.Conv2D(2, 3, activation="relu", name="conv"),
+            keras.layers.Flatten(name="flatten"),
+            keras.layers.Dense(3, name="dense"),
+        ],
+        name="model",
+    )
+    random = np.random.default_rng(seed)
+    model.set_weights([random.normal(size=w.shape).astype(np.float32) * 0.3 for w in model.get_weights()])
+    return model
+
+
+def batch(rank: int, step: int) -> tuple[Any, Any]:
+    """Each rank's own data."""
+    random = np.random.default_rng([rank, step])
+    return random.normal(size=(4, 5, 5, 1)).astype(np.float32), random.integers(0, 3, 4)
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def plain(case: Case, **options: Any) -> Any:
+    """Keras' optimizer for a case."""
+    decay = case.weight_decay or None
+    if case.kind == "adam":
+        return keras.optimizers.Adam(case.lr, weight_decay=decay, **options)
+    return keras.optimizers.SGD(case.lr, momentum=case.momentum, nesterov=case.nesterov, weight_decay=decay, **options)
+
+
+def flat(tensors: Any) -> Array:
+    """Tensors or variables as one NumPy vector."""
+    return np.concatenate([np.asarray(t).reshape(-1) for t in tensors]).astype(np.float64)
+
+
+class KerasTrainer:
+    """One rank, with a custom ``GradientTape`` loop.
+
+    Args:
+        graph: whether a step is a ``tf.function``.
+    """
+
+    def __init__(self, case: Case, graph: bool = False, **options: Any) -> None:
+        self.model = conv_model()
+        self.opt = hvd.EagerOptimizer(plain(case), **options)
+        self.opt.build(self.model.trainable_variables)
+        self._apply = tf.function(self._take) if graph else self._take
+        self._gradients: list[tf.Tensor] = []
+
+    def _take(self, gradients: list[tf.Tensor]) -> None:
+        self.opt.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+
+    def gradient(self, rank: int, step: int) -> Array:
+        images, labels = batch(rank, step)
+        with tf.GradientTape() as tape:
+            loss = LOSS(labels, self.model(images, training=True))
+        self._gradients = tape.gradient(loss, self.model.trainable_variables)
+        return flat(self._gradients)
+
+    def step(self) -> None:
+        self._apply(self._gradients)
+
+    def train(self, rank: int, steps: range) -> None:
+        """Several steps."""
+        for step in steps:
+            self.gradient(rank, step)
+            self.step()
+
+    def weights(self) -> Array:
+        return flat(self.model.trainable_variables)

@@ -1,0 +1,72 @@
+"""A small convolutional model in torch, the same on all ranks, and optimizers by case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import hvd_async.torch as hvd
+from tests.conformance.cases import Case
+from tests.conformance.reference import Array
+
+torch.set_num_threads(1)
+
+
+def conv_model(seed: int = 0) -> torch.nn.Module:
+    """5x5 images, three classes; the weights by NumPy, since torch's generator is shared between threads."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(18, 3))
+    random = np.random.default_rng(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.as_tensor(random.normal(size=parameter.shape) * 0.3))
+    return model
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank's own data."""
+    random = np.random.default_rng([rank, step])
+    images = torch.as_tensor(random.normal(size=(4, 1, 5, 5)), dtype=torch.float32)
+    return images, torch.as_tensor(random.integers(0, 3, 4))
+
+
+def plain(case: Case, parameters: Any) -> torch.optim.Optimizer:
+    """torch's optimizer for a case."""
+    if case.kind == "adam":
+        return torch.optim.Adam(parameters, lr=case.lr, weight_decay=case.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=case.lr, momentum=case.momentum, nesterov=case.nesterov, weight_decay=case.weight_decay
+    )
+
+
+def flat(tensors: Any) -> Array:
+    """Tensors as one NumPy vector."""
+    return np.concatenate([t.detach().numpy().reshape(-1) for t in tensors]).astype(np.float64)
+
+
+class TorchTrainer:
+    """One rank."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        self.model = conv_model()
+        options.setdefault("named_parameters", self.model.named_parameters())
+        self.opt = hvd.EagerOptimizer(plain(case, self.model.parameters()), **options)
+
+    def gradient(self, rank: int, step: int) -> Array:
+        images, labels = batch(rank, step)
+        self.opt.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(images), labels).backward()
+        return flat(p.grad for p in self.model.parameters())
+
+    def step(self) -> None:
+        self.opt.step()
+
+    def train(self, rank: int, steps: range) -> None:
+        """Several steps."""
+        for step in steps:
+            self.gradient(rank, step)
+            self.step()
+
+    def weights(self) -> Array:
+        return flat(self.model.parameters())

@@ -1,0 +1,35 @@
+"""What all tests share: Hypothesis settings, and a suite that fails on a thread it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+settings.register_profile("hvd_async", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hvd_async")
+
+OURS = ("hvd_async", "rank-")
+"""How the names of the library's threads, and of the simulated ranks, begin."""
+
+
+def our_threads() -> set[threading.Thread]:
+    """Those of this library that are alive."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(OURS)}
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fail if a test leaves one of the library's threads behind (they get a few seconds to end)."""
+    before = our_threads()
+    yield
+    deadline = time.monotonic() + 10.0
+    for thread in our_threads() - before:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left = sorted(thread.name for thread in our_threads() - before)
+    assert not left, f"threads left behind: {', '.join(left)}"

@@ -1,0 +1,90 @@
+"""What the job scripts share: results as JSON, stragglers, integer gradients, comparing ranks. No framework here."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_async.runner.inject import parse_inject
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
+
+
+class Report:
+    """This rank's results, written after every case, so that those before a failure are not lost with it."""
+
+    def __init__(self, rank: int) -> None:
+        self._file = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"rank.{rank}.json"
+        self._cases: dict[str, dict[str, Any]] = {}
+
+    def put(self, case: str, **result: Any) -> None:
+        """Set the result of a case. Everything in it must be JSON."""
+        self._cases[case] = {"at": time.time(), **result}
+        unfinished = self._file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self._cases))
+        unfinished.replace(self._file)
+
+
+class Straggler:
+    """Sleeps as ``--inject SPEC`` says, standing for computation."""
+
+    def __init__(self, spec: str, rank: int, size: int, seed: int = 0) -> None:
+        self._injector, self._rank, self._size = parse_inject(spec, seed), rank, size
+        self._step = 0
+
+    def compute(self) -> None:
+        """This rank's next step of fake computation."""
+        seconds = self._injector.seconds(self._step, self._rank, self._size)
+        self._step += 1
+        if seconds:
+            time.sleep(seconds)
+
+
+def integers(shape: tuple[int, ...], rank: int, step: int, index: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A gradient of whole numbers in [-8, 8], different for every rank, step (from 1) and parameter."""
+    generator = np.random.default_rng([rank, step, index])
+    return generator.integers(-8, 9, shape).astype(np.float64)
+
+
+WHOLE_SHAPES = ((5, 3), (7,), (4,))
+"""Of the whole-number parameters: two float32 and a float64, which make two buckets."""
+WHOLE_DTYPES = ("float32", "float32", "float64")
+
+
+def whole_start() -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    """Where whole-number training begins."""
+    return [100.0 * (index + 1) * np.ones(shape) for index, shape in enumerate(WHOLE_SHAPES)]
+
+
+def whole_expected(steps: list[int]) -> list[list[float]]:
+    """Where it ends after every rank's ``steps[rank]`` steps of SGD with learning rate 1."""
+    ends = []
+    for index, start in enumerate(whole_start()):
+        total = np.zeros(start.shape)
+        for rank, own in enumerate(steps):
+            for step in range(1, own + 1):
+                total += integers(start.shape, rank, step, index)
+        ends.append((start - total / len(steps)).ravel().tolist())
+    return ends
+
+
+def arguments(*extra: str) -> argparse.Namespace:
+    """``--cases a,b`` (which to run; all without it), and one string option for each name in ``extra``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default="")
+    for name in extra:
+        parser.add_argument(f"--{name}", default="")
+    return parser.parse_args()
+
+
+def staleness(stats: Any) -> dict[str, int]:
+    """A stats() histogram with JSON's keys."""
+    return {str(k): v for k, v in stats.staleness.items()}

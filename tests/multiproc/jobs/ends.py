@@ -1,0 +1,130 @@
+"""How a job ends: one rank dies in some manner while the others train, or is slow, or all end without a drain.
+
+``--framework torch|tensorflow --manner MANNER --victim RANK --quorum QUORUM``
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+import numpy as np
+from common import Report, integers
+
+STEPS = 4
+SHAPE = (6,)
+
+
+class TorchRank:
+    """One parameter of whole numbers, trained by torch."""
+
+    def __init__(self) -> None:
+        import torch
+
+        import hvd_async.torch as hvd
+
+        self.torch, self.hvd = torch, hvd
+        hvd.init()
+
+    def wrap(self, quorum: str) -> Any:
+        """The optimizer: SGD with learning rate 1."""
+        self._parameter = self.torch.nn.Parameter(self.torch.zeros(SHAPE))
+        return self.hvd.EagerOptimizer(self.torch.optim.SGD([self._parameter], lr=1.0), quorum=quorum, max_staleness=2)
+
+    def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
+        self._parameter.grad = self.torch.tensor(gradient, dtype=self.torch.float32)
+        optimizer.step()
+
+    def weights(self) -> list[float]:
+        return [float(x) for x in self._parameter.detach()]
+
+
+class TensorflowRank:
+    """One variable of whole numbers, trained by Keras."""
+
+    def __init__(self) -> None:
+        import keras
+        import tensorflow as tf
+
+        import hvd_async.tensorflow as hvd
+
+        self.keras, self.tf, self.hvd = keras, tf, hvd
+        hvd.init()
+
+    def wrap(self, quorum: str) -> Any:
+        """The optimizer: SGD with learning rate 1."""
+        self._variable = self.keras.Variable(np.zeros(SHAPE, np.float32))
+        optimizer = self.hvd.EagerOptimizer(self.keras.optimizers.SGD(1.0), quorum=quorum, max_staleness=2)
+        optimizer.build([self._variable])
+        return optimizer
+
+    def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
+        optimizer.apply([self.tf.constant(gradient, self.tf.float32)])
+
+    def weights(self) -> list[float]:
+        return [float(x) for x in self._variable.numpy()]
+
+
+def die(manner: str) -> NoReturn:
+    if manner == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif manner == "exit1":
+        sys.exit(1)
+    elif manner == "exit0":
+        os._exit(0)
+    raise RuntimeError("boom")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--framework", default="torch")
+    parser.add_argument("--manner", required=True)
+    parser.add_argument("--victim", type=int, default=1)
+    parser.add_argument("--quorum", default="solo")
+    options = parser.parse_args()
+    manner = options.manner
+    framework = TorchRank() if options.framework == "torch" else TensorflowRank()
+    rank, size = framework.hvd.rank(), framework.hvd.size()
+    report = Report(rank)
+    optimizer = framework.wrap(options.quorum)
+    held = [optimizer]  # by the exit hook too: a script's optimizer that is local to main() would be gone by then
+    endless = manner in ("sigkill", "exit1", "exit0", "exception")
+
+    def at_the_very_end() -> None:
+        assert held or manner == "drop"
+        all_steps = [integers(SHAPE, r, s, 0) for r in range(size) for s in range(1, STEPS + 1)]
+        report.put("exit", weights=framework.weights(), expected=(-sum(all_steps, np.zeros(SHAPE)) / size).tolist())
+
+    if not endless:
+        # Registered before the engine's own hook, so that it runs after it. (hvd.init() and the engine come first.)
+        atexit.register(at_the_very_end)
+
+    for step in range(1, 10_000 if endless else STEPS + 1):
+        if rank == options.victim and step == STEPS:
+            if endless:
+                report.put("death")
+                die(manner)
+            if manner == "slow":
+                time.sleep(3.5)
+        try:
+            framework.step(optimizer, integers(SHAPE, rank, step, 0))
+        except Exception as error:
+            report.put("error", kind=type(error).__name__, text=str(error))
+            raise
+        if endless:
+            time.sleep(0.005)
+    report.put("last step")
+    if manner == "drop" and rank == options.victim:
+        held.clear()
+        del optimizer  # one rank's optimizer is gone before the end, the others' not: Python collects as it likes
+    elif manner == "sysexit0":
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The names of ``hvd_async.tensorflow`` that are ours: callbacks, DistributedOptimizer, the tape, join, shutdown."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import horovod.tensorflow.keras as horovod
+import keras
+import tensorflow as tf
+from common import Report, Straggler, whole_expected
+from table import QUORUMS, Quorum
+from tf_common import Whole, batches, compiled, crc, mlp
+
+import hvd_async.tensorflow as hvd_tf
+import hvd_async.tensorflow.keras as hvd
+
+callbacks = hvd.callbacks
+
+
+def raised(call: Any) -> dict[str, str]:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  it is the result
+        return {"kind": type(error).__name__, "text": str(error)}
+    return {"kind": "", "text": ""}
+
+
+def fit(model: Any, optimizer: Any, steps: int, *used: Any, **options: Any) -> Any:
+    """A silent ``fit()`` on this rank's own data."""
+    data = batches(hvd.rank(), steps)
+    return compiled(model, optimizer).fit(data, verbose=0, shuffle=False, callbacks=list(used), **options)
+
+
+def different_weights(report: Report) -> None:
+    """Refused on every rank, in ``fit()``."""
+    model = mlp(seed=hvd.rank())
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1))
+    started = time.monotonic()
+    error = raised(lambda: fit(model, optimizer, 2))
+    report.put("different weights", **error, seconds=time.monotonic() - started)
+
+
+def broadcast_callback(report: Report) -> None:
+    """Different seeds and rates become rank 0's; twice, so that the second ``fit()`` meets an optimizer in use."""
+    model = mlp(seed=10 + hvd.rank())
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1 + 0.1 * hvd.rank(), momentum=0.9), quorum="solo")
+    start = crc(model.variables)
+    fit(model, optimizer, 3 + hvd.rank(), callbacks.BroadcastGlobalVariablesCallback(0))
+    once = crc(model.variables)
+    fit(model, optimizer, 3 - hvd.rank(), callbacks.BroadcastGlobalVariablesCallback(0))
+    report.put(
+        "broadcast callback",
+        start=start,
+        once=once,
+        twice=crc(model.variables),
+        lr=float(optimizer.learning_rate.numpy()),
+        distance=optimizer.consensus_distance(),
+    )
+
+
+class Keep(keras.callbacks.Callback):
+    """Keeps every epoch's logs as the callbacks before it left them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, float]] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.logs.append({key: float(value) for key, value in (logs or {}).items()})
+
+
+def metric_average(report: Report, quorum: Quorum) -> None:
+    """Epochs of different lengths, with validation on the same data."""
+    rank = hvd.rank()
+    model = mlp(seed=2)
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum=quorum, max_staleness=3)
+    own, averaged = Keep(), Keep()
+    validation = batches(99, 2)
+    fit(
+        model,
+        optimizer,
+        3 + 4 * rank,
+        own,
+        callbacks.MetricAverageCallback(),
+        averaged,
+        epochs=2,
+        validation_data=validation,
+    )
+    report.put(
+        f"metric average {quorum}",
+        own=own.logs,
+        averaged=averaged.logs,
+        weights=crc(model.variables),
+        steps=optimizer.stats().steps,
+        applied=optimizer.stats().gradients_applied,
+    )
+
+
+class Rates(keras.callbacks.Callback):
+    """Keeps the learning rate that every batch was trained with, and sleeps like a straggler."""
+
+    def __init__(self, straggler: Straggler) -> None:
+        super().__init__()
+        self._straggler = straggler
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.rates.append(float(self.model.optimizer.learning_rate.numpy()))
+        self._straggler.compute()
+
+
+def schedules(report: Report) -> None:
+    """Warm-up over 2 epochs of 4 batches, then steps down; momentum correction with a straggler."""
+    model = mlp(seed=5)
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), quorum="solo", max_staleness=3)
+    rates = Rates(Straggler("random:1:0.01", hvd.rank(), hvd.size()))
+    fit(
+        model,
+        optimizer,
+        4,
+        callbacks.LearningRateWarmupCallback(initial_lr=0.2, warmup_epochs=2),
+        callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=1.0, start_epoch=2, end_epoch=3),
+        callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=lambda epoch: 0.1**epoch, start_epoch=3),
+        rates,
+        epochs=5,
+    )
+    report.put(
+        "schedules",
+        rates=rates.rates,
+        weights=crc(model.variables),
+        momenta=crc(optimizer.momentums),
+        distance=optimizer.consensus_distance(),
+    )
+
+
+def distributed_optimizer(report: Report) -> None:
+    """Ours averages. Horovod's does not on Keras 3: if it ever does, we want to know."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = mlp(seed=6)
+    fit(model, ours, 4)
+    ours.drain()
+    control = mlp(seed=6)
+    start = crc(control.variables)
+    fit(control, horovod.DistributedOptimizer(keras.optimizers.SGD(0.1)), 4)
+    report.put(
+        "distributed optimizer",
+        ours=crc(model.variables),
+        theirs=crc(control.variables),
+        start=start,
+        warned=[str(w.message) for w in caught],
+    )
+
+
+def tape(report: Report) -> None:
+    """Horovod's tape is refused; a plain one in a tf.function trains."""
+    refused = raised(lambda: hvd_tf.DistributedGradientTape(tf.GradientTape()))
+    model = mlp(seed=8)
+    optimizer = hvd_tf.EagerOptimizer(keras.optimizers.Adam(0.01), quorum="solo")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as plain:
+            value = loss(y, model(x, training=True))
+        optimizer.apply(plain.gradient(value, model.trainable_variables), model.trainable_variables)
+
+    start = crc(model.variables)
+    for x, y in batches(hvd.rank(), 3 + hvd.rank()):
+        step(x, y)
+    optimizer.drain()
+    applied = optimizer.stats().gradients_applied
+    report.put("tape", **refused, start=start, weights=crc(model.variables), applied=applied)
+
+
+def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
+    """Whole-number steps without stragglers."""
+    for step in range(first + 1, first + steps + 1):
+        optimizer.apply(whole.gradients(hvd.rank(), step), whole.variables)
+
+
+def join(report: Report) -> None:
+    """Drains; rank 1, which has fewer batches, comes last."""
+    whole = Whole()
+    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo")
+    whole_steps(optimizer, whole, 0, 3 - 2 * hvd.rank())
+    time.sleep(0.5 * hvd.rank())
+    report.put("join", last=hvd.join(), weights=whole.weights(), expected=whole_expected([3, 1]))
+
+
+def start_again(report: Report) -> None:
+    """shutdown() and init() in one process: a new optimizer works."""
+    old, new = Whole(), Whole()
+    before = hvd.EagerOptimizer(old.sgd(), quorum="solo")
+    whole_steps(before, old, 0, 3)
+    hvd.shutdown()
+    after_shutdown = old.weights()
+    hvd.init()
+    after = hvd.EagerOptimizer(new.sgd(), quorum="majority")
+    whole_steps(after, new, 0, 4)
+    after.drain()
+    report.put(
+        "start again",
+        after_shutdown=after_shutdown,
+        after_shutdown_expected=whole_expected([3, 3]),
+        new=new.weights(),
+        new_expected=whole_expected([4, 4]),
+    )
+
+
+def main() -> None:
+    too_early = raised(lambda: hvd.EagerOptimizer(keras.optimizers.SGD(0.1)))
+    hvd.init()
+    report = Report(hvd.rank())
+    report.put("too early", **too_early)
+    report.put("quorum", **raised(lambda: hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum=9)))
+    join(report)
+    different_weights(report)
+    broadcast_callback(report)
+    for quorum in QUORUMS:
+        metric_average(report, quorum)
+    schedules(report)
+    distributed_optimizer(report)
+    tape(report)
+    start_again(report)
+    hvd.shutdown()
+    report.put("end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The names of ``hvd_async.torch`` that are ours, wrong use of it, and starting again after ``shutdown()``."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from common import Report, Straggler, whole_expected
+from torch_common import Batches, Whole, crc, mlp, state_tensors
+
+import hvd_async.torch as hvd
+
+
+def raised(call: Any) -> dict[str, str]:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  it is the result
+        return {"kind": type(error).__name__, "text": str(error)}
+    return {"kind": "", "text": ""}
+
+
+def different_weights(report: Report) -> None:
+    """Refused on every rank; broadcasting and wrapping anew mends it."""
+    model, batches = mlp(seed=hvd.rank()), Batches(hvd.rank())
+    optimizer = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    batches.backward(model)
+    started = time.monotonic()
+    error = raised(optimizer.step)
+    seconds = time.monotonic() - started
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    batches.backward(model)
+    optimizer.step()
+    optimizer.drain()
+    report.put("different weights", **error, seconds=seconds, weights=crc(model.parameters()))
+
+
+def broadcast_state(report: Report, kind: str, steps: tuple[int, int]) -> None:
+    """Rank r has taken ``steps[r]`` steps with the plain optimizer, on its own data."""
+    model, batches = mlp(seed=4), Batches(hvd.rank())
+    plain: torch.optim.Optimizer = (
+        torch.optim.Adam(model.parameters(), lr=0.01 * (1 + hvd.rank()))
+        if kind == "adam"
+        else torch.optim.SGD(model.parameters(), lr=0.01 * (1 + hvd.rank()), momentum=0.9)
+    )
+    for _ in range(steps[hvd.rank()]):
+        batches.backward(model)
+        plain.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = crc(model.parameters())
+    optimizer = hvd.EagerOptimizer(plain, model.named_parameters(), quorum="all")
+    own = crc(state_tensors(optimizer))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    result = {
+        "moved": crc(model.parameters()) != before,
+        "own": own,
+        "state": crc(state_tensors(optimizer)),
+        "entries": len(state_tensors(optimizer)),
+        "lr": optimizer.param_groups[0]["lr"],
+        "parameters": len(list(model.parameters())),
+    }
+    for _ in range(2):
+        batches.backward(model)
+        optimizer.step()
+    optimizer.drain()
+    result.update(steps=optimizer.stats().steps, weights=crc(model.parameters()), trained=crc(state_tensors(optimizer)))
+    report.put(f"broadcast {kind} {steps[0]} {steps[1]}", **result)
+
+
+def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
+    """Whole-number steps without stragglers."""
+    for step in range(first + 1, first + steps + 1):
+        whole.set_gradients(hvd.rank(), step)
+        optimizer.step()
+
+
+def join(report: Report) -> None:
+    """Drains; rank 1 comes last."""
+    whole = Whole()
+    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo")
+    whole_steps(optimizer, whole, 0, 3 - 2 * hvd.rank())
+    time.sleep(0.5 * hvd.rank())
+    report.put("join", last=hvd.join(), weights=whole.weights(), expected=whole_expected([3, 1]))
+
+
+def two_optimizers(report: Report) -> None:
+    """As in a GAN, at different counts; draining one of them alone does not disturb the other."""
+    one, two, rank = Whole(), Whole(), hvd.rank()
+    first = hvd.EagerOptimizer(one.sgd(), quorum="solo", max_staleness=3)
+    second = hvd.EagerOptimizer(two.sgd(), quorum="majority", max_staleness=3)
+    straggler = Straggler("random:1:0.01", rank, hvd.size(), seed=9)
+    for step in range(1, 7):
+        straggler.compute()
+        whole_steps(first, one, step - 1, 1)
+        whole_steps(second, two, 2 * (step - 1), 2)
+    whole_steps(first, one, 6, 2 * rank)
+    first.drain()
+    whole_steps(second, two, 12, 3 * (1 - rank))
+    second.drain()
+    first.drain()
+    report.put(
+        "two optimizers",
+        first=one.weights(),
+        first_expected=whole_expected([6, 8]),
+        second=two.weights(),
+        second_expected=whole_expected([15, 12]),
+    )
+
+
+def transform(report: Report) -> None:
+    """Clips every round, also those applied by drain()."""
+    whole, norms = Whole(), []
+
+    def clip(parameters: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        norms.append(float(torch.stack([p.grad.norm().double() for p in parameters]).norm()))
+
+    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo", round_transform=clip)
+    straggler = Straggler("rank:1:0.02", hvd.rank(), hvd.size())
+    for step in range(1, 7):
+        straggler.compute()
+        whole_steps(optimizer, whole, step - 1, 1)
+    optimizer.drain()
+    report.put("transform", weights=whole.weights(), norms=norms, rounds=optimizer.stats().rounds_applied)
+
+
+def synchronize(report: Report) -> None:
+    """Horovod's idiom for clipping; what it never showed is applied by drain(), with a warning."""
+    whole = Whole()
+    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo", max_staleness=16)
+    straggler = Straggler("rank:1:0.05", hvd.rank(), hvd.size())
+    for step in range(1, 6):
+        straggler.compute()
+        whole.set_gradients(hvd.rank(), step)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.drain()
+    stats = optimizer.stats()
+    report.put(
+        "synchronize",
+        weights=whole.weights(),
+        expected=whole_expected([5, 5]),
+        warned=[str(w.message) for w in caught if "round_transform" in str(w.message)],
+        late=sum(n for s, n in stats.staleness.items() if s > 0),
+    )
+
+
+def buffers(report: Report, policy: str) -> None:
+    """Batch-norm statistics after a drain."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    optimizer = hvd.EagerOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        quorum="all",
+        named_buffers=model.named_buffers(),
+        buffers=policy,
+    )
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(2 + hvd.rank()):
+        optimizer.zero_grad()
+        model(torch.randn(8, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+    own = {name: buffer.double().tolist() for name, buffer in model.named_buffers()}
+    optimizer.drain()
+    agreed = {name: buffer.double().tolist() for name, buffer in model.named_buffers()}
+    report.put(f"buffers {policy}", own=own, agreed=agreed)
+
+
+def start_again(report: Report) -> None:
+    """shutdown() and init() in one process: a new optimizer works, and one from before goes on."""
+    old, new = Whole(), Whole()
+    before = hvd.EagerOptimizer(old.sgd(), quorum="solo")
+    whole_steps(before, old, 0, 3)
+    hvd.shutdown()
+    after_shutdown = old.weights()
+    hvd.init()
+    after = hvd.EagerOptimizer(new.sgd(), quorum="majority")
+    whole_steps(after, new, 0, 4)
+    after.drain()
+    whole_steps(before, old, 3, 2)
+    before.drain()
+    report.put(
+        "start again",
+        after_shutdown=after_shutdown,
+        after_shutdown_expected=whole_expected([3, 3]),
+        new=new.weights(),
+        new_expected=whole_expected([4, 4]),
+        old=old.weights(),
+        old_expected=whole_expected([5, 5]),
+    )
+
+
+def main() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    too_early = raised(lambda: hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=0.1)))
+    hvd.init()
+    report = Report(hvd.rank())
+    report.put("too early", **too_early)
+    report.put("quorum", **raised(lambda: hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=0.1), quorum=9)))
+    different_weights(report)
+    for kind in ("sgd", "adam"):
+        for steps in ((3, 2), (2, 0), (0, 2), (0, 0)):
+            broadcast_state(report, kind, steps)
+    join(report)
+    two_optimizers(report)
+    transform(report)
+    synchronize(report)
+    for policy in ("average", "root", "local"):
+        buffers(report, policy)
+    start_again(report)
+    hvd.shutdown()
+    report.put("end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Starts real Horovod jobs for tests, collects what their ranks wrote, and sees to it that no process is left behind.
+
+A job is a script of ``jobs/``. Every process of it carries a job id in its environment, which is how processes are
+found that the launcher has lost sight of. Results travel by files (one JSON a rank), never by the launcher's output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+
+JOBS = Path(__file__).parent / "jobs"
+REPOSITORY = Path(__file__).parents[2]
+JOB_VARIABLE = "HVD_ASYNC_TEST_JOB"
+OUT_VARIABLE = "HVD_ASYNC_TEST_OUT"
+GOODBYE = 10.0
+"""Seconds that processes may take to end once the launcher (or every rank) has."""
+
+
+@dataclass
+class Job:
+    """What became of a job.
+
+    Attributes:
+        name: for people.
+        returncode: the launcher's; without launcher the first rank's that is not 0. None: it ran out of time.
+        output: of everybody, mixed.
+        results: one dictionary a rank, case -> result; what was written before a rank ended, if it ended early.
+        left_behind: processes that outlived the launcher by ``GOODBYE`` seconds (they have been killed).
+        seconds: from start to end.
+        returncodes, outputs, exited: by rank, only without launcher; ``exited`` in seconds since 1970.
+    """
+
+    name: str
+    returncode: int | None
+    output: str
+    results: list[dict[str, Any]]
+    left_behind: list[str]
+    seconds: float
+    returncodes: list[int | None] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    exited: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        tail = "\n".join(self.output.splitlines()[-120:])
+        return f"{self.name}: exit {self.returncode} after {self.seconds:.1f} s; output:\n{tail}"
+
+    def check(self) -> Job:
+        """This job, if it ended well: exit 0, nothing left behind."""
+        assert self.returncode == 0, str(self)
+        return self.check_clean()
+
+    def check_clean(self) -> Job:
+        """This job, if it left no process behind."""
+        assert not self.left_behind, f"left behind: {self.left_behind}\n{self}"
+        return self
+
+    def case(self, name: str) -> list[dict[str, Any]]:
+        """Every rank's result of a case."""
+        missing = [rank for rank, cases in enumerate(self.results) if name not in cases]
+        assert not missing, f"rank(s) {missing} did not get to the end of case {name!r}. {self}"
+        return [cases[name] for cases in self.results]
+
+
+RunJob = Callable[..., Job]
+"""What the fixture ``job`` gives: ``run_job`` with a memory."""
+
+
+class _Folder:
+    """A job's temporary folder and environment."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.path = Path(tempfile.mkdtemp(prefix="hvd_async_job_"))
+        self.job = uuid.uuid4().hex
+
+    def environment(self, extra: Mapping[str, str] | None) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "HVD_ASYNC_"))}
+        binaries = str(Path(sys.executable).parent)
+        return {
+            **inherited,
+            "PATH": f"{binaries}{os.pathsep}{inherited.get('PATH', '')}",
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests' / 'conformance'}",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "TF_NUM_INTRAOP_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: waiting busily would take twice as long
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            JOB_VARIABLE: self.job,
+            OUT_VARIABLE: str(self.path),
+            **(extra or {}),
+        }
+
+    def results(self) -> list[dict[str, Any]]:
+        files = [self.path / f"rank.{rank}.json" for rank in range(self.ranks)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def processes_of(job: str) -> list[psutil.Process]:
+    """Every process of this machine, zombies aside, whose environment carries the job id."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(JOB_VARIABLE) == job:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is a zombie, or not ours
+            continue
+    return found
+
+
+def _ranks_of(job: str, script: str) -> list[psutil.Process]:
+    """The job's ranks proper, without the shells and launchers around them."""
+    found = []
+    for process in processes_of(job):
+        try:
+            of_a_rank = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & process.environ().keys()
+            if of_a_rank and script in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _dump_stacks(job: str, script: str) -> None:
+    """Have every rank print where its threads are (``jobs/common.py`` listens): the job has run out of time."""
+    ranks = _ranks_of(job, script)
+    for process in ranks:
+        process.send_signal(signal.SIGUSR1)
+    psutil.wait_procs(ranks, timeout=2.0)
+
+
+def _sweep(job: str, patience: float) -> list[str]:
+    """Wait for the job's processes to end, kill those that do not; returns these."""
+    deadline = time.monotonic() + patience
+    while (alive := processes_of(job)) and (left := deadline - time.monotonic()) > 0:
+        psutil.wait_procs(alive, timeout=left)
+    descriptions = []
+    while alive := processes_of(job):
+        for process in alive:
+            try:
+                descriptions.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=5.0)
+    return descriptions
+
+
+def run_job(
+    script: str,
+    ranks: int,
+    *,
+    transport: str = "gloo",
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 150.0,
+) -> Job:
+    """Run a script of ``jobs/`` under ``horovodrun`` and wait for its end.
+
+    Args:
+        script: its file name.
+        ranks: how many.
+        transport: "gloo" or "mpi".
+        args: of the script.
+        env: added to the environment.
+        timeout: seconds; then the ranks print their stacks and the job is killed.
+    """
+    folder = _Folder(ranks)
+    command = ["horovodrun", "-np", str(ranks), f"--{transport}"]
+    if transport == "mpi":
+        command.append("--mpi-args=--oversubscribe")
+    command += [sys.executable, str(JOBS / script), *args]
+    environment = folder.environment(env)
+    log = folder.path / "output"
+    started = time.monotonic()
+    try:
+        with log.open("wb") as output:
+            launcher = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                returncode: int | None = launcher.wait(timeout)
+            except subprocess.TimeoutExpired:
+                returncode = None
+                _dump_stacks(folder.job, script)
+            left_behind = _sweep(folder.job, 0.0 if returncode is None else GOODBYE)
+            launcher.wait(timeout=10.0)
+        return Job(
+            f"{script} {' '.join(args)} ({ranks} ranks, {transport})",
+            returncode,
+            log.read_text(errors="replace"),
+            folder.results(),
+            left_behind if returncode is not None else [],
+            time.monotonic() - started,
+        )
+    finally:
+        _sweep(folder.job, 0.0)
+        folder.remove()
+
+
+def start_ranks_without_launcher(
+    script: str,
+    ranks: int,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 90.0,
+) -> Job:
+    """Run a script of ``jobs/`` as plain processes (Gloo), as a cluster's scheduler would, and wait for them.
+
+    Nobody ends the others when one dies, so what they do about it can be seen.
+    """
+    folder = _Folder(ranks)
+    server = RendezvousServer()
+    port = server.start()
+    plan = get_host_assignments(parse_hosts(f"localhost:{ranks}"), ranks)
+    server.init(plan)
+    started = time.monotonic()
+    logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
+    processes: list[psutil.Popen] = []
+    try:
+        for slot, log in zip(plan, logs, strict=True):
+            own = {
+                "HOROVOD_HOSTNAME": slot.hostname,
+                "HOROVOD_RANK": str(slot.rank),
+                "HOROVOD_SIZE": str(slot.size),
+                "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+                "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+                "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+                "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_IFACE": "lo",
+            }
+            with log.open("wb") as output:
+                processes.append(
+                    psutil.Popen(
+                        [sys.executable, str(JOBS / script), *args],
+                        cwd=REPOSITORY,
+                        env={**folder.environment(env), **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        exited = [0.0] * ranks
+
+        def note(process: psutil.Process) -> None:
+            exited[[p.pid for p in processes].index(process.pid)] = time.time()
+
+        _, alive = psutil.wait_procs(processes, timeout=timeout, callback=note)
+        if alive:
+            _dump_stacks(folder.job, script)
+        left_behind = _sweep(folder.job, 0.0 if alive else GOODBYE)
+        codes = [None if process in alive else process.wait(5.0) for process in processes]
+        outputs = [log.read_text(errors="replace") for log in logs]
+        return Job(
+            f"{script} {' '.join(args)} ({ranks} ranks, no launcher)",
+            None if alive else next((code for code in codes if code), 0),
+            "\n".join(f"--- rank {rank}: exit {codes[rank]}\n{text}" for rank, text in enumerate(outputs)),
+            folder.results(),
+            left_behind if not alive else [],
+            time.monotonic() - started,
+            codes,
+            outputs,
+            exited,
+        )
+    finally:
+        _sweep(folder.job, 0.0)
+        server.stop()
+        folder.remove()

@@ -1,0 +1,186 @@
+"""Names that are ours instead of Horovod's, callbacks, wrong use, and starting again: at 2 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jobs.table import QUORUMS, Quorum
+from launch import RunJob
+
+pytestmark = pytest.mark.multiproc
+
+TORCH, TENSORFLOW = "torch_names.py", "tf_names.py"
+BOTH = pytest.mark.parametrize("script", [TORCH, TENSORFLOW])
+
+
+def same(ranks: list[dict[str, Any]], key: str) -> bool:
+    """Whether all ranks have the same value."""
+    return all(rank[key] == ranks[0][key] for rank in ranks)
+
+
+@BOTH
+def test_the_job_ends_well(job: RunJob, script: str) -> None:
+    job(script, 2).check().case("end")
+
+
+@BOTH
+def test_wrapping_before_init_says_to_call_init(job: RunJob, script: str) -> None:
+    for rank in job(script, 2).case("too early"):
+        assert rank["kind"] == "NotInitializedError"
+        assert "hvd.init()" in rank["text"]
+
+
+@BOTH
+def test_an_impossible_quorum_is_refused_with_what_is_possible(job: RunJob, script: str) -> None:
+    for rank in job(script, 2).case("quorum"):
+        assert rank["kind"] == "ValueError"
+        assert "quorum=9 of 2 ranks" in rank["text"]
+        assert "from 1 to 2" in rank["text"]
+
+
+def test_different_weights_are_refused_everywhere_and_can_be_mended_in_torch(job: RunJob) -> None:
+    ranks = job(TORCH, 2).case("different weights")
+    for rank in ranks:
+        assert rank["kind"] == "ReplicaMismatchError"
+        assert "rank 1 from rank 0" in rank["text"]
+        assert "'0.weight (16, 8) float32'" in rank["text"]
+        assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in rank["text"]
+        assert rank["seconds"] < 10.0
+    assert same(ranks, "weights")
+
+
+def test_different_weights_are_refused_everywhere_in_fit(job: RunJob) -> None:
+    for rank in job(TENSORFLOW, 2).case("different weights"):  # TensorFlow wraps what a graph raises
+        assert "ReplicaMismatchError: the weights differ before the first step: rank 1 from rank 0" in rank["text"]
+        assert "kernel (8, 16) float32" in rank["text"]
+        assert "BroadcastGlobalVariablesCallback(0)" in rank["text"]
+        assert rank["seconds"] < 20.0
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("steps", [(3, 2), (2, 0), (0, 2), (0, 0)])
+def test_broadcast_optimizer_state_sends_state_and_takes_no_step(
+    job: RunJob, kind: str, steps: tuple[int, int]
+) -> None:
+    ranks = job(TORCH, 2).case(f"broadcast {kind} {steps[0]} {steps[1]}")
+    entries = {"sgd": 1, "adam": 3}[kind] * ranks[0]["parameters"] if steps[0] else 0
+    for rank in ranks:
+        assert not rank["moved"]
+        assert rank["state"] == ranks[0]["own"]
+        assert rank["entries"] == entries
+        assert rank["lr"] == 0.01
+        assert rank["steps"] == 2
+    assert same(ranks, "weights")
+    assert same(ranks, "trained")
+
+
+@BOTH
+def test_join_drains_and_names_the_last_rank(job: RunJob, script: str) -> None:
+    for rank in job(script, 2).case("join"):
+        assert rank["last"] == 1
+        assert rank["weights"] == rank["expected"]
+
+
+def test_two_optimizers_do_not_disturb_each_other(job: RunJob) -> None:
+    for rank in job(TORCH, 2).case("two optimizers"):
+        assert rank["first"] == rank["first_expected"]
+        assert rank["second"] == rank["second_expected"]
+
+
+def test_round_transform_sees_every_round(job: RunJob) -> None:
+    ranks = job(TORCH, 2).case("transform")
+    for rank in ranks:
+        assert len(rank["norms"]) == rank["rounds"]
+        assert max(rank["norms"]) <= 1.0 + 1e-5
+    assert same(ranks, "weights")
+
+
+def test_synchronize_shows_one_round_a_step_and_warns_about_the_rest(job: RunJob) -> None:
+    ranks = job(TORCH, 2).case("synchronize")
+    for rank in ranks:
+        assert rank["weights"] == rank["expected"]
+    assert sum(rank["late"] for rank in ranks) > 0
+    assert any(rank["warned"] for rank in ranks)
+
+
+@pytest.mark.parametrize("policy", ["average", "root", "local"])
+def test_batch_norm_statistics_after_a_drain(job: RunJob, policy: str) -> None:
+    ranks = job(TORCH, 2).case(f"buffers {policy}")
+    zero, one = (rank["own"] for rank in ranks)
+    assert zero["1.running_mean"] != one["1.running_mean"]
+    for rank in ranks:
+        if policy == "local":
+            assert rank["agreed"] == rank["own"]
+            continue
+        assert rank["agreed"]["1.num_batches_tracked"] == zero["1.num_batches_tracked"]
+        for name in ("1.running_mean", "1.running_var"):
+            average = [(a + b) / 2 for a, b in zip(zero[name], one[name], strict=True)]
+            assert rank["agreed"][name] == pytest.approx(average if policy == "average" else zero[name], rel=1e-6)
+
+
+@BOTH
+def test_shutdown_and_init_again(job: RunJob, script: str) -> None:
+    for rank in job(script, 2).case("start again"):
+        for what in ("after_shutdown", "new", "old"):
+            if what in rank:
+                assert rank[what] == rank[f"{what}_expected"], what
+
+
+def test_the_broadcast_callback_makes_seeds_and_rates_equal(job: RunJob) -> None:
+    ranks = job(TENSORFLOW, 2).case("broadcast callback")
+    assert not same(ranks, "start")
+    assert same(ranks, "once")
+    assert same(ranks, "twice")
+    assert ranks[0]["once"] != ranks[0]["twice"]
+    assert [rank["lr"] for rank in ranks] == pytest.approx([0.1, 0.1])
+    assert [rank["distance"] for rank in ranks] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("quorum", QUORUMS)
+def test_metrics_are_averaged_after_uneven_epochs(job: RunJob, quorum: Quorum) -> None:
+    ranks = job(TENSORFLOW, 2).case(f"metric average {quorum}")
+    zero, one = (rank["own"] for rank in ranks)
+    for rank in ranks:
+        assert len(rank["averaged"]) == 2
+        for epoch, logs in enumerate(rank["averaged"]):
+            assert {"loss", "accuracy", "val_loss", "val_accuracy"} <= logs.keys()
+            for key, value in logs.items():
+                assert value == pytest.approx((zero[epoch][key] + one[epoch][key]) / 2), key
+        assert rank["applied"] == 2 * (3 + 7)
+    assert zero[0]["loss"] != one[0]["loss"]
+    for epoch in range(2):  # the same data and, after the drain before it, the same weights
+        assert zero[epoch]["val_loss"] == one[epoch]["val_loss"]
+    assert same(ranks, "weights")
+
+
+def test_learning_rate_callbacks_set_the_rates_they_should(job: RunJob) -> None:
+    ranks = job(TENSORFLOW, 2).case("schedules")
+    # (Goyal et al., 2017): from 0.2 / 2 up to 0.2 over 2 epochs of 4 batches
+    warm = [0.2 * (((epoch + batch / 4) + 1 / 4) * (2 - 1) / 2 + 1) / 2 for epoch in range(2) for batch in range(4)]
+    expected = [*warm, *[0.2] * 4, *[0.2 * 1e-3] * 4, *[0.2 * 1e-4] * 4]
+    assert warm[-1] == pytest.approx(0.2)
+    for rank in ranks:
+        assert rank["rates"] == pytest.approx(expected)
+        assert rank["distance"] == 0.0
+    assert same(ranks, "weights")
+    assert same(ranks, "momenta")
+
+
+def test_distributed_optimizer_averages_and_horovods_does_not_on_keras_3(job: RunJob) -> None:
+    ranks = job(TENSORFLOW, 2).case("distributed optimizer")
+    assert same(ranks, "start")
+    assert same(ranks, "ours")
+    assert any("EagerOptimizer" in text for text in ranks[0]["warned"])
+    assert not same(ranks, "theirs"), "Horovod's wrapper averages on Keras 3 now: README and HOROVOD.md say it does not"
+
+
+def test_the_tape_is_refused_and_a_plain_one_trains(job: RunJob) -> None:
+    ranks = job(TENSORFLOW, 2).case("tape")
+    for rank in ranks:
+        assert rank["kind"] == "ReplicaStateError"
+        assert "tf.GradientTape" in rank["text"]
+        assert rank["applied"] == 3 + 4
+        assert rank["weights"] != rank["start"]
+    assert same(ranks, "start")
+    assert same(ranks, "weights")

@@ -1,0 +1,290 @@
+"""No gradient is lost and none counts twice, by values; replicas get the same rounds; staleness keeps its bound."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvd_async.eager import NAMES_IN_RING, EagerWorker, Round
+from hvd_async.events import Arrived, Command, EagerConfig, Event, Go
+from hvd_async.lifecycle import local_engine
+from hvd_async.testing import Cluster, MemoryCollectives
+from tests.threads.workload import Plan, Record, check_conservation, check_promises, plan, run, work
+
+QUORUMS = ["solo", "majority", 2, "all"]
+SLOW = {"nobody": None, "first": 0, "last": -1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("quorum", QUORUMS)
+@pytest.mark.parametrize("staleness", [0, 1, 2, 16])
+def test_conservation(quorum, staleness, size, slow):
+    buckets = 1 + (size + staleness) % 2
+    one = plan(min(quorum, size) if quorum == 2 else quorum, staleness, [4] * size,
+               None if SLOW[slow] is None else SLOW[slow] % size, buckets)  # fmt: skip
+    check_promises(one, run(one))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("quorum", [*QUORUMS, 0.75])
+def test_conservation_with_jitter(quorum, seed):
+    one = plan(quorum, seed, [7, 5, 6], None, buckets=2)
+    check_promises(one, run(one, jitter=0.004, seed=seed))
+
+
+@pytest.mark.parametrize("buckets", [2, 3])
+@pytest.mark.parametrize("quorum", QUORUMS)
+def test_conservation_in_every_bucket(quorum, buckets):
+    one = plan(quorum, 2, [6, 6, 6], 2, buckets)
+    check_promises(one, run(one))
+
+
+@pytest.mark.parametrize("quorum", QUORUMS)
+@pytest.mark.parametrize("steps", [(5, 0), (0, 5), (0, 0), (1, 7, 3), (6, 0, 0), (0, 4, 9, 2)])
+def test_uneven_and_zero_batches(quorum, steps):
+    one = plan(quorum, 2, steps)
+    check_promises(one, run(one))
+
+
+@pytest.mark.parametrize("quorum", QUORUMS)
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_drains_in_the_middle_and_training_on(quorum, staleness):
+    config = EagerConfig(quorum, staleness, 0.0, 5, 2)
+    one = Plan(config, [(3, 2, 4), (0, 0, 0), (0, 3, 1), (2, 2, 2)])
+    check_promises(one, run(one, jitter=0.001))
+
+
+@pytest.mark.parametrize("quorum", ["solo", 2, "majority"])
+def test_grace(quorum):
+    one = plan(quorum, 4, [6, 6, 6], grace=0.003)
+    check_promises(one, run(one))
+
+
+def test_grace_gathers_all_ranks_if_it_is_long():
+    one = plan("solo", 4, [4, 4, 4], grace=20.0)
+    records = run(one)
+    check_promises(one, records)
+    assert [r.gradients for r in records[0].rounds] == [3, 3, 3, 3]
+
+
+# -- staleness ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize(("quorum", "size"), [("solo", 2), ("solo", 4), (2, 3)])
+@pytest.mark.parametrize("slow", [0, -1])
+def test_staleness_reaches_its_bound_with_one_slow_rank(quorum, size, staleness, slow):
+    one = plan(quorum, staleness, [staleness + 4] * size, slow % size)
+    records = run(one)
+    check_promises(one, records)
+    stats = records[slow].stats
+    assert stats is not None
+    assert max(stats.staleness) == staleness
+
+
+@pytest.mark.parametrize("quorum", ["all", 3])
+def test_synchronous_quorums_are_never_stale(quorum):
+    one = plan(quorum, 16, [5, 5, 5], slow=1)
+    records = run(one)
+    check_promises(one, records)
+    assert all(record.stats is not None and set(record.stats.staleness) == {0} for record in records)
+    assert [r.gradients for r in records[0].rounds] == [3] * 5
+
+
+def test_a_late_rank_finds_three_rounds_and_then_none():
+    """Rank 1 takes its first step when rank 0 has finished three."""
+    first_three = threading.Event()
+
+    def train(rank: int) -> list[int]:
+        engine = local_engine()
+        assert engine is not None
+        one = plan("solo", 16, [4, 4])
+        worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
+        worker.open(["w"], [1])
+        returned = []
+        if rank == 1:
+            assert first_three.wait(30)
+            engine.wait(lambda: len(worker._ready) == 3, worker._condition)
+        for step in range(1, 4):
+            returned.append(len(worker.step([one.row(rank, step, 0)], [{"lr": 1.0}])))
+        first_three.set()
+        worker.drain(lambda round_: None)
+        return returned
+
+    assert Cluster(2).run(train) == [[1, 1, 1], [3, 0, 0]]
+
+
+def test_majority_has_about_half_of_the_ranks_in():
+    """A drawn rank's arrival fires: if ranks always come in the same order, (P + 1) / 2 are in on average."""
+    size, steps = 5, 40
+    turns = [threading.Semaphore(0) for _ in range(size)]
+    turns[0].release()
+    reasons: list[str] = []
+
+    def tweak(worker: EagerWorker) -> None:
+        step, send, obey, rank = worker.step, worker.engine.send, worker.obey, worker.engine.rank
+
+        def step_in_turn(*args: Any) -> list[Round]:
+            assert turns[rank].acquire(timeout=30)
+            return step(*args)
+
+        def send_and_pass_on(event: Event) -> None:
+            send(event)
+            if isinstance(event, Arrived):
+                turns[(rank + 1) % size].release()
+
+        def listen(command: Command) -> None:
+            if isinstance(command, Go) and rank == 0:
+                reasons.append(command.reason)
+            obey(command)
+
+        worker.step, worker.obey = step_in_turn, listen  # type: ignore[method-assign, assignment]
+        worker.engine.send = send_and_pass_on  # type: ignore[method-assign]
+
+    one = plan("majority", 10**6, [steps] * size)
+    check_promises(one, Cluster(size).run(work(one, tweak)))
+    present = [int(match[1]) for reason in reasons if (match := re.search(r"; (\d) of 5 are in", reason))]
+    assert len(present) == steps
+    assert 2.5 < sum(present) / steps < 3.5
+    assert set(present) == {1, 2, 3, 4, 5}
+
+
+# -- drain ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
+    """Rank 0 is out of drain() and has fired round 2 alone before rank 1 looks at what drain() brought."""
+    one = Plan(EagerConfig("solo", 4, 0.0, 0, 1), [(1, 0), (1, 1)])
+
+    def tweak(worker: EagerWorker) -> None:
+        if worker.engine.rank == 0:
+            return
+        opened, waits = worker.open, worker._await
+
+        def late(ready: Callable[[], bool]) -> None:
+            waits(ready)
+            worker.engine.wait(lambda: len(worker._ready) >= 2, worker._condition)
+            worker._await = waits  # type: ignore[method-assign]
+
+        def open_then_late(names: list[str], checksums: list[int]) -> None:
+            opened(names, checksums)
+            worker._await = late  # type: ignore[method-assign]
+
+        worker.open = open_then_late  # type: ignore[method-assign]
+
+    records = Cluster(2).run(work(one, tweak))
+    check_promises(one, records)
+
+
+# -- names of collectives -------------------------------------------------------------------------------------
+
+
+class _Lagging(MemoryCollectives):
+    """Rank 1 learns of its first round's end late; a name may not be in flight twice, as with Horovod."""
+
+    def __init__(self, inner: MemoryCollectives, release: threading.Event) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._release, self._in_flight = release, set[str]()
+        self._first = inner.rank == 1
+
+    def sum(self, vector: Any, name: str) -> Any:
+        assert name not in self._in_flight, f"{name} is in flight already"
+        self._in_flight.add(name)
+        handle, first = super().sum(vector, name), self._first
+        self._first = False
+        done, result = handle.done, handle.result
+
+        def land() -> Any:
+            self._in_flight.discard(name)
+            return result()
+
+        handle.done = lambda: done() and (not first or self._release.is_set())  # type: ignore[method-assign]
+        handle.result = land  # type: ignore[method-assign]
+        return handle
+
+
+def test_a_name_is_not_used_again_before_its_round_has_landed():
+    """Rank 0 goes as far as it can while rank 1's first round has not landed: up to the round that needs its name."""
+    release = threading.Event()
+    one = plan("solo", 16, [NAMES_IN_RING + 3, 3])
+
+    def tweak(worker: EagerWorker) -> None:
+        go = worker._go
+
+        def watch(command: Go) -> None:
+            go(command)
+            if worker._held:
+                held.append(command.round)
+                release.set()
+
+        worker._go = watch  # type: ignore[method-assign]
+
+    held: list[int] = []
+    records = Cluster(2, wrap=lambda inner: _Lagging(inner, release)).run(work(one, tweak))
+    check_promises(one, records)
+    assert held == [NAMES_IN_RING + 1]
+
+
+# -- do these tests see a bug? --------------------------------------------------------------------------------
+
+
+def _late(worker: EagerWorker, version: int) -> bool:
+    """Whether a gradient of ``version`` comes when a round has passed it by."""
+    return worker._next_ready > version + 1
+
+
+def _drops_one(worker: EagerWorker) -> None:
+    original, dropped = worker._add, [False]
+
+    def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
+        if not dropped[0] and _late(worker, version):
+            dropped[0] = True
+        else:
+            original(bucket, vector, version)
+
+    worker._add = add  # type: ignore[method-assign]
+
+
+def _overwrites_values(worker: EagerWorker) -> None:
+    """As the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
+    original = worker._add
+
+    def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
+        if _late(worker, version):
+            vector[:-1] = 0
+        original(bucket, vector, version)
+
+    worker._add = add  # type: ignore[method-assign]
+
+
+def _sends_one_twice(worker: EagerWorker) -> None:
+    original, sent = worker._go, [False]
+
+    def go(command: Go) -> None:
+        pending = worker._pending[command.bucket]
+        late = any(command.round - 1 > version for version in pending.versions)
+        kept = None if pending.vector is None else pending.vector.copy()
+        original(command)
+        if late and not sent[0]:
+            sent[0] = True
+            worker._pending[command.bucket].vector = kept
+
+    worker._go = go  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mutant", [_drops_one, _overwrites_values, _sends_one_twice])
+@pytest.mark.parametrize("bucket_count", [1, 2])
+def test_the_conservation_test_goes_red(mutant, bucket_count):
+    one = plan("solo", 2, [6, 6, 6], slow=1, buckets=bucket_count)
+    records: list[Record] = Cluster(3).run(work(one, mutant))
+    with pytest.raises(AssertionError, match="lost or twice"):
+        check_conservation(one, records)
+    if mutant is not _overwrites_values:
+        assert Counter(type(record.lost).__name__ for record in records) == {"GradientLossError": 3}
+        assert "were produced but" in str(records[0].lost)

@@ -1,0 +1,379 @@
+"""The control plane for real: ZeroMQ with CURVE over 127.0.0.1, and a whole engine life on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import zmq
+
+from hvd_async import control
+from hvd_async.control import ZmqChannel, ZmqHub, own_addresses, rendezvous
+from hvd_async.coordinator import Coordinator
+from hvd_async.eager import EagerWorker
+from hvd_async.engine import Engine
+from hvd_async.errors import EngineError
+from hvd_async.events import Arrived, Go, Hello, Leaving, Stepped, Welcome, encode
+from hvd_async.lifecycle import Lifecycle, use_engine
+from hvd_async.protocols import Channel, Collectives, Gone
+from hvd_async.testing import InjectedError, MemoryCollectives, Switchboard
+from tests.threads.workload import check_promises, plan, work
+
+T = TypeVar("T")
+WAIT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_open_files() -> Iterator[None]:
+    """Fail if a socket or a file descriptor stays open."""
+    process = psutil.Process()
+    before = process.num_fds()
+    yield
+    assert process.num_fds() <= before, "file descriptors left open"
+    assert [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN] == []
+
+
+class Wire:
+    """A hub that lets ``size`` ranks in, and a way to connect them; all closed at the end."""
+
+    def __init__(self, size: int) -> None:
+        self.hub = ZmqHub()
+        self.keys = [zmq.curve_keypair() for _ in range(size)]
+        self.hub.allow([public for public, _ in self.keys])
+        self.channels: list[ZmqChannel] = []
+
+    def connect(self, rank: int | None, keys: tuple[bytes, bytes] | None = None) -> ZmqChannel:
+        mine = keys if rank is None else self.keys[rank]
+        assert mine is not None
+        self.channels.append(ZmqChannel("127.0.0.1", self.hub.port, self.hub.public, mine))
+        return self.channels[-1]
+
+    def hear(self) -> Any:
+        """The hub's next event, which must come."""
+        return until(lambda: self.hub.receive(WAIT))
+
+
+def until(receive: Callable[[], T | None]) -> T:
+    """The first that is not None (a wake, or a frame that was dropped, gives None)."""
+    for _ in range(100):
+        got = receive()
+        if got is not None:
+            return got
+    raise AssertionError("nothing came")
+
+
+@contextlib.contextmanager
+def wire(size: int) -> Iterator[Wire]:
+    made = Wire(size)
+    try:
+        yield made
+    finally:
+        for channel in made.channels:
+            channel.close()
+        made.hub.close()
+
+
+def test_events_and_commands_travel_in_order():
+    with wire(2) as made:
+        channels = [made.connect(rank) for rank in range(2)]
+        for step in range(200):
+            for rank, channel in enumerate(channels):
+                channel.send(Stepped(0, step, [{"lr": float(rank)}]))
+        heard: list[list[int]] = [[], []]
+        for _ in range(400):
+            rank, event = made.hear()
+            assert event.hyper == [{"lr": float(rank)}]
+            heard[rank].append(event.step)
+        assert heard == [list(range(200))] * 2
+        for round_ in range(200):
+            for rank in range(2):
+                made.hub.send(rank, Go(0, 0, round_, None, "why"))
+        for channel in channels:
+            commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
+            assert [command.round for command in commands] == list(range(200))
+
+
+def test_a_rank_is_known_by_its_key_whatever_it_says():
+    with wire(3) as made:
+        for rank in (2, 0, 1):
+            made.connect(rank).send(Hello("liar", 99))
+            assert made.hear() == (rank, Hello("liar", 99))
+
+
+def test_an_unknown_key_is_refused_and_never_heard():
+    with wire(1) as made:
+        stranger = made.connect(None, zmq.curve_keypair())
+        stranger.send(Hello("evil", 1))
+        gone = until(lambda: stranger.receive(WAIT))
+        assert isinstance(gone, Gone)
+        assert "refused this rank's key" in gone.reason
+        made.connect(0).send(Hello("good", 2))
+        assert made.hear() == (0, Hello("good", 2))
+        assert made.hub.receive(0.05) is None
+        assert made.hub.undecodable == 0
+
+
+def test_a_server_with_another_key_is_not_trusted():
+    with wire(1) as made:
+        impostor, _ = zmq.curve_keypair()
+        channel = ZmqChannel("127.0.0.1", made.hub.port, impostor, made.keys[0])
+        made.channels.append(channel)
+        channel.send(Hello("a", 1))
+        assert made.hub.receive(0.3) is None
+
+
+def test_without_encryption_nobody_is_heard():
+    with wire(1) as made:
+        context = zmq.Context()
+        plain = context.socket(zmq.DEALER)
+        plain.linger = 0
+        plain.connect(f"tcp://127.0.0.1:{made.hub.port}")
+        plain.send(encode(Hello("plain", 1)))
+        made.connect(0).send(Hello("good", 2))
+        assert made.hear() == (0, Hello("good", 2))
+        assert made.hub.receive(0.1) is None
+        plain.close()
+        context.term()
+
+
+@pytest.mark.parametrize("garbage", [[b""], [b"garbage"], [b"\x81\xa4type\xa2Go"], [b"two", b"frames"],
+                                     [os.urandom(300)]])  # fmt: skip
+def test_garbage_from_a_rank_is_counted_and_dropped(garbage):
+    with wire(1) as made:
+        channel = made.connect(0)
+        channel._socket.send_multipart(garbage)
+        channel.send(Hello("a", 1))
+        assert made.hear() == (0, Hello("a", 1))
+        assert made.hub.undecodable == 1
+
+
+def test_garbage_from_the_coordinator_is_counted_and_dropped():
+    with wire(1) as made:
+        channel = made.connect(0)
+        channel.send(Hello("a", 1))
+        made.hear()
+        made.hub._socket.send_multipart([made.hub._identities[0], b"garbage"])
+        made.hub.send(0, Welcome())
+        assert until(lambda: channel.receive(WAIT)) == Welcome()
+        assert channel.undecodable == 1
+
+
+def test_a_closed_channel_is_gone_at_the_hub_after_all_it_said():
+    with wire(2) as made:
+        first, second = made.connect(0), made.connect(1)
+        second.send(Hello("b", 2))
+        assert made.hear() == (1, Hello("b", 2))
+        for step in range(20):
+            first.send(Arrived(0, 0, step))
+        first.close()
+        assert [made.hear() for _ in range(20)] == [(0, Arrived(0, 0, step)) for step in range(20)]
+        rank, gone = made.hear()
+        assert rank == 0
+        assert isinstance(gone, Gone)
+        assert "without a goodbye" in gone.reason
+
+
+def test_a_closed_hub_is_gone_at_the_channels():
+    made = Wire(1)
+    channel = made.connect(0)
+    channel.send(Hello("a", 1))
+    made.hear()
+    made.hub.close()
+    gone = until(lambda: channel.receive(WAIT))
+    assert isinstance(gone, Gone)
+    channel.close()
+
+
+def test_strangers_that_only_knock_do_no_harm():
+    """A port probe, a half-open connection, some HTTP: none is a rank, none ends one."""
+    with wire(1) as made:
+        channel = made.connect(0)
+        channel.send(Hello("a", 1))
+        assert made.hear() == (0, Hello("a", 1))
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", made.hub.port), 5.0) as knock:
+                knock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        channel.send(Leaving())
+        assert made.hear() == (0, Leaving())
+        assert made.hub.receive(0.1) is None
+
+
+def test_a_rank_that_connects_before_the_keys_are_known_is_let_in_then():
+    hub = ZmqHub()
+    keys = zmq.curve_keypair()
+    channel = ZmqChannel("127.0.0.1", hub.port, hub.public, keys)
+    channel.send(Hello("early", 1))
+    assert hub.receive(0.1) is None
+    hub.allow([keys[0]])
+    assert until(lambda: hub.receive(WAIT)) == (0, Hello("early", 1))
+    channel.close()
+    hub.close()
+
+
+def test_wake_ends_a_receive_that_waits_and_the_next_one():
+    with wire(1) as made:
+        channel = made.connect(0)
+        for end in (made.hub, channel):
+            end.wake()
+            assert end.receive(WAIT) is None
+            got: list[Any] = []
+            entered = threading.Event()
+
+            def receive(end: Any = end, got: list[Any] = got, entered: threading.Event = entered) -> None:
+                entered.set()
+                got.append(end.receive(None))
+
+            thread = threading.Thread(target=receive)
+            thread.start()
+            assert entered.wait(WAIT)
+            end.wake()
+            thread.join(WAIT)
+            assert got == [None]
+
+
+def test_close_twice_and_wake_after_close():
+    with wire(1) as made:
+        channel = made.connect(0)
+        for end in (channel, made.hub):
+            end.close()
+            end.close()
+            end.wake()
+
+
+def test_close_while_the_guard_waits_for_the_keys():
+    hub = ZmqHub()
+    channel = ZmqChannel("127.0.0.1", hub.port, hub.public, zmq.curve_keypair())
+    channel.send(Hello("early", 1))
+    assert hub.receive(0.05) is None
+    hub.close()
+    channel.close()
+
+
+# -- rendezvous and engines on it -----------------------------------------------------------------------------
+
+
+def on_ranks(size: int, act: Callable[[Collectives], T]) -> list[T | Exception]:
+    """Call ``act`` with each rank's collectives, each in a thread."""
+    board = Switchboard(size)
+    outcomes: list[Any] = [None] * size
+
+    def main(rank: int) -> None:
+        try:
+            outcomes[rank] = act(MemoryCollectives(board, rank, size))
+        except Exception as error:  # noqa: BLE001  a thread's error belongs to whoever started it
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def keep_exit_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lifecycle hooks into the process's end; not into that of the tests."""
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)  # (put back afterwards)
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority", "all"])
+def test_whole_training_over_the_network(quorum):
+    one = plan(quorum, 2, [6, 4, 6], slow=2, buckets=2)
+    train = work(one)
+
+    def live(collectives: Collectives) -> Any:
+        coordinators: list[Coordinator | None] = []
+
+        def connect() -> Channel:
+            channel, coordinator = rendezvous(collectives)
+            coordinators.append(coordinator)
+            return channel
+
+        engine = Engine(collectives, connect)
+        engine.start()
+        with use_engine(engine):
+            record = train(collectives.rank)
+        engine.leave()
+        for coordinator in coordinators:
+            if coordinator is not None:
+                coordinator.join(WAIT)
+        return record
+
+    check_promises(one, on_ranks(3, live))  # type: ignore[arg-type]
+
+
+def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):
+    keep_exit_hooks(monkeypatch)
+    one = plan("solo", 2, [2, 2])
+
+    def live(collectives: Collectives) -> list[Engine]:
+        lifecycle = Lifecycle(lambda: collectives, lambda: collectives.size)
+        engines = []
+        for _ in range(2):
+            engine = lifecycle.engine()
+            assert lifecycle.engine() is engine
+            drained: list[Any] = []
+            worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
+            worker.finish = lambda worker=worker, drained=drained: worker.drain(drained.append)  # type: ignore[misc]
+            worker.open(["w"], [1])
+            rounds = worker.step([one.row(collectives.rank, 1, 0)], [])
+            lifecycle.shutdown()
+            assert engine.stopped
+            assert engine.replaced
+            assert sum(r.gradients for r in rounds + drained) == 2
+            engines.append(engine)
+        lifecycle.shutdown()
+        return engines
+
+    for first, second in on_ranks(2, live):  # type: ignore[misc]
+        assert first is not second
+
+
+def test_a_rank_that_abandons_names_its_error_to_the_others(monkeypatch, capfd):
+    keep_exit_hooks(monkeypatch)
+    one = plan("all", 0, [2, 2])
+
+    def live(collectives: Collectives) -> None:
+        lifecycle = Lifecycle(lambda: collectives, lambda: collectives.size)
+        engine = lifecycle.engine()
+        worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
+        worker.open(["w"], [1])
+        if collectives.rank == 1:
+            lifecycle.abandon("sys.exit(3)")
+            return
+        try:
+            worker.step([one.row(0, 1, 0)], [])
+        finally:
+            lifecycle.shutdown()
+
+    outcomes = on_ranks(2, live)
+    assert isinstance(outcomes[0], InjectedError)
+    assert "rank 1 on host host1 failed: sys.exit(3)" in str(outcomes[0])
+    assert "hvd_async: rank 1 on host host1 failed: sys.exit(3)" in capfd.readouterr().err
+
+
+def test_an_unreachable_coordinator_says_which_variable_names_it(monkeypatch):
+    monkeypatch.setattr(control, "own_addresses", lambda: ["127.0.0.1"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        with pytest.raises(EngineError, match="HVD_ASYNC_ADDRESS=") as caught:
+            control._reachable(["127.0.0.1"], taken.getsockname()[1])
+    assert "127.0.0.1" in str(caught.value)
+
+
+def test_own_addresses(monkeypatch):
+    monkeypatch.delenv("HVD_ASYNC_ADDRESS", raising=False)
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    addresses = own_addresses()
+    assert "127.0.0.1" in addresses
+    assert len(set(addresses)) == len(addresses)
+    monkeypatch.setenv("HVD_ASYNC_ADDRESS", "10.9.8.7")
+    assert own_addresses() == ["10.9.8.7"]

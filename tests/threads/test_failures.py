@@ -1,0 +1,347 @@
+"""Errors come home: what does not fit is refused everywhere, and a lost rank is named on every other one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import hvd_async.coordinator
+import hvd_async.engine
+from hvd_async.eager import EagerWorker
+from hvd_async.errors import EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
+from hvd_async.events import Arrived, EagerConfig, Event
+from hvd_async.lifecycle import local_engine
+from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
+from tests.threads.workload import Plan, check_promises, plan, run, work
+
+ALL = EagerConfig("all", 0, 0.0, 0, 1)
+
+
+def make_worker(config: EagerConfig = ALL, rank_plan: Plan | None = None) -> tuple[EagerWorker, Plan]:
+    """A worker of this thread's rank that is not open yet."""
+    engine = local_engine()
+    assert engine is not None
+    one = rank_plan or plan(config.quorum, config.max_staleness, [9] * engine.size)
+    return EagerWorker(engine, config, lambda bucket: 0 * one.row(0, 1, bucket), lambda: None), one
+
+
+def take_step(worker: EagerWorker, one: Plan, number: int) -> None:
+    worker.step([one.row(worker.engine.rank, number, 0)], [{"lr": 1.0}])
+
+
+class Arrivals:
+    """Set when the given ranks' step has been sent to the coordinator, so that it comes before anything sent later."""
+
+    def __init__(self, count: int, step: int) -> None:
+        self._left, self._step = threading.Semaphore(0), step
+        self._count = count
+
+    def watch(self, worker: EagerWorker) -> None:
+        send = worker.engine.send
+
+        def watched(event: Event) -> None:
+            send(event)
+            if isinstance(event, Arrived) and event.step == self._step:
+                self._left.release()
+
+        worker.engine.send = watched  # type: ignore[method-assign]
+
+    def wait(self) -> None:
+        for _ in range(self._count):
+            assert self._left.acquire(timeout=30)
+
+
+# -- ranks that do not fit together ---------------------------------------------------------------------------
+
+
+def test_different_weights_are_refused_on_all_ranks():
+    def train(rank: int) -> None:
+        worker, _ = make_worker()
+        worker.open(["conv.weight (3,)", "fc.bias (2,)"], [1, 2 if rank != 2 else 3])
+
+    for outcome in Cluster(3).outcomes(train):
+        assert isinstance(outcome, ReplicaMismatchError)
+        assert "rank 2 from rank 0, first in 'fc.bias (2,)'" in str(outcome)
+        assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in str(outcome)
+
+
+def test_different_settings_are_refused_on_all_ranks():
+    def train(rank: int) -> None:
+        worker, _ = make_worker(EagerConfig("solo", 4 + rank, 0.0, 0, 1))
+        worker.open(["w"], [1])
+
+    for outcome in Cluster(2).outcomes(train):
+        assert isinstance(outcome, ReplicaMismatchError)
+        assert "max_staleness=4" in str(outcome)
+        assert "rank 1 has" in str(outcome)
+        assert "max_staleness=5" in str(outcome)
+
+
+def test_different_parameters_are_refused_on_all_ranks():
+    def train(rank: int) -> None:
+        worker, _ = make_worker()
+        worker.open(["w"] * (1 + rank), [1] * (1 + rank))
+
+    for outcome in Cluster(2).outcomes(train):
+        assert isinstance(outcome, ReplicaMismatchError)
+        assert "Build the same model on every rank" in str(outcome)
+
+
+# -- lost ranks -----------------------------------------------------------------------------------------------
+
+
+def _lose(end: Callable[[EagerWorker], None]) -> list[Any]:
+    """Rank 1 ends in some way when ranks 0 and 2 wait for its second step."""
+    arrivals = Arrivals(2, step=2)
+
+    def train(rank: int) -> None:
+        worker, one = make_worker()
+        if rank != 1:
+            arrivals.watch(worker)
+        worker.open(["w"], [1])
+        take_step(worker, one, 1)
+        if rank == 1:
+            arrivals.wait()
+            end(worker)
+        take_step(worker, one, 2)
+
+    return list(Cluster(3).outcomes(train))
+
+
+def _raise(worker: EagerWorker) -> None:
+    raise ZeroDivisionError("boom")
+
+
+def test_a_rank_that_raises_is_named_with_its_host_and_what_waits_for_it(capfd):
+    outcomes = _lose(_raise)
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    for rank in (0, 2):
+        assert type(outcomes[rank]) is InjectedError  # what Horovod's own failure is here, so that elastic can act
+        assert "rank 1 on host host1 failed: ZeroDivisionError: boom" in str(outcomes[rank])
+        assert "waiting for round 2, rank 1 missing" in str(outcomes[rank])
+        cause = outcomes[rank].__cause__
+        assert isinstance(cause, RankLostError)
+        assert (cause.rank, cause.host) == (1, "host1")
+    assert "hvd_async: rank 1 on host host1 failed: ZeroDivisionError: boom" in capfd.readouterr().err
+
+
+def test_a_rank_that_leaves_without_a_goodbye_is_named(capfd):
+    outcomes = _lose(lambda worker: worker.engine.stop())
+    for rank in (0, 2):
+        assert type(outcomes[rank]) is InjectedError
+        assert "rank 1 on host host1 closed its channel without a goodbye" in str(outcomes[rank])
+        assert "waiting for round 2, rank 1 missing" in str(outcomes[rank])
+    assert isinstance(outcomes[1], EngineError)
+    assert "rank 1 on host host1" in capfd.readouterr().err
+
+
+def test_ranks_that_wait_in_drain_learn_of_a_lost_one():
+    def train(rank: int) -> None:
+        worker, one = make_worker(EagerConfig("solo", 9, 0.0, 0, 1))
+        worker.open(["w"], [1])
+        if rank == 1:
+            raise KeyError("no such file")
+        take_step(worker, one, 1)
+        worker.drain(lambda round_: None)
+
+    outcomes = Cluster(2).outcomes(train)
+    assert "rank 1 on host host1 failed: KeyError: 'no such file'" in str(outcomes[0])
+
+
+def test_ranks_that_wait_to_open_learn_of_a_lost_one():
+    def train(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("no data")
+        worker, _ = make_worker()
+        worker.open(["w"], [1])
+
+    outcomes = Cluster(2).outcomes(train)
+    assert "rank 1 on host host1 failed: KeyError: 'no data'" in str(outcomes[0])
+
+
+def test_after_a_failure_every_call_raises_it():
+    def train(rank: int) -> list[str]:
+        worker, one = make_worker()
+        if rank == 1:
+            raise KeyError("boom")
+        told = []
+        for call in (lambda: worker.open(["w"], [1]), lambda: take_step(worker, one, 1),
+                     lambda: worker.drain(lambda round_: None)):  # fmt: skip
+            with pytest.raises(InjectedError) as caught:
+                call()
+            told.append(str(caught.value))
+        raise LookupError("; ".join(told))
+
+    outcome = Cluster(2).outcomes(train)[0]
+    assert str(outcome).count("rank 1 on host host1 failed") == 3
+
+
+# -- collectives that fail ------------------------------------------------------------------------------------
+
+
+class _Broken(MemoryCollectives):
+    """Fails from the second sum on; ``on`` says when it may."""
+
+    sums = 0
+    on: Callable[[], object] = staticmethod(lambda: None)
+
+    def sum(self, vector: Any, name: str) -> Any:
+        self.sums += 1
+        if self.sums > 1:
+            self.on()
+            raise InjectedError("the network is down")
+        return super().sum(vector, name)
+
+
+def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[[MemoryCollectives], MemoryCollectives]:
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        if collectives.rank in ranks:
+            collectives.__class__ = _Broken
+            collectives.on = on  # type: ignore[attr-defined]
+        return collectives
+
+    return wrap
+
+
+def test_a_rank_whose_collectives_fail_is_named_to_the_others(monkeypatch):
+    monkeypatch.setattr(hvd_async.engine, "CAUSE_WAIT", 0.05)
+    one = plan("all", 0, [4, 4, 4])
+    outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
+    assert type(outcomes[1]) is InjectedError
+    assert "the network is down" in str(outcomes[1])
+    for rank in (0, 2):
+        assert "rank 1 on host host1 failed: InjectedError: the network is down" in str(outcomes[rank])
+
+
+def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
+    """Horovod says that a collective failed, the coordinator knows why: the error names the rank that is gone."""
+    lost, failing = threading.Event(), threading.Semaphore(0)
+    one = plan("solo", 9, [4, 4, 4])
+
+    def fail_when_lost() -> None:
+        failing.release()
+        assert lost.wait(30)
+
+    def train(rank: int) -> Any:
+        if rank == 2:
+            worker, _ = make_worker(one.config, one)
+            worker.open(["w"], [1])
+            take_step(worker, one, 1)
+            for _ in range(2):
+                assert failing.acquire(timeout=30)
+            lost.set()
+            raise OSError("killed")
+        return work(one)(rank)
+
+    outcomes = Cluster(3, wrap=_breaking(0, 1, on=fail_when_lost)).outcomes(train)
+    for rank in (0, 1):
+        assert type(outcomes[rank]) is InjectedError
+        assert "rank 2 on host host2 failed: OSError: killed" in str(outcomes[rank])
+
+
+# -- slow ranks -----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
+    warned, original = threading.Event(), hvd_async.coordinator.notice
+
+    def notice(text: str) -> None:
+        original(text)
+        warned.set()
+
+    monkeypatch.setattr(hvd_async.coordinator, "notice", notice)
+    one = plan("all", 0, [3, 3, 3])
+
+    def tweak(worker: EagerWorker) -> None:
+        if worker.engine.rank == 1:
+            step = worker.step
+
+            def slow(*args: Any) -> Any:
+                if worker.stats().steps == 1:
+                    assert warned.wait(30)
+                return step(*args)
+
+            worker.step = slow  # type: ignore[method-assign]
+
+    check_promises(one, Cluster(3, warn_after=0.1).run(work(one, tweak)))
+    told = capfd.readouterr().err
+    assert "round 2 of optimizer 0" in told
+    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain()" in told
+
+
+def test_nobody_is_warned_about_while_all_goes_well(capfd):
+    one = plan("all", 0, [3, 3, 3])
+    check_promises(one, run(one))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_limit_on_waiting_is_opt_in(monkeypatch):
+    monkeypatch.setenv("HVD_ASYNC_TIMEOUT", "0.1")
+    over = threading.Event()
+
+    def train(rank: int) -> None:
+        worker, one = make_worker()
+        worker.engine.timeout = 0.1 if rank == 0 else float("inf")
+        worker.open(["w"], [1])
+        if rank == 1:
+            assert over.wait(30)
+            return
+        try:
+            take_step(worker, one, 1)
+        finally:
+            over.set()
+
+    cluster = Cluster(2)
+    assert [engine.timeout for engine in cluster.engines] == [0.1, 0.1]
+    outcome = cluster.outcomes(train)[0]
+    assert isinstance(outcome, WaitTimeoutError)
+    assert "HVD_ASYNC_TIMEOUT=0.1 s" in str(outcome)
+
+
+# -- starting again -------------------------------------------------------------------------------------------
+
+
+def test_engines_start_again_after_an_end_and_after_a_failure():
+    one = plan("solo", 2, [3, 3])
+    check_promises(one, run(one))
+    _lose(_raise)
+    check_promises(one, run(one))
+
+
+def test_a_stopped_engine_says_so():
+    def train(rank: int) -> EagerWorker:
+        return make_worker()[0]
+
+    cluster = Cluster(2)
+    for worker in cluster.run(train):
+        assert worker.engine.stopped
+        with pytest.raises(EngineError, match="has been stopped"):
+            worker.open(["w"], [1])
+
+
+def test_two_optimizers_of_one_engine():
+    """As in a GAN, with uneven data: a rank that drains the first must not keep others waiting with the second."""
+    steps = [2, 4, 3]
+    one, two = plan("solo", 2, steps), plan("all", 0, steps)
+
+    def train(rank: int) -> tuple[list[Any], list[Any]]:
+        workers = [make_worker(one.config, one)[0], make_worker(two.config, two)[0]]
+        taken: tuple[list[Any], list[Any]] = ([], [])
+        for worker in workers:
+            worker.open(["w"], [1])
+        for step in range(1, steps[rank] + 1):
+            for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
+                rounds.extend(worker.step([each.row(rank, step, 0)], [{"lr": 1.0}]))
+        for worker, rounds in zip(workers, taken, strict=True):
+            worker.finish = functools.partial(worker.drain, rounds.append)
+        workers[rank % 2].engine.drain()
+        return taken
+
+    for taken in Cluster(3).run(train):
+        for each, rounds in zip((one, two), taken, strict=True):
+            total = sum(round_.sums[0] for round_ in rounds)
+            assert total[: each.total].tolist() == [1.0] * each.total

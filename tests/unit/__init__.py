@@ -1,0 +1,1 @@
+"""Pure tests: no threads, no network, no framework."""

@@ -1,0 +1,121 @@
+"""The wire format: every message comes back as it was, and what is no message is refused, never guessed at."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_async import events
+from hvd_async.events import DecodeError, decode_command, decode_event, encode
+
+NUMBERS = st.integers(0, 2**40)
+TEXT = st.text(max_size=20)
+HYPER = st.lists(
+    st.dictionaries(
+        TEXT,
+        st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | st.lists(st.floats(allow_nan=False)),
+        max_size=3,
+    ),
+    max_size=2,
+)
+CONFIG = st.builds(
+    events.EagerConfig,
+    quorum=st.sampled_from(["solo", "majority", "all"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
+    max_staleness=NUMBERS,
+    grace=st.floats(0, 9),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    buckets=NUMBERS,
+)
+KINDS = {int: NUMBERS, str: TEXT, events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
+         events.EagerConfig: CONFIG, list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
+
+
+def messages(union: object) -> st.SearchStrategy[msgspec.Struct]:
+    """Any message of a union, its fields filled by their types."""
+    builders = []
+    for kind in typing.get_args(union):
+        hints = typing.get_type_hints(kind)
+        builders.append(st.builds(kind, **{field: KINDS[hints[field]] for field in kind.__struct_fields__}))
+    return st.one_of(builders)
+
+
+@given(messages(events.Event))
+def test_every_event_comes_back(event):
+    again = decode_event(encode(event))
+    assert again == event
+    assert type(again) is type(event)
+
+
+@given(messages(events.Command))
+def test_every_command_comes_back(command):
+    again = decode_command(encode(command))
+    assert again == command
+    assert type(again) is type(command)
+
+
+@given(st.floats(allow_nan=False))
+def test_hyperparameters_travel_exactly(value):
+    go = decode_command(encode(events.Go(0, 0, 1, [{"lr": value}], "")))
+    assert isinstance(go, events.Go)
+    assert go.hyper is not None
+    assert go.hyper[0]["lr"] == value
+
+
+def test_quorum_keeps_its_type():
+    for quorum in ("solo", 1, 1.0, 0.5):
+        config = events.EagerConfig(quorum, 1, 0.0, 0, 1)
+        opened = decode_event(encode(events.Opened(0, config, [], [])))
+        assert isinstance(opened, events.Opened)
+        assert type(opened.config.quorum) is type(quorum)
+
+
+def _refused(decode: typing.Callable[[bytes], object], data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode(data)
+
+
+@pytest.mark.parametrize("decode", [decode_event, decode_command])
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"garbage", b"\x80", b"\x90", b'{"type": "Hello"}',
+                                  msgspec.msgpack.encode({"type": "Nonsense"}),
+                                  msgspec.msgpack.encode({"type": "Go", "round": "one"}),
+                                  msgspec.msgpack.encode({"type": "Hello", "host": 3, "pid": "x"}),
+                                  msgspec.msgpack.encode([1, 2, 3])])  # fmt: skip
+def test_garbage_is_refused(decode, data):
+    _refused(decode, data)
+
+
+@given(messages(events.Event), st.data())
+def test_cut_messages_are_refused(event, data):
+    whole = encode(event)
+    _refused(decode_event, whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_decode_or_are_refused(data):
+    for decode in (decode_event, decode_command):
+        try:
+            decode(data)
+        except DecodeError:
+            continue
+
+
+@given(messages(events.Command))
+def test_a_command_is_no_event(command):
+    _refused(decode_event, encode(command))
+
+
+@given(messages(events.Event))
+def test_an_event_is_no_command(event):
+    _refused(decode_command, encode(event))
+
+
+@given(messages(events.Event))
+def test_messages_are_frozen(event):
+    fields = type(event).__struct_fields__
+    if fields:
+        with pytest.raises(AttributeError):
+            setattr(event, fields[0], None)

@@ -1,0 +1,155 @@
+"""Dependencies point one way, frameworks stay in their bindings, and files stay short: read from the source."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LAYERS = [
+    {"errors", "events", "notices"},  # leaves
+    {"activation", "protocols"},
+    {"rounds", "options"},
+    {"coordinator"},
+    {"control", "engine"},
+    {"lifecycle"},
+    {"eager", "testing", "runner"},
+    {"wrapping"},
+    {"torch", "tensorflow"},
+    {"torch_models", "tf_models"},
+    {"scripts"},
+]
+"""DESIGN.md section 5, from the bottom: a module imports from lower layers only. A new one must find its place here."""
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
+MAY = {
+    "torch": {"torch", "horovod.torch", "horovod.common"},
+    "tensorflow": {"tensorflow", "keras", "horovod.tensorflow", "horovod.common"},
+    "torch_models": {"torch", "torchvision"},
+    "tf_models": {"tensorflow", "keras"},
+}
+LINES = 400
+
+
+def sources() -> list[pathlib.Path]:
+    """Every Python file of the project, tests included."""
+    folders = ("hvd_async", "torch_models", "tf_models", "scripts", "tests")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def unit(module: str) -> str:
+    """What a dotted name belongs to in LAYERS: "hvd_async.torch.eager" to "torch", "torch_models.vision" to itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "hvd_async" and len(parts) > 1 else parts[0]
+
+
+def module_of(path: pathlib.Path) -> str:
+    """Dotted name of a source file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """All modules that a file imports, anywhere in it, as absolute dotted names."""
+    found: set[str] = set()
+    package = module_of(path).split(".")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                outer = package[: len(package) - node.level + (path.name == "__init__.py")]
+                base = ".".join([*outer, base]).strip(".")
+            found.add(base)
+            if base in ("hvd_async", "horovod"):  # "from hvd_async import activation"
+                found |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+    return found
+
+
+LIBRARY = [path for path in sources() if not path.is_relative_to(ROOT / "tests")]
+identify = {"ids": lambda path: str(path.relative_to(ROOT))}
+
+
+def test_every_module_has_its_place():
+    unknown = {unit(module_of(path)) for path in LIBRARY} - LEVEL.keys() - {"hvd_async"}
+    assert not unknown, f"add {unknown} to LAYERS, where DESIGN.md section 5 puts them"
+
+
+@pytest.mark.parametrize("path", LIBRARY, **identify)
+def test_imports_point_down(path):
+    own = unit(module_of(path))
+    for name in imports(path):
+        target = unit(name)
+        if not name.startswith("hvd_async.") or target == own:
+            continue
+        assert own != "hvd_async", f"hvd_async/__init__.py imports {name}: it must import no part when it is imported"
+        assert LEVEL[target] < LEVEL[own], f"{own} imports {name}, which stands above or beside it"
+
+
+@pytest.mark.parametrize("path", LIBRARY, **identify)
+def test_frameworks_stay_in_their_bindings(path):
+    own = unit(module_of(path))
+    for name in imports(path):
+        if name.split(".")[0] in FRAMEWORKS:
+            allowed = MAY.get(own, set())
+            assert any(f"{name}.".startswith(f"{a}.") for a in allowed), f"{own} imports {name}"
+
+
+def test_leaves_import_nothing_of_the_package():
+    for name in LAYERS[0]:
+        assert not [i for i in imports(ROOT / "hvd_async" / f"{name}.py") if i.startswith("hvd_async")]
+
+
+def test_the_reader_of_imports_sees_all_kinds(tmp_path):
+    """So that the tests above cannot be passed by a spelling."""
+    code = (
+        "import a.b\nfrom c import d\nfrom hvd_async import engine\ndef f():\n    import keras\n"
+        "    importlib.import_module('torch')\n    from ..x import y\n    from . import z\n"
+    )
+    path = ROOT / "hvd_async" / "torch" / "imaginary.py"
+    original = pathlib.Path.read_text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pathlib.Path, "read_text", lambda self, **o: code if self == path else original(self, **o))
+        assert imports(path) == {"a.b", "c", "hvd_async", "hvd_async.engine", "keras", "torch", "hvd_async.x",
+                                 "hvd_async.torch"}  # fmt: skip
+
+
+def test_import_needs_no_framework():
+    blocked = "import sys\nfor name in ('torch', 'tensorflow', 'keras', 'horovod', 'torchvision', 'numpy'):\n"
+    code = blocked + "    sys.modules[name] = None\nimport hvd_async\nprint(hvd_async.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_core_needs_no_framework():
+    core = [name for name in LEVEL if LEVEL[name] < LEVEL["torch"] and name not in ("testing", "runner")]
+    code = "import sys, importlib\nfor name in ('torch', 'tensorflow', 'keras', 'horovod'):\n"
+    code += "    sys.modules[name] = None\n"
+    code += f"for name in {core!r}:\n    importlib.import_module(f'hvd_async.{{name}}')\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sources(), **identify)
+def test_files_stay_short(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines < LINES, f"{path.name} has {lines} lines: split it"
+
+
+@pytest.mark.parametrize("path", LIBRARY, **identify)
+def test_every_file_says_what_it_is(path):
+    text = path.read_text(encoding="utf-8")
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), "no module docstring"
+
+
+def test_no_test_folder_hides_a_framework():
+    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()}
+    assert not folders & FRAMEWORKS

@@ -1,0 +1,336 @@
+"""The state machine alone: its laws under any interleaving, who fires what and why, illegal moves, disagreement."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hvd_async.errors import ProtocolError
+from hvd_async.events import (
+    Agreed,
+    Arrived,
+    Command,
+    Done,
+    Drained,
+    EagerConfig,
+    Go,
+    Opened,
+    Refused,
+    Settle,
+    Stepped,
+)
+from hvd_async.rounds import Rounds
+from tests.unit.simulation import Job, Simulation
+
+HINT_TORCH = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    size = draw(st.integers(1, 5))
+    counts = st.lists(st.integers(0, 6), min_size=size, max_size=size)
+    quorum = draw(
+        st.sampled_from(["solo", "majority", "all"]) | st.integers(1, size) | st.sampled_from([0.01, 0.5, 0.75, 1.0])
+    )
+    config = EagerConfig(
+        quorum,
+        max_staleness=draw(st.integers(0, 3)),
+        grace=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        seed=draw(st.integers(0, 99)),
+        buckets=draw(st.integers(1, 3)),
+    )
+    return Job(
+        config,
+        steps=tuple(tuple(c) for c in draw(st.lists(counts, min_size=1, max_size=3))),
+        speeds=tuple(draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 5.0]), min_size=size, max_size=size))),
+        one_by_one=frozenset(draw(st.sets(st.integers(0, size - 1), max_size=2))),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+ZEROS = Job(EagerConfig("solo", 0, 0.5, 0, 2), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0))
+
+
+@settings(max_examples=400, deadline=None)
+@given(jobs())
+@example(ZEROS)
+def test_promises_hold_under_any_interleaving(job):
+    simulation = Simulation(job).run()
+    assert len(simulation.staleness) == len(simulation.produced) * job.config.buckets
+    assert len(simulation.produced) == sum(map(sum, job.steps))
+
+
+def _speed_zero_last(quorum: str | int | float, staleness: int, size: int, slow: int, steps: int = 8) -> Simulation:
+    """Every rank runs at full speed but ``slow``, which moves only when all others are stuck."""
+    speeds = tuple(0.0 if rank == slow else 1.0 for rank in range(size))
+    config = EagerConfig(quorum, staleness, 0.0, 3, 2)
+    return Simulation(Job(config, ((steps,) * size,), speeds, seed=staleness)).run()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize(("quorum", "size"), [("solo", 2), ("solo", 5), (2, 3), (0.5, 4)])
+@pytest.mark.parametrize("slow", [0, -1])
+def test_a_slow_rank_makes_staleness_reach_its_bound(quorum, size, staleness, slow):
+    assert max(_speed_zero_last(quorum, staleness, size, slow % size).staleness) == staleness
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority", 2])
+def test_staleness_zero_is_synchronous(quorum):
+    simulation = _speed_zero_last(quorum, 0, 3, 1)
+    assert all(len(gradients) == 3 for gradients in simulation.carried.values())
+
+
+def test_all_is_synchronous_whatever_the_staleness():
+    simulation = _speed_zero_last("all", 16, 4, 2)
+    assert set(simulation.staleness) == {0}
+    assert all(len(gradients) == 4 for gradients in simulation.carried.values())
+
+
+def test_simulation_tries_illegal_moves_and_late_hypers():
+    tried = settled = one_more = 0
+    for seed in range(20):
+        config = EagerConfig("solo", 2, 0.0, 0, 3)
+        simulation = Simulation(Job(config, ((5, 3, 4), (1, 0, 2)), (1.0, 1.0, 0.1), seed=seed)).run()
+        tried += simulation.illegal_tried
+        settled += sum(isinstance(command, Settle) for command in simulation.log)
+        one_more += len(simulation.ledger.drain_rounds)
+    assert min(tried, settled, one_more) > 5, "the simulation has lost its teeth"
+
+
+# -- examples, move by move -----------------------------------------------------------------------------------
+
+
+def opened(config: EagerConfig, size: int) -> Rounds:
+    """A machine whose ranks have all opened."""
+    rounds = Rounds(7, size)
+    commands = [c for rank in range(size) for c in rounds.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
+    assert commands == [Agreed(7)]
+    return rounds
+
+
+def step(rounds: Rounds, rank: int, number: int, now: float = 0.0) -> list[Command]:
+    """One whole step of a rank in a one-bucket job."""
+    told = rounds.handle(rank, Stepped(7, number, [{"lr": rank}]), now)
+    return told + rounds.handle(rank, Arrived(7, 0, number), now)
+
+
+def kinds(commands: Sequence[Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
+
+
+def test_solo_fires_for_the_first_with_its_hyperparameters():
+    rounds = opened(SOLO, 2)
+    assert step(rounds, 1, 1) == [Go(7, 0, 1, [{"lr": 1}], "solo: rank 1 came first")]
+    assert step(rounds, 0, 1) == []
+
+
+def test_a_late_gradient_keeps_its_rank_from_nothing():
+    rounds = opened(SOLO, 2)
+    assert kinds(step(rounds, 0, 1) + step(rounds, 0, 2)) == ["Go", "Go"]
+    assert step(rounds, 0, 3) == []  # rank 1 would be 3 rounds late
+    assert rounds.waiting_for() == ("round 3", {1})
+    assert kinds(step(rounds, 1, 1)) == ["Go"]
+    assert rounds.waiting_for() is None
+
+
+def test_count_fires_with_the_count_and_the_first_leads():
+    rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3)
+    assert step(rounds, 2, 1) == []
+    assert rounds.waiting_for() == ("round 1", {0, 1})
+    assert step(rounds, 0, 1) == [Go(7, 0, 1, [{"lr": 2}], "quorum: 2 of 3 are in, 2 needed")]
+
+
+def test_a_bucket_before_its_hyper_is_settled_later_by_the_same_rank():
+    rounds = opened(EagerConfig("solo", 9, 0.0, 0, 2), 2)
+    assert rounds.handle(1, Arrived(7, 1, 1), 0.0) == [Go(7, 1, 1, None, "solo: rank 1 came first")]
+    # The other bucket's first is rank 0, but the round is rank 1's:
+    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 0.0) == []
+    assert rounds.handle(0, Arrived(7, 0, 1), 0.0) == [Go(7, 0, 1, None, "solo: rank 0 came first")]
+    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 0.0) == [Settle(7, 1, [{"lr": 1}])]
+
+
+def test_grace_waits_for_more_but_not_longer_than_for_all():
+    config = EagerConfig("solo", 9, 1.5, 0, 1)
+    rounds = opened(config, 3)
+    assert step(rounds, 0, 1, now=10.0) == []
+    assert rounds.deadline() == 11.5
+    assert rounds.tick(11.4) == []
+    assert step(rounds, 1, 1, now=11.4) == []
+    assert kinds(rounds.tick(11.5)) == ["Go"]
+    assert rounds.deadline() is None
+    assert step(rounds, 2, 1, now=11.6) == []
+    for rank, expected in [(0, []), (1, []), (2, ["Go"])]:  # all in: no need to wait
+        assert kinds(step(rounds, rank, 2, now=12.0)) == expected
+    assert rounds.deadline() is None
+
+
+def test_a_rank_that_is_done_is_no_longer_waited_for():
+    rounds = opened(EagerConfig("all", 0, 0.0, 0, 1), 2)
+    assert step(rounds, 0, 1) == []
+    assert kinds(rounds.handle(1, Done(7, 0), 0.0)) == ["Go"]
+    assert kinds(step(rounds, 0, 2)) == ["Go"]
+    assert rounds.handle(0, Done(7, 2), 0.0) == [Drained(7, 2, 2, 0)]
+
+
+def test_majority_redraws_when_the_drawn_rank_finishes():
+    config = EagerConfig("majority", 9, 0.0, 0, 1)
+    for drawn in range(2):
+        rounds = opened(config, 2)
+        goes = step(rounds, drawn, 1)
+        if goes:
+            continue  # this one was drawn itself; the other order shows it
+        assert kinds(rounds.handle(1 - drawn, Done(7, 0), 0.0)) == ["Go"]
+        return
+    raise AssertionError("each rank was drawn for round 1")
+
+
+def test_what_is_pending_at_the_end_goes_out_with_the_last_hyperparameters():
+    rounds = opened(SOLO, 2)
+    step(rounds, 0, 1)
+    assert step(rounds, 1, 1) == []  # late: nobody is there to fire again
+    assert rounds.handle(0, Done(7, 1), 0.0) == []
+    assert rounds.handle(1, Done(7, 1), 0.0) == [
+        Go(7, 0, 2, [{"lr": 0}], "drain: all ranks are done"),
+        Drained(7, 2, 2, 1),
+    ]
+
+
+def test_after_drained_steps_go_on_from_the_rounds():
+    rounds = opened(SOLO, 2)
+    for number in (1, 2):
+        step(rounds, 0, number)
+    for rank, produced in ((0, 2), (1, 0)):
+        commands = rounds.handle(rank, Done(7, produced), 0.0)
+    assert commands == [Drained(7, 2, 2, 1)]
+    with pytest.raises(ProtocolError, match="rank 1 handed over step 1"):
+        rounds.handle(1, Arrived(7, 0, 1), 0.0)
+    assert kinds(step(rounds, 1, 3)) == ["Go"]
+    assert kinds(step(rounds, 1, 4)) == ["Go"]
+    assert step(rounds, 1, 5) == []  # rank 0's lateness counts from the drain
+
+
+def test_drains_with_nothing_to_do():
+    rounds = opened(SOLO, 2)
+    for _ in range(2):
+        assert rounds.handle(0, Done(7, 0), 0.0) == []
+        assert rounds.waiting_for() == ("drain", {1})
+        assert rounds.handle(1, Done(7, 0), 0.0) == [Drained(7, 0, 0, 1)]
+
+
+# -- what is not allowed --------------------------------------------------------------------------------------
+
+ILLEGAL = {
+    "opened twice": (lambda: opened(SOLO, 2), Opened(7, SOLO, ["w"], [1])),
+    "stepped before opening": (lambda: Rounds(7, 2), Stepped(7, 1, [])),
+    "arrived before opening": (lambda: Rounds(7, 2), Arrived(7, 0, 1)),
+    "done before opening": (lambda: Rounds(7, 2), Done(7, 0)),
+    "bucket too high": (lambda: opened(SOLO, 2), Arrived(7, 1, 1)),
+    "bucket negative": (lambda: opened(SOLO, 2), Arrived(7, -1, 1)),
+    "step skipped": (lambda: opened(SOLO, 2), Arrived(7, 0, 2)),
+    "step zero": (lambda: opened(SOLO, 2), Arrived(7, 0, 0)),
+    "step again": (lambda: _after(step, 0, 1), Arrived(7, 0, 1)),
+    "ahead of the rounds": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Arrived(7, 0, 2)),
+    "hyper again": (lambda: _after(step, 0, 1), Stepped(7, 1, [])),
+    "done while waiting": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Done(7, 1)),
+    "step after done": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Arrived(7, 0, 1)),
+    "hyper after done": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Stepped(7, 1, [])),
+    "done twice": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Done(7, 0)),
+}
+
+
+def _after(move, *args, config=SOLO):  # type: ignore[no-untyped-def]
+    rounds = opened(config, 2)
+    move(rounds, *args)
+    return rounds
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_moves_raise_and_change_nothing(name):
+    make, event = ILLEGAL[name]
+    rounds = make()
+    before = copy.deepcopy(vars(rounds))
+    with pytest.raises(ProtocolError, match=r"^rank 0 "):
+        rounds.handle(0, event, 1.0)
+    assert vars(rounds) == before
+
+
+def test_events_before_all_have_opened_are_illegal():
+    rounds = Rounds(7, 2)
+    rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
+    before = copy.deepcopy(vars(rounds))
+    for event in (Stepped(7, 1, []), Arrived(7, 0, 1)):
+        with pytest.raises(ProtocolError, match="before all ranks had opened"):
+            rounds.handle(0, event, 0.0)
+    assert vars(rounds) == before
+    assert rounds.waiting_for() == ("the first step or drain", {1})
+
+
+def test_a_rank_may_be_done_before_the_others_have_opened():
+    rounds = Rounds(7, 2)
+    rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
+    assert rounds.handle(0, Done(7, 0), 0.0) == []
+    with pytest.raises(ProtocolError, match="although it is done"):
+        rounds.handle(0, Done(7, 0), 0.0)
+    assert rounds.handle(1, Opened(7, SOLO, ["w"], [1]), 0.0) == [Agreed(7)]
+    rounds.handle(1, Stepped(7, 1, []), 0.0)
+    assert [type(c) for c in rounds.handle(1, Arrived(7, 0, 1), 0.0)] == [Go]
+    assert rounds.handle(1, Done(7, 1), 0.0) == [Drained(7, 1, 1, 1)]
+
+
+def test_gradients_cannot_be_unproduced():
+    rounds = opened(SOLO, 1)
+    step(rounds, 0, 1)
+    rounds.handle(0, Done(7, 1), 0.0)
+    with pytest.raises(ProtocolError, match="has produced 0, earlier 1"):
+        rounds.handle(0, Done(7, 0), 0.0)
+
+
+# -- ranks that do not fit together ---------------------------------------------------------------------------
+
+
+def refusal(*events: Opened) -> str:
+    """What the ranks are told that open with these events, in every order of opening."""
+    told = set()
+    for order in itertools.permutations(range(len(events))):
+        rounds = Rounds(7, len(events))
+        commands = [c for rank in order for c in rounds.handle(rank, events[rank], 0.0)]
+        assert kinds(commands) == ["Refused"]
+        assert isinstance(commands[0], Refused)
+        assert rounds.waiting_for() is None
+        assert rounds.handle(0, Stepped(7, 1, []), 0.0) == []  # on its way when the refusal went out
+        told.add(commands[0].problem)
+    assert len(told) == 1
+    return told.pop()
+
+
+def test_other_weights_are_told_by_name_and_how_to_mend_them():
+    good, bad = Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 3])
+    text = refusal(good, bad, bad)
+    assert "weights differ" in text
+    assert "ranks 1, 2 from rank 0" in text
+    assert "'b (3,)'" in text
+    assert HINT_TORCH in text
+    assert "BroadcastGlobalVariablesCallback(0)" in text
+
+
+def test_other_settings_are_told():
+    text = refusal(Opened(7, SOLO, ["a"], [1]), Opened(7, EagerConfig("all", 2, 0.0, 0, 1), ["a"], [1]))
+    assert "wrapped their optimizers differently" in text
+    assert "rank 1 has" in text
+    assert "quorum='all'" in text
+    assert "Pass the same arguments on every rank" in text
+
+
+@pytest.mark.parametrize("names", [["a"], ["a (2,)", "c (3,)"], ["a (2,)", "b (4,)"]])
+def test_other_parameters_are_told(names):
+    text = refusal(Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Opened(7, SOLO, names, [1] * len(names)))
+    assert "different parameters" in text
+    assert f"rank 1 has {len(names)}" in text

@@ -1,0 +1,47 @@
+"""``hvd_async.EagerOptimizer`` hands over by the optimizer's framework, told without importing one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+import hvd_async
+
+
+def optimizer_of(module: str, *bases: type) -> Any:
+    """An object whose class says that it is from ``module``."""
+    return type("Custom", bases, {"__module__": module})()
+
+
+@pytest.mark.parametrize(
+    ("module", "binding"),
+    [
+        ("torch.optim.sgd", "torch"),
+        ("keras.src.optimizers.sgd", "tensorflow"),
+        ("tensorflow.python.training", "tensorflow"),
+        ("tf_keras.optimizers", "tensorflow"),
+    ],
+)
+def test_hands_over_to_the_binding_with_all_arguments(monkeypatch, module, binding):
+    stand_in = types.ModuleType(f"hvd_async.{binding}")
+    stand_in.EagerOptimizer = lambda *args, **kwargs: (args, kwargs)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"hvd_async.{binding}", stand_in)
+    derived = optimizer_of("my.project", type(optimizer_of(module)))
+    assert hvd_async.EagerOptimizer(derived, 1, quorum=2) == ((derived, 1), {"quorum": 2})
+
+
+@pytest.mark.parametrize("what", [None, 3, "sgd", object(), [], optimizer_of("torchlike.optim"), dict])
+def test_an_unknown_optimizer_is_told_what_to_pass(what):
+    with pytest.raises(
+        ValueError, match=r"neither a torch\.optim\.Optimizer nor a Keras optimizer: pass one"
+    ) as caught:
+        hvd_async.EagerOptimizer(what)
+    assert "EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))" in str(caught.value)
+    assert "EagerOptimizer(keras.optimizers.SGD(0.1))" in str(caught.value)
+
+
+def test_all():
+    assert set(hvd_async.__all__) <= set(dir(hvd_async))
