@@ -218,10 +218,13 @@ class ZmqChannel(_Endpoint):
     Args:
         address, port, server_key: where the coordinator listens, and its public key (Z85).
         keys: this rank's (public, secret) CURVE keys (Z85).
+        host: the coordinator's, for messages.
     """
 
-    def __init__(self, address: str, port: int, server_key: bytes, keys: tuple[bytes, bytes]) -> None:
+    def __init__(self, address: str, port: int, server_key: bytes, keys: tuple[bytes, bytes], host: str = "?") -> None:
         super().__init__(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._host = host
+        self._gone: Gone | None = None
         self._socket.curve_serverkey = server_key
         self._socket.curve_publickey, self._socket.curve_secretkey = keys
         self._socket.connect(f"tcp://{address}:{port}")
@@ -231,16 +234,14 @@ class ZmqChannel(_Endpoint):
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         command = self._read()
-        if command is not None:
-            return command
-        self._poll(timeout)
-        command = self._read()
-        if command is None:
+        if command is None and self._gone is None:
+            self._poll(timeout)
             for event, _ in self._monitored():
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    return Gone("refused this rank's key")
-                return self._read() or Gone("died: the connection to the coordinator ended")
-        return command
+                refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                reason = "refused this rank's key" if refused else "died: the connection to the coordinator ended"
+                self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason
+            command = self._read()  # what the coordinator said before the connection ended comes first
+        return self._gone if command is None else command
 
     def _read(self) -> Command | None:
         while True:
@@ -325,7 +326,7 @@ def rendezvous(collectives: Collectives) -> tuple[Channel, Coordinator | None]:
             undo.callback(coordinator.stop)
         first = cards[0]
         address = _reachable((["127.0.0.1"] if first.host == collectives.host else []) + first.addresses, first.port)
-        channel = ZmqChannel(address, first.port, first.server, keys)
+        channel = ZmqChannel(address, first.port, first.server, keys, first.host)
         undo.callback(channel.close)
         _handshake(channel, collectives, f"the coordinator on host {first.host}, {address}:{first.port},")
         undo.pop_all()

@@ -258,11 +258,10 @@ class Engine:
                 self._stopping = True
             case Lost(rank, host, reason, context):
                 raise RankLostError(rank, host, reason, context)
-            case Gone(reason):
-                if self._leaving:
-                    self._stopping = True
-                else:
-                    raise RankLostError(0, "of the coordinator", reason)
+            case Gone(reason, host):
+                if not self._leaving:
+                    raise RankLostError(0, host, reason)
+                self._stopping = True
             case _:
                 self._participants[message.optimizer].obey(message)
 
@@ -275,8 +274,8 @@ class Engine:
             match self._channel.receive(left):
                 case Lost(rank, host, reason, context):
                     return RankLostError(rank, host, reason, context)
-                case Gone(reason):
-                    return RankLostError(0, "of the coordinator", reason)
+                case Gone(reason, host):
+                    return RankLostError(0, host, reason)
         return error
 
     def _fail(self, error: Exception) -> None:

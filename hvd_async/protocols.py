@@ -16,9 +16,10 @@ Vector: TypeAlias = Any
 
 
 class Gone(NamedTuple):
-    """A connection ended."""
+    """A connection ended. ``host`` is that of the other end, where this end knows it."""
 
     reason: str
+    host: str = "?"
 
 
 class Channel(Protocol):

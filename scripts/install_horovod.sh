@@ -90,15 +90,14 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   sed -i '/xla_mpi_ops\.cc/d' "$src/horovod/tensorflow/CMakeLists.txt"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
-            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=-j$(nproc)")
+            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
   if [ -n "$nccl" ]; then
-    settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda")
+    settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda" "PATH=$cuda/bin:$PATH")
     [ "$nccl" = system ] || settings+=("HOROVOD_NCCL_HOME=$nccl" HOROVOD_NCCL_LINK=SHARED)
   fi
   log=$wheels/$key.log
   say "Compiling on $(nproc) cores (about 5 CPU minutes; log: $log)"
-  (cd "$src" && env "${settings[@]}" PATH="$(dirname "$(readlink -f "$cuda/bin/nvcc" 2>/dev/null || echo /usr/bin/x)"):$PATH" \
-    TF_CPP_MIN_LOG_LEVEL=3 "$python" -m pip wheel -v --no-build-isolation --no-deps -w "$wheels/$key" .) >"$log" 2>&1 || {
+  (cd "$src" && env "${settings[@]}" TF_CPP_MIN_LOG_LEVEL=3 "$python" -m pip wheel -v --no-build-isolation --no-deps -w "$wheels/$key" .) >"$log" 2>&1 || {
     grep -nE 'error:|Error|fatal' "$log" | head -n 20 >&2
     die "Horovod did not build. The first errors are above, the whole log is $log. The usual causes: a missing
        compiler or header (apt-get install g++ make cmake python3-dev libopenmpi-dev), or less than 4 GiB of memory
@@ -116,5 +115,5 @@ for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do
   py -c "import $module" || die "$module was built but does not import; run this again with --rebuild"
 done
 echo "$key" >"$stamp"
-built=$(py -m horovod.runner.launch --check-build 2>/dev/null | sed -n 's/^ *\[X\] //p' | sort -u | paste -sd, | sed 's/,/, /g')
+built=$(py -m horovod.runner.launch --check-build 2>/dev/null | sed -n 's/^ *\[X\] *//p' | sed 's/ *$//' | sort -u | paste -sd, | sed 's/,/, /g')
 say "Horovod $HOROVOD is installed, with $built"

@@ -38,6 +38,7 @@ def small(classes: int, shape: tuple[int, int, int]) -> Any:
             *(layers.Conv2D(16, 5, strides=2, padding="same", use_bias=False), layers.BatchNormalization()),
             layers.ReLU(),
             *(layers.Conv2D(32, 3, strides=2, padding="same", use_bias=False), layers.BatchNormalization()),
-            *(layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(classes)),
+            layers.ReLU(),
+            *(layers.AveragePooling2D(max(1, shape[0] // 8)), layers.Flatten(), layers.Dense(classes)),
         ]
     )

@@ -12,6 +12,8 @@ import tensorflow as tf
 from common import WHOLE_DTYPES, integers, whole_start
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
+# The hardest setting: a step that waits for its round holds the only thread that ops can run in. (ends.py has more.)
+tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 def values(variables: Iterable[Any]) -> list[np.ndarray[Any, Any]]:

@@ -6,7 +6,7 @@ import time
 import warnings
 from typing import Any
 
-import horovod.tensorflow.keras as horovod
+import horovod.tensorflow.keras as horovod  # before ours, as in a script half migrated: its callbacks are not ours
 import keras
 import tensorflow as tf
 from common import Report, Straggler, whole_expected
