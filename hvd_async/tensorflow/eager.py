@@ -252,6 +252,7 @@ class EagerMixin(Wrapped):
     def _finish(self: Any, worker: EagerWorker) -> None:
         state = self._eager
         self._check_applied()
+        self._worker()  # raises if that found a round broken off
         own_lr = self._current_lr()
 
         def apply(round_: Round) -> None:
