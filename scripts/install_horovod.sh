@@ -115,5 +115,4 @@ for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do
   py -c "import $module" || die "$module was built but does not import; run this again with --rebuild"
 done
 echo "$key" >"$stamp"
-built=$(py -m horovod.runner.launch --check-build 2>/dev/null | sed -n 's/^ *\[X\] *//p' | sed 's/ *$//' | sort -u | paste -sd, | sed 's/,/, /g')
-say "Horovod $HOROVOD is installed, with $built"
+say "Horovod $HOROVOD is installed, for${torch:+ torch}${tensorflow:+ TensorFlow}, with Gloo${mpi:+, MPI}${nccl:+, NCCL}"
