@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 Quorum = str | int | float
-NAMES = ("solo", "majority", "all")
+NAMES = ("solo", "majority", "all", "auto")
 
 
 class Decision(NamedTuple):
@@ -29,9 +29,9 @@ def check_quorum(quorum: Quorum, size: int) -> None:
     """Refuse a quorum that no round at ``size`` ranks can have.
 
     Raises:
-        ValueError: it is not "solo", "majority", "all", a count in 1..size, or a fraction in (0, 1].
+        ValueError: it is not "solo", "majority", "all", "auto", a count in 1..size, or a fraction in (0, 1].
     """
-    hint = f'take "solo", "majority", "all", a number of ranks from 1 to {size}, or a fraction such as 0.75'
+    hint = f'take "solo", "majority", "all", "auto", a number of ranks from 1 to {size}, or a fraction such as 0.75'
     if isinstance(quorum, bool) or not isinstance(quorum, str | int | float):
         raise ValueError(f"quorum={quorum!r} is not a quorum: {hint}")
     if isinstance(quorum, str):
@@ -59,27 +59,34 @@ def needed(quorum: int | float, size: int) -> int:
     return quorum if isinstance(quorum, int) else math.ceil(quorum * size - 1e-9)
 
 
-def initiator(round: int, seed: int, active: AbstractSet[int], size: int) -> int:
+def initiator(round: int, seed: int, active: AbstractSet[int], ranks: Sequence[int]) -> int:
     """Majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
 
     A permutation, so that a rank that finishes changes the draw only of the rounds that were its own.
     """
-    order = list(range(size))
+    order = list(ranks)
     random.Random(f"{seed}:{round}").shuffle(order)
     return next(rank for rank in order if rank in active)
 
 
 def decide(
-    quorum: Quorum, round: int, arrived: Sequence[int], active: AbstractSet[int], size: int, seed: int
+    quorum: Quorum,
+    round: int,
+    arrived: Sequence[int],
+    active: AbstractSet[int],
+    ranks: Sequence[int],
+    seed: int,
+    why: str = "",
 ) -> Decision:
     """May ``round`` fire?
 
     Args:
-        quorum: one that ``check_quorum`` accepted.
+        quorum: one that ``check_quorum`` accepted, with a number in place of "auto".
         arrived: the active ranks that have arrived for this round, in order of arrival.
         active: the ranks that are not done; a quorum never asks for more than these.
-        size: all ranks.
+        ranks: all that share the optimizer.
         seed: of majority's draw.
+        why: why this quorum, if it was chosen by itself.
     """
     if not arrived:
         return Decision(False, None, "nobody has arrived")
@@ -87,7 +94,8 @@ def decide(
     if quorum == "solo":
         return Decision(True, first, f"solo: rank {first} came first")
     if quorum == "majority":
-        drawn = initiator(round, seed, active, size)
+        drawn = initiator(round, seed, active, ranks)
         return Decision(drawn in arrived, drawn, f"majority: rank {drawn} was drawn; {present} of {left} are in")
-    want = left if isinstance(quorum, str) else min(needed(quorum, size), left)
-    return Decision(present >= want, first, f"quorum: {present} of {left} are in, {want} needed")
+    want = left if isinstance(quorum, str) else min(needed(quorum, len(ranks)), left)
+    text = f"quorum: {present} of {left} are in, {want} needed"
+    return Decision(present >= want, first, f"{text} ({why})" if why else text)

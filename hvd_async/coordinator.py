@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvd_async.errors import ProtocolError, ranks_text
-from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Welcome
+from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Opened, Welcome
 from hvd_async.notices import notice
 from hvd_async.protocols import Gone, Hub
-from hvd_async.rounds import Rounds
+from hvd_async.rounds import EagerEvent, Rounds
 
 
 class Coordinator:
@@ -73,7 +73,7 @@ class Coordinator:
                 for rounds in self._rounds.values():
                     deadline = rounds.deadline()
                     if deadline is not None and deadline <= now:
-                        self._send_all(rounds.tick(now))
+                        self._send(rounds.tick(now), rounds.ranks)
                 self._warn(now)
         except Exception as error:
             notice(f"the coordinator failed: {type(error).__name__}: {error}")
@@ -105,17 +105,29 @@ class Coordinator:
                     self._send_all([Bye()])
                     self._over = True
             case _:
-                rounds = self._rounds.setdefault(event.optimizer, Rounds(event.optimizer, self._size))
-                try:
-                    commands = rounds.handle(rank, event, now)
-                except ProtocolError as error:
-                    self._lose(rank, f"broke the protocol: {error}")
-                else:
-                    self._send_all(commands)
+                self._hear(rank, event, now)
+
+    def _hear(self, rank: int, event: EagerEvent, now: float) -> None:
+        """An event of one of the optimizers; its first one says who shares it."""
+        rounds = self._rounds.get(event.optimizer)
+        if rounds is None:
+            members = event.members if isinstance(event, Opened) else []
+            rounds = self._rounds[event.optimizer] = Rounds(event.optimizer, members or range(self._size))
+        try:
+            commands = rounds.handle(rank, event, now)
+        except ProtocolError as error:
+            self._lose(rank, f"broke the protocol: {error}")
+        else:
+            self._send(commands, rounds.ranks)
+            if (news := rounds.news()) is not None:
+                notice(f"optimizer {event.optimizer}, {news}")
 
     def _send_all(self, commands: list[Command]) -> None:
+        self._send(commands, range(self._size))
+
+    def _send(self, commands: list[Command], ranks: Sequence[int]) -> None:
         for command in commands:
-            for rank in range(self._size):
+            for rank in ranks:
                 self._hub.send(rank, command)
 
     def _lose(self, rank: int, reason: str) -> None:

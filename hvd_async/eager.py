@@ -1,20 +1,16 @@
 """Eager-SGD as one rank sees it, in any framework: hand gradients over, get rounds back, apply each exactly once.
 
-The training thread calls ``open``, ``step`` and ``drain``; the engine thread carries out the coordinator's commands.
-What the engine takes for a round is what is pending at that moment; whatever comes later stays for the next round, so
-nothing is lost and nothing counts twice. Li et al., PPoPP 2020, with the promises of partial allreduce it left open.
-
-A *vector* of bucket b is its gradients, flat, and one more element: how many gradients it holds (1 when it is handed
-over). So the sum over the ranks that a round brings back tells how many gradients it really carried.
+The training thread calls ``open``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
+coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaMismatchError, ReplicaStateError
@@ -31,71 +27,14 @@ from hvd_async.events import (
     Refused,
     Settle,
     Stepped,
+    Took,
 )
 from hvd_async.protocols import Vector
+from hvd_async.stats import Stats, Tally
+from hvd_async.transit import Transit
+from hvd_async.wire import Held, Round, Wire
 
-NAMES_IN_RING = 4
-"""Collectives of one bucket that may be in flight at once; their names come back, as Horovod's cache likes it."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round that is ready to be applied.
-
-    Attributes:
-        index: its number, from 1.
-        sums: for each bucket the sum over all ranks, shape (elements + 1,); the last element counts gradients.
-        hyper: the hyperparameters to apply it with.
-        gradients: how many gradients it carried (in the bucket that carried most); 0 if it must not be applied.
-        counts: how many in each bucket.
-    """
-
-    index: int
-    sums: tuple[Vector, ...]
-    hyper: Hyper
-    gradients: int
-    counts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What one rank's optimizer has done so far.
-
-    Attributes:
-        steps: of this rank.
-        rounds: fired and taken in by this rank.
-        rounds_applied: of these, how many carried a gradient.
-        gradients_produced: by this rank.
-        gradients_applied: of all ranks, by this rank.
-        total_produced: by all ranks; None before the first ``drain()``.
-        staleness: how many of this rank's gradients were how many rounds stale when a round took them.
-        wait_s: seconds this rank's training thread waited for rounds in ``step()`` and ``drain()``.
-    """
-
-    steps: int = 0
-    rounds: int = 0
-    rounds_applied: int = 0
-    gradients_produced: int = 0
-    gradients_applied: int = 0
-    total_produced: int | None = None
-    staleness: dict[int, int] = field(default_factory=dict)
-    wait_s: float = 0.0
-
-
-@dataclass
-class _Pending:
-    """One bucket's gradients that no round has carried yet, summed, and the versions they were computed at."""
-
-    vector: Vector | None = None
-    versions: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Flight:
-    """A round some of whose buckets have gone but which is not ready yet."""
-
-    sums: list[Vector | None]
-    hyper: Hyper | None = None
+Apply = Callable[[Round], None]
 
 
 class EagerWorker:
@@ -104,41 +43,41 @@ class EagerWorker:
     Args:
         engine: this rank's.
         config: the same on all ranks.
-        zeros: makes an empty vector for a bucket (what a rank that has nothing contributes).
-        finish: drains, for the process's normal exit; the binding's ``drain``.
+        wire: how the binding's vectors look and travel.
+        finish: drains (True) or cuts (False); the binding's, for all of a process's optimizers to do so together.
     """
 
-    def __init__(
-        self, engine: Engine, config: EagerConfig, zeros: Callable[[int], Vector], finish: Callable[[], None]
-    ) -> None:
-        self.engine, self.config, self.finish = engine, config, finish
-        self._zeros = zeros
+    def __init__(self, engine: Engine, config: EagerConfig, wire: Wire, finish: Callable[[bool], object]) -> None:
+        self.engine, self.config, self.wire, self.finish = engine, config, wire, finish
         self._condition = threading.Condition()
+        self._tally = Tally(wire.members or range(engine.size))
+        self._transit = Transit(engine, wire, self._deliver, self._tally)
         # Training thread's:
         self._number: int | None = None
         self._steps = self._base = 0
         """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
+        self._handed: set[int] = set()
+        """Buckets of the step after this that have been handed over."""
+        self._empty = False
+        """Whether one of them was empty."""
         self._version = 0
-        self._applied: Counter[int] = Counter()
-        self._rounds_applied = self._produced = 0
+        self._applied = [0] * config.buckets
+        self._produced = [0] * config.buckets
+        self._rounds_applied = self._skipped = self._unreleased = 0
+        self._restored = False
         self._wait_s = 0.0
         self._announced = False
         self._total_produced: int | None = None
+        self._settled_at = 0
+        """Steps at the last drain or cut."""
         self.last_done = -1
-        # Engine thread's:
-        self._pending = [_Pending() for _ in range(config.buckets)]
-        self._busy: set[str] = set()
-        self._held: deque[Go] = deque()
-        self._flights: dict[int, _Flight] = {}
-        self._next_ready = 1
-        self._staleness: Counter[int] = Counter()
         # Passed from the engine to the training thread, under the condition:
         self._ready: deque[Round] = deque()
         self._agreed = False
         self._refused: str | None = None
         self._drained: Drained | None = None
 
-    # -- training thread --------------------------------------------------------------------------------------
+    # -- meeting the other ranks ------------------------------------------------------------------------------
 
     @property
     def agreed(self) -> bool:
@@ -149,6 +88,11 @@ class EagerWorker:
     def version(self) -> int:
         """Rounds this rank's weights have seen."""
         return self._version
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
+        return self._steps == self._settled_at and not self._handed
 
     def open(self, names: list[str], checksums: list[int]) -> None:
         """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
@@ -162,9 +106,11 @@ class EagerWorker:
     def offer(self, names: list[str], checksums: list[int]) -> None:
         """The first half of ``open``: tell the coordinator, do not wait for the others."""
         if self._number is None:
-            number = self.engine.register(self)
+            number = self.engine.register(self, self.wire.process_set_id)
             self._number = number
-            self.engine.post(lambda: self.engine.send(Opened(number, self.config, names, checksums)))
+            members, loaded = list(self.wire.members), self._restored
+            opened = Opened(number, self.config, names, checksums, members, loaded)
+            self.engine.post(lambda: self.engine.send(opened))
 
     def meet(self) -> None:
         """The second half of ``open``: wait until every rank has offered.
@@ -177,11 +123,29 @@ class EagerWorker:
             self.engine.unregister(self._opened_number())
             raise ReplicaMismatchError(self._refused)
 
-    def step(self, vectors: Sequence[Vector], hyper: Hyper, most: int | None = None) -> list[Round]:
-        """Hand over this step's gradients, wait for the step's own round, and return the rounds that are waiting.
+    # -- stepping (training thread) ---------------------------------------------------------------------------
+
+    def hand_over(self, bucket: int, vector: Vector | None) -> None:
+        """Hand over a bucket of the step that is under way, before ``step``; any thread may, one at a time.
 
         Args:
-            vectors: one a bucket, with the count in the last element; they belong to the worker from now on.
+            bucket: one that this step has not handed over yet.
+            vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
+        """
+        number = self._opened_number()
+        if bucket in self._handed:
+            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
+        self._handed.add(bucket)
+        self._release()
+        version, step = self._version, self._steps + 1 + self._base
+        self._prepare(bucket, vector)
+        self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
+
+    def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None) -> list[Round]:
+        """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
+
+        Args:
+            vectors: by bucket, those that ``hand_over`` has not had; they belong to the worker from now on.
             hyper: what the round is applied with if this rank leads it.
             most: return no more rounds than this, though more may wait (user code sees one round at a time).
 
@@ -191,35 +155,75 @@ class EagerWorker:
         number = self._opened_number()
         # A step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) was handed over all the same: its round comes first.
         self._await(lambda: self._version + len(self._ready) >= self._steps + self._base)
-        version = self._version
+        if sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
+            raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
+        self._release()
+        version, step = self._version, self._steps + 1 + self._base
+        for bucket, vector in vectors.items():
+            self._prepare(bucket, vector)
         self._steps += 1
-        self._produced += 1
-        step = self._steps + self._base
+        self._skipped += self._empty
+        self._handed.clear()
+        self._empty = False
 
         def hand_over() -> None:
             self.engine.send(Stepped(number, step, hyper))
-            for bucket, vector in enumerate(vectors):
-                self._add(bucket, vector, version)
-                self.engine.send(Arrived(number, bucket, step))
+            for bucket, vector in vectors.items():
+                self._arrive(number, bucket, vector, version, step)
 
         self.engine.post(hand_over)
         self._await(lambda: self._version + len(self._ready) >= step)
-        return self._take(most)
+        rounds = self._take(most)
+        if self.config.pace == "rounds":
+            taken = Took(number, self._version)
+            self._base = self._version - self._steps
+            self.engine.post(lambda: self.engine.send(taken))
+        return rounds
 
-    def announce(self) -> None:
-        """Say "done" to the coordinator, once."""
+    def _prepare(self, bucket: int, vector: Vector | None) -> None:
+        """Count what is about to be handed over."""
+        if vector is None:
+            self._empty = True
+        else:
+            self._produced[bucket] += 1
+            self._tally.hold(self.wire.nbytes[bucket])
+
+    # -- draining (training thread) ---------------------------------------------------------------------------
+
+    def announce(self, flush: bool) -> None:
+        """Say "done" to the coordinator, once.
+
+        Raises:
+            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow.
+        """
+        if self._handed:
+            raise ReplicaStateError(
+                "backward() has handed gradients over and no step() has followed: call optimizer.step() before this"
+            )
         if not self._announced:
             self._announced = True
-            number, produced = self._opened_number(), self._produced
-            self.engine.post(lambda: self.engine.send(Done(number, produced)))
+            number, produced = self._opened_number(), list(self._produced)
+            self.engine.post(lambda: self.engine.send(Done(number, produced, flush)))
 
-    def drain(self, apply: Callable[[Round], None]) -> None:
+    def drain(self, apply: Apply) -> None:
         """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
 
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        self.announce()
+        drained = self._finish(True, apply)
+        if self._applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
+                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
+            )
+
+    def cut(self, apply: Apply) -> None:
+        """As ``drain``, but what no round has carried yet stays pending (unless a rank drains)."""
+        self._finish(False, apply)
+
+    def _finish(self, flush: bool, apply: Apply) -> Drained:
+        self.announce(flush)
 
         def complete() -> bool:
             return self._drained is not None and self._version >= self._drained.rounds
@@ -231,28 +235,40 @@ class EagerWorker:
         with self._condition:
             drained, self._drained = self._drained, None
         assert drained is not None
+        self._release()
         self._announced = False
+        self._settled_at = self._steps
         self._base = drained.rounds - self._steps
-        self._total_produced = drained.produced
+        self._total_produced = max(drained.produced)
         self.last_done = drained.last
-        if any(self._applied[bucket] != drained.produced for bucket in range(self.config.buckets)):
-            raise GradientLossError(
-                f"drain: {drained.produced} gradients were produced but {dict(self._applied)} (bucket: gradients) were "
-                f"applied on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
-            )
+        return drained
+
+    # -- checkpoints (training thread) ------------------------------------------------------------------------
+
+    def pending(self) -> list[Held]:
+        """What no round has carried yet, by bucket; complete after a cut."""
+        found: Future[list[Held]] = Future()
+        self.engine.post(lambda: found.set_result(self._transit.pending()))
+        self.engine.wait(found.done)
+        return found.result()
+
+    def restore(self, held: list[Held]) -> None:
+        """Begin with what an earlier run has left pending (before ``open``); versions as they were at its cut."""
+        self._transit.restore(held)
+        self._restored = any(vector is not None for vector, _ in held)
+        for bucket, (_, versions) in enumerate(held):
+            self._produced[bucket] += len(versions)
 
     def stats(self) -> Stats:
         """A snapshot."""
-        with self._condition:
-            staleness = dict(sorted(self._staleness.items()))
-        return Stats(
+        return self._tally.stats(
             steps=self._steps,
             rounds=self._version,
             rounds_applied=self._rounds_applied,
-            gradients_produced=self._produced,
-            gradients_applied=self._applied[0],
+            gradients_produced=max(self._produced),
+            gradients_applied=max(self._applied),
+            gradients_skipped=self._skipped,
             total_produced=self._total_produced,
-            staleness=staleness,
             wait_s=self._wait_s,
         )
 
@@ -268,12 +284,21 @@ class EagerWorker:
             last = float("inf") if self._drained is None else self._drained.rounds
             while self._ready and self._ready[0].index <= last and (most is None or len(rounds) < most):
                 rounds.append(self._ready.popleft())
+        self._release()
+        self._unreleased = len(rounds) * sum(self.wire.nbytes)
         for round_ in rounds:
+            if self._transit.timeline is not None:
+                self._transit.timeline.applied(self._opened_number(), round_.index, time.monotonic())
             self._version = round_.index
-            for bucket, carried in enumerate(round_.counts):
-                self._applied[bucket] += carried
+            self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
             self._rounds_applied += round_.gradients > 0
         return rounds
+
+    def _release(self) -> None:
+        """The rounds that were taken last have been applied."""
+        if self._unreleased:
+            self._tally.hold(-self._unreleased)
+            self._unreleased = 0
 
     def _await(self, ready: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -284,14 +309,18 @@ class EagerWorker:
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
+    def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
+        if vector is not None:
+            self._transit.add(bucket, vector, version)
+        self.engine.send(Arrived(number, bucket, step))
+
     def obey(self, command: Command) -> None:
         """Carry out a command."""
         match command:
             case Go():
-                self._go(command)
+                self._transit.go(command)
             case Settle(_, round_, hyper):
-                self._flight(round_).hyper = hyper
-                self._settle()
+                self._transit.settle(round_, hyper)
             case Agreed():
                 self._tell(agreed=True)
             case Refused(_, problem):
@@ -304,66 +333,14 @@ class EagerWorker:
         with self._condition:
             self._condition.notify_all()
 
+    def _deliver(self, rounds: list[Round]) -> None:
+        with self._condition:
+            self._ready.extend(rounds)
+            self._condition.notify_all()
+
     def _tell(self, agreed: bool = False, refused: str | None = None, drained: Drained | None = None) -> None:
         with self._condition:
             self._agreed = self._agreed or agreed
             self._refused = refused or self._refused
             self._drained = drained or self._drained
             self._condition.notify_all()
-
-    def _add(self, bucket: int, vector: Vector, version: int) -> None:
-        pending = self._pending[bucket]
-        if pending.vector is None:
-            pending.vector = vector
-        else:
-            pending.vector += vector
-        pending.versions.append(version)
-
-    def _go(self, go: Go) -> None:
-        name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
-        if name in self._busy or any(held.bucket == go.bucket for held in self._held):
-            self._held.append(go)  # its name, or that of a round before it, is still in flight here
-            return
-        self._busy.add(name)
-        flight = self._flight(go.round)
-        if go.hyper is not None:
-            flight.hyper = go.hyper
-        taken, self._pending[go.bucket] = self._pending[go.bucket], _Pending()
-        if go.bucket == 0:
-            with self._condition:
-                self._staleness.update(go.round - 1 - version for version in taken.versions)
-        vector = self._zeros(go.bucket) if taken.vector is None else taken.vector
-
-        def landed(sums: Vector) -> None:
-            self._busy.discard(name)
-            flight.sums[go.bucket] = sums
-            self._settle()
-            held, self._held = self._held, deque()
-            for late in held:
-                self._go(late)
-
-        self.engine.submit(lambda: self.engine.collectives.sum(vector, name), landed)
-
-    def _flight(self, round_: int) -> _Flight:
-        return self._flights.setdefault(round_, _Flight([None] * self.config.buckets))
-
-    def _settle(self) -> None:
-        """Pass on, in order, the rounds that have all their buckets and their hyperparameters."""
-        ready: list[Round] = []
-        while (flight := self._flights.get(self._next_ready)) is not None:
-            sums = tuple(s for s in flight.sums if s is not None)
-            if len(sums) < self.config.buckets or flight.hyper is None:
-                break
-            del self._flights[self._next_ready]
-            counts = tuple(count(s) for s in sums)
-            ready.append(Round(self._next_ready, sums, flight.hyper, max(counts), counts))
-            self._next_ready += 1
-        if ready:
-            with self._condition:
-                self._ready.extend(ready)
-                self._condition.notify_all()
-
-
-def count(sums: Vector) -> int:
-    """How many gradients a vector holds."""
-    return round(float(sums[-1]))

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.events import Bye, Command, Event, Failed, Leaving, Lost, Welcome
 from hvd_async.protocols import Channel, Collectives, Gone, Handle, Vector
 
+OPTIMIZERS = 1 << 16
+"""Of one process set: how far apart the numbers of two process sets' optimizers begin."""
 CAUSE_WAIT = 5.0
 """Seconds a rank whose collective failed waits to hear from the coordinator which rank is to blame."""
 
@@ -32,12 +34,12 @@ class Participant(Protocol):
     def fail(self, error: Exception) -> None:
         """Wake whoever waits: the engine has failed with ``error`` (any thread)."""
 
-    def announce(self) -> None:
+    def announce(self, flush: bool) -> None:
         """Say that this rank is done with this optimizer (training thread)."""
 
     @property
-    def finish(self) -> Callable[[], object]:
-        """Drain this optimizer alone (training thread)."""
+    def finish(self) -> Callable[[bool], object]:
+        """Drain (``flush``) or cut this optimizer alone (training thread)."""
 
 
 class Engine:
@@ -59,7 +61,7 @@ class Engine:
         self._posts: deque[Callable[[], None]] = deque()
         self._flights: list[tuple[Handle, Callable[[Vector], None]]] = []
         self._participants: dict[int, Participant] = {}
-        self._next_id = 0
+        self._opened: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._stopping = self._stop_called = False
@@ -78,19 +80,21 @@ class Engine:
         with self._lock:
             self._participants.pop(number, None)
 
-    def drain(self) -> None:
-        """Drain every optimizer that has opened: a rank is done with all of them or with none. If it waited in the
-        first one's drain for ranks that are busy with both, its second would keep those waiting."""
+    def drain(self, flush: bool = True) -> None:
+        """Drain (or, without ``flush``, cut) every optimizer that has opened: a rank is done with all of them or with
+        none. If it waited in the first one's drain for ranks that are busy with both, its second would keep those
+        waiting."""
         for participant in self.participants():
-            participant.announce()
+            participant.announce(flush)
         for participant in self.participants():
-            participant.finish()
+            participant.finish(flush)
 
-    def register(self, participant: Participant) -> int:
-        """Enter an optimizer; returns its number, which is the same on all ranks if they open theirs in one order."""
+    def register(self, participant: Participant, process_set: int = 0) -> int:
+        """Enter an optimizer; returns its number, the same on all ranks if they open those of a process set (its
+        Horovod id, 0 for all ranks) in one order."""
         with self._lock:
-            number = self._next_id
-            self._next_id += 1
+            number = process_set * OPTIMIZERS + self._opened[process_set]
+            self._opened[process_set] += 1
             self._participants[number] = participant
         return number
 
@@ -119,13 +123,13 @@ class Engine:
         self.wait(future.done)
         return future.result()
 
-    def sum(self, vector: Vector, name: str) -> Vector:
+    def sum(self, vector: Vector, name: str, process_set: Any = None) -> Vector:
         """The sum of ``vector`` over all ranks; every rank must call it. ``vector`` is given away."""
-        return self._run_collective(lambda: self.collectives.sum(vector, name))
+        return self._run_collective(lambda: self.collectives.sum(vector, name, process_set))
 
-    def broadcast(self, vector: Vector, root: int, name: str) -> Vector:
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Vector:
         """Rank ``root``'s ``vector``; every rank must call it. ``vector`` is given away."""
-        return self._run_collective(lambda: self.collectives.broadcast(vector, root, name))
+        return self._run_collective(lambda: self.collectives.broadcast(vector, root, name, process_set))
 
     def wait(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
         """Wait until ``ready()``; a failure of the engine ends the wait with its error.

@@ -22,11 +22,12 @@ class EagerConfig(msgspec.Struct, frozen=True):
     """What all ranks must have in common before the first round.
 
     Attributes:
-        quorum: "solo", "majority", "all", an int (ranks) or a float (fraction of the ranks).
+        quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
         max_staleness: rounds.
         grace: seconds to wait for more ranks once the quorum is there.
         seed: of majority's initiator draw.
         buckets: how many buckets a round has.
+        pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
     """
 
     quorum: str | int | float
@@ -34,6 +35,7 @@ class EagerConfig(msgspec.Struct, frozen=True):
     grace: float
     seed: int
     buckets: int
+    pace: str = "steps"
 
 
 # -- events: rank -> coordinator ------------------------------------------------------------------------------
@@ -49,13 +51,17 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """This rank's optimizer is about to step (or drain) for the first time.
 
-    ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter.
+    ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
+    share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: this rank brings gradients from
+    an earlier run that no round has carried yet.
     """
 
     optimizer: int
     config: EagerConfig
     names: list[str]
     checksums: list[int]
+    members: list[int] = []
+    loaded: bool = False
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -74,11 +80,19 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """This rank is in ``drain()``; it has produced this many gradients since it opened."""
+class Took(msgspec.Struct, frozen=True, tag=True):
+    """This rank's weights are at ``version``: its next gradient is computed there (pace "rounds" only)."""
 
     optimizer: int
-    produced: int
+    version: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened."""
+
+    optimizer: int
+    produced: list[int]
+    flush: bool = True
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +118,26 @@ class Agreed(msgspec.Struct, frozen=True, tag=True):
     optimizer: int
 
 
+class Firing(msgspec.Struct, frozen=True):
+    """Why and when a bucket's round fired.
+
+    Attributes:
+        reason: for people.
+        by: the rank whose event made it fire.
+        arrived: how many ranks had arrived for it.
+        first: when the first of them did, on the coordinator's clock (s).
+        fired: when it fired, on the same clock.
+        held: seconds that those ranks waited until then, added up.
+    """
+
+    reason: str
+    by: int
+    arrived: int
+    first: float
+    fired: float
+    held: float
+
+
 class Go(msgspec.Struct, frozen=True, tag=True):
     """Submit the pending gradient of this bucket for this round. ``hyper`` is None if it follows in ``Settle``."""
 
@@ -111,7 +145,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     bucket: int
     round: int
     hyper: Hyper | None
-    reason: str
+    firing: Firing
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True):
@@ -123,12 +157,16 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are done, ``last`` last: so many rounds fired and gradients produced since the start."""
+    """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
+
+    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried.
+    """
 
     optimizer: int
     rounds: int
-    produced: int
+    produced: list[int]
     last: int
+    flushed: bool = True
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -151,7 +189,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-Event: TypeAlias = Hello | Opened | Stepped | Arrived | Done | Failed | Leaving
+Event: TypeAlias = Hello | Opened | Stepped | Arrived | Took | Done | Failed | Leaving
 Command: TypeAlias = Welcome | Agreed | Go | Settle | Drained | Refused | Lost | Bye
 
 DecodeError = msgspec.DecodeError

@@ -37,28 +37,34 @@ class Lifecycle:
 
     Args:
         make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
-        size: the number of ranks, None before ``hvd.init()``; does not communicate.
+        world: this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
     """
 
-    def __init__(self, make_collectives: Callable[[], Collectives], size: Callable[[], int | None]) -> None:
-        self._make, self._size = make_collectives, size
+    def __init__(
+        self, make_collectives: Callable[[], Collectives], world: Callable[[], tuple[int, int] | None]
+    ) -> None:
+        self._make, self._world = make_collectives, world
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
         self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
 
-    def size(self) -> int:
-        """Ranks in the job, without communicating.
+    def world(self) -> tuple[int, int]:
+        """This rank, and the number of ranks in the job; does not communicate.
 
         Raises:
             NotInitializedError: ``hvd.init()`` was not called.
         """
         local = local_engine()
-        size = self._size() if local is None else local.size
-        if size is None:
+        world = self._world() if local is None else (local.rank, local.size)
+        if world is None:
             raise NotInitializedError()
-        return size
+        return world
+
+    def size(self) -> int:
+        """The number of ranks in the job; as ``world``."""
+        return self.world()[1]
 
     def engine(self) -> Engine:
         """The engine that runs, started if there is none (or only one that has failed or stopped)."""

@@ -7,9 +7,21 @@ from typing import Any
 from hvd_async.activation import Quorum, check_quorum
 
 BUFFERS = ("average", "local", "root")
+PACES = ("steps", "rounds")
+NONFINITE = ("skip", "raise")
 
 
-def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, buffers: str, size: int) -> None:
+def check_eager_options(
+    quorum: Quorum,
+    max_staleness: int,
+    grace: float,
+    buffers: str,
+    size: int,
+    *,
+    bucket_cap_mb: float = 25.0,
+    pace: str = "steps",
+    nonfinite: str = "skip",
+) -> None:
     """Refuse what no eager optimizer at ``size`` ranks can have.
 
     Raises:
@@ -22,12 +34,60 @@ def check_eager_options(quorum: Quorum, max_staleness: int, grace: float, buffer
         )
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
         raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
-    if buffers not in BUFFERS:
-        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a size in MiB: take a number above 0, 25 is usual")
+    for name, value, known in (
+        ("buffers", buffers, BUFFERS),
+        ("pace", pace, PACES),
+        ("nonfinite", nonfinite, NONFINITE),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known: take one of {', '.join(map(repr, known))}")
+    if pace == "rounds" and (quorum == "all" or max_staleness == 0):
+        raise ValueError(
+            f'pace="rounds" lets late ranks give fewer gradients, which quorum={quorum!r}, max_staleness='
+            f'{max_staleness} never does: take pace="steps", or a quorum that does not wait for all'
+        )
+
+
+def check_passes(backward_passes_per_step: int) -> None:
+    """Refuse what is no number of backward passes.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    passes = backward_passes_per_step
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes!r} is not a number of backward passes: take 1 or more")
+
+
+def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tuple[float, float]:
+    """By what a gradient is multiplied before the sum over the ranks, and the sum afterwards.
+
+    Args:
+        op: Horovod's, as the user gave it; ``average`` and ``total`` are ``hvd.Average`` and ``hvd.Sum``.
+        predivide: Horovod's ``gradient_predivide_factor``.
+        size: ranks that are averaged over.
+
+    Raises:
+        ValueError: an operation that a partial allreduce cannot do, or a factor that does not go with it.
+    """
+    if op not in (average, total):
+        raise ValueError(
+            f"op={op!r} does not go with partial allreduce, whose rounds add gradients up (Adasum, minimum and maximum "
+            f"need all ranks' gradients at once): take hvd.Average or hvd.Sum"
+        )
+    if isinstance(predivide, bool) or not isinstance(predivide, int | float) or not 0 < predivide < float("inf"):
+        raise ValueError(f"gradient_predivide_factor={predivide!r} is not a factor: take a number above 0")
+    if op == total:
+        if predivide != 1.0:
+            raise ValueError("gradient_predivide_factor splits the division of op=hvd.Average: leave it out with Sum")
+        return 1.0, 1.0
+    return 1.0 / predivide, predivide / size
 
 
 def refuse(**given: tuple[Any, Any]) -> None:
-    """Refuse Horovod's parameters that this version does not serve, rather than ignore them.
+    """Refuse Horovod's parameters that are not served, rather than ignore them.
 
     Args:
         given: name=(value, the only value that is served).
@@ -37,4 +97,4 @@ def refuse(**given: tuple[Any, Any]) -> None:
     """
     for name, (value, only) in given.items():
         if value is not only and value != only:
-            raise ValueError(f"{name}={value!r} is not supported by this version of EagerOptimizer: leave it out")
+            raise ValueError(f"{name}={value!r} is not supported by EagerOptimizer: leave it out")

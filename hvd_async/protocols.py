@@ -68,7 +68,10 @@ class Handle(Protocol):
 
 
 class Collectives(Protocol):
-    """Horovod's collectives in one framework. Only the engine thread calls these."""
+    """Horovod's collectives in one framework. Only the engine thread calls these.
+
+    ``process_set`` is Horovod's (or the test's) object for some of the ranks, None for all; ``root`` is a global rank.
+    """
 
     rank: int
     size: int
@@ -76,13 +79,13 @@ class Collectives(Protocol):
     failure: type[Exception]
     """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
-    def sum(self, vector: Vector, name: str) -> Handle:
+    def sum(self, vector: Vector, name: str, process_set: Any = None) -> Handle:
         """Start the sum of ``vector`` over all ranks; ``vector`` belongs to the collective from now on."""
 
     def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
 
-    def broadcast(self, vector: Vector, root: int, name: str) -> Handle:
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
         """Start sending rank ``root``'s vector to all."""
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:

@@ -3,12 +3,16 @@
 The laws it keeps:
 
 1. *One order.* Round t of a bucket fires once, after round t - 1 of it, and is commanded to every rank.
-2. *Staleness.* Round t fires only if t - steps(r) <= max_staleness for every rank r that is not done, steps(r) being
-   the steps whose gradient rank r has handed over. A gradient computed at version v is handed over as step
-   s <= v + 1 and carried by the first round fired after that, so its staleness (round - 1 - v) keeps the bound.
+2. *Staleness.* Round t fires only if t - position(r) <= max_staleness for every rank r that is not done. Its position
+   is the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace
+   "rounds"). A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round fired
+   after that, so its staleness (round - 1 - v) keeps the bound.
 3. *Quorum.* Round t fires when ``activation.decide`` says so, plus ``grace`` seconds unless all are in by then.
-4. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round, then all are told.
-5. *Illegal moves change nothing.* They raise ProtocolError.
+4. *Hyperparameters belong to the round*: they are those of the rank that fired its last bucket, if that rank is in
+   ``step()``, else of the first rank that is. Whoever waits for a round is in ``step()``, so nobody waits for them.
+5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round, then all are told; after
+   a cut (no rank asked for more) it stays where it is.
+6. *Illegal moves change nothing.* They raise ProtocolError.
 
 States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
 the rounds fired and all ranks count as computing again) ; refused, if the ranks do not agree.
@@ -16,10 +20,13 @@ the rounds fired and all ranks count as computing again) ; refused, if the ranks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_async import activation
-from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.agreement import disagreement
+from hvd_async.autoquorum import AutoQuorum
+from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Agreed,
     Arrived,
@@ -27,27 +34,27 @@ from hvd_async.events import (
     Done,
     Drained,
     EagerConfig,
+    Firing,
     Go,
     Hyper,
     Opened,
     Refused,
     Settle,
     Stepped,
+    Took,
 )
 
-STATE = "optimizer state: "
-"""What names of the optimizer's own state begin with, in ``Opened``; all others are parameters."""
-EagerEvent = Opened | Stepped | Arrived | Done
+EagerEvent = Opened | Stepped | Arrived | Took | Done
 
 
 @dataclass
 class _Bucket:
-    """Where one bucket stands: rounds fired, steps handed over by each rank, who is in for the next round."""
+    """Where one bucket stands: rounds fired, each rank's position, who is in for the next round."""
 
-    steps: list[int]
+    position: dict[int, int]
     fired: int = 0
-    waiting: list[int] = field(default_factory=list)
-    """Ranks that have arrived for round fired + 1, in order of arrival."""
+    waiting: dict[int, float] = field(default_factory=dict)
+    """Ranks that have arrived for round fired + 1, in order, and when."""
     quorum_at: float | None = None
     """When the next round's quorum came together (grace counts from there)."""
     wake_at: float | None = None
@@ -57,11 +64,22 @@ class _Bucket:
 
 
 @dataclass
-class _Lead:
-    """Who leads a round, and its hyperparameters once known: they belong to the round, not to a bucket."""
+class _Round:
+    """What belongs to a round and not to a bucket, from its first arrival until it is settled."""
 
-    initiator: int
-    hyper: Hyper | None
+    quorum: activation.Quorum
+    why: str
+    """Why this quorum, where it was chosen by itself."""
+    hyper: Hyper | None = None
+
+
+@dataclass(frozen=True)
+class _InStep:
+    """A rank's last ``Stepped``."""
+
+    step: int
+    hyper: Hyper
+    at: float
 
 
 class Rounds:
@@ -69,19 +87,22 @@ class Rounds:
 
     Args:
         optimizer: the number all its messages carry.
-        size: number of ranks.
+        ranks: that share it.
     """
 
-    def __init__(self, optimizer: int, size: int) -> None:
-        self._optimizer, self._size = optimizer, size
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        self._optimizer, self.ranks = optimizer, tuple(ranks)
         self._opened: dict[int, Opened] = {}
         self._config: EagerConfig | None = None
+        self._auto: AutoQuorum | None = None
         self._buckets: list[_Bucket] = []
         self._refused = False
         self._done: set[int] = set()
-        self._produced = [0] * size
-        self._hypers: dict[int, tuple[int, Hyper]] = {}
-        self._leads: dict[int, _Lead] = {}
+        self._flush = False
+        self._produced: dict[int, list[int]] = {}
+        self._in_step: dict[int, _InStep] = {}
+        """In the order in which they were heard."""
+        self._rounds: dict[int, _Round] = {}
         self._last_hyper: Hyper = []
 
     # -- what the coordinator calls ---------------------------------------------------------------------------
@@ -90,34 +111,44 @@ class Rounds:
         """Take in one event of ``rank`` at time ``now`` (s, any origin).
 
         Returns:
-            Commands, each for every rank, in the order in which they must be sent.
+            Commands, each for every rank that shares the optimizer, in the order in which they must be sent.
 
         Raises:
             ProtocolError: the event is not allowed now; nothing has changed.
         """
+        if rank not in self.ranks:
+            raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
         if isinstance(event, Opened):
-            return self._open(rank, event)
+            return self._open(rank, event, now)
         if rank not in self._opened:
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
         if self._refused:
             return []
-        if isinstance(event, Stepped):
-            return self._stepped(rank, event)
-        if isinstance(event, Arrived):
-            return self._arrived(rank, event, now)
-        return self._finish(rank, event, now)
+        match event:
+            case Stepped():
+                return self._stepped(rank, event, now)
+            case Arrived():
+                return self._arrived(rank, event, now)
+            case Took():
+                return self._took(rank, event, now)
+            case Done():
+                return self._finish(rank, event, now)
 
     def tick(self, now: float) -> list[Command]:
         """Fire what only waited for its grace to run out."""
-        return self._advance(now)
+        return self._advance(None, now)
 
     def deadline(self) -> float | None:
         """When ``tick`` should be called next: the earliest end of a grace, None if there is none."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
 
+    def news(self) -> str | None:
+        """What people should know and were not told yet: another quorum was chosen, and why."""
+        return None if self._auto is None else self._auto.news()
+
     def waiting_for(self) -> tuple[str, frozenset[int]] | None:
         """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
-        everyone = frozenset(range(self._size))
+        everyone = frozenset(self.ranks)
         if self._refused or not self._opened:
             return None
         if self._config is None:
@@ -125,7 +156,7 @@ class Rounds:
         for bucket in self._buckets:
             if bucket.waiting:
                 round_ = bucket.fired + 1
-                late = {r for r in self._active() if bucket.steps[r] < round_}
+                late = {r for r in self._active() if bucket.position[r] < round_}
                 blocking = self._too_late(bucket, round_) or late
                 return f"round {round_}", frozenset(blocking)
         if self._done:
@@ -134,19 +165,23 @@ class Rounds:
 
     # -- opening ----------------------------------------------------------------------------------------------
 
-    def _open(self, rank: int, event: Opened) -> list[Command]:
+    def _open(self, rank: int, event: Opened, now: float) -> list[Command]:
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
         self._opened[rank] = event
-        if len(self._opened) < self._size:
+        if len(self._opened) < len(self.ranks):
             return []
         problem = disagreement(self._opened)
         if problem is not None:
             self._refused = True
             return [Refused(self._optimizer, problem)]
-        self._config = self._opened[rank].config
-        self._buckets = [_Bucket([0] * self._size) for _ in range(self._config.buckets)]
-        finished = self._drain(rank) if len(self._done) == self._size else []
+        self._config = event.config
+        if event.config.quorum == "auto":
+            self._auto = AutoQuorum(self.ranks, event.config.max_staleness, event.config.pace)
+        self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(event.config.buckets)]
+        for bucket in self._buckets:
+            bucket.loaded = any(opened.loaded for opened in self._opened.values())
+        finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
         return [Agreed(self._optimizer), *finished]
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -158,15 +193,16 @@ class Rounds:
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
         return self._config
 
-    def _stepped(self, rank: int, event: Stepped) -> list[Command]:
+    def _stepped(self, rank: int, event: Stepped, now: float) -> list[Command]:
         self._running(rank, event)
-        if rank in self._hypers and event.step <= self._hypers[rank][0]:
-            raise ProtocolError(f"rank {rank} reported step {event.step} after step {self._hypers[rank][0]}")
-        self._hypers[rank] = (event.step, event.hyper)
-        lead = self._leads.get(event.step)
-        if lead is None or lead.initiator != rank or lead.hyper is not None:
+        if rank in self._in_step and event.step <= self._in_step[rank].step:
+            raise ProtocolError(f"rank {rank} reported step {event.step} after step {self._in_step[rank].step}")
+        self._in_step.pop(rank, None)
+        self._in_step[rank] = _InStep(event.step, event.hyper, now)
+        round_ = self._rounds.get(event.step)
+        if round_ is None or round_.hyper is not None or not self._all_fired(event.step):
             return []
-        self._lead(event.step, rank)
+        self._settle(event.step, event.hyper)
         return [Settle(self._optimizer, event.step, event.hyper)]
 
     def _arrived(self, rank: int, event: Arrived, now: float) -> list[Command]:
@@ -174,51 +210,85 @@ class Rounds:
         if not 0 <= event.bucket < len(self._buckets):
             raise ProtocolError(f"rank {rank} named bucket {event.bucket} of {len(self._buckets)}")
         bucket = self._buckets[event.bucket]
-        if event.step != bucket.steps[rank] + 1 or event.step > bucket.fired + 1:
+        if event.step != bucket.position[rank] + 1 or event.step > bucket.fired + 1:
             raise ProtocolError(
                 f"rank {rank} handed over step {event.step} of bucket {event.bucket} after step "
-                f"{bucket.steps[rank]}, with {bucket.fired} rounds fired"
+                f"{bucket.position[rank]}, with {bucket.fired} rounds fired"
             )
-        bucket.steps[rank] = event.step
+        bucket.position[rank] = event.step
         bucket.loaded = True
         if event.step == bucket.fired + 1:
-            bucket.waiting.append(rank)
-        return self._advance(now)
+            bucket.waiting[rank] = now
+        if self._auto is not None and all(b.position[rank] >= event.step for b in self._buckets):
+            self._auto.arrived(rank, now, late=self._all_fired(event.step))
+        return self._advance(rank, now)
+
+    def _took(self, rank: int, event: Took, now: float) -> list[Command]:
+        config = self._running(rank, event)
+        if config.pace != "rounds":
+            raise ProtocolError(f"rank {rank} sent Took in pace {config.pace!r}")
+        if any(not b.position[rank] <= event.version <= b.fired for b in self._buckets):
+            raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
+        for bucket in self._buckets:
+            bucket.position[rank] = event.version
+        return self._advance(rank, now)
 
     def _finish(self, rank: int, event: Done, now: float) -> list[Command]:
         if rank in self._done:
             raise ProtocolError(f"rank {rank} sent Done although it is done")
         if any(rank in bucket.waiting for bucket in self._buckets):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
-        if event.produced < self._produced[rank]:
-            raise ProtocolError(f"rank {rank} has produced {event.produced}, earlier {self._produced[rank]} gradients")
+        buckets = self._opened[rank].config.buckets
+        before = self._produced.get(rank, [0] * buckets)
+        if len(event.produced) != buckets or any(a < b for a, b in zip(event.produced, before, strict=True)):
+            raise ProtocolError(f"rank {rank} has produced {event.produced} gradients a bucket, earlier {before}")
         self._done.add(rank)
+        self._flush = self._flush or event.flush
         self._produced[rank] = event.produced
-        if len(self._done) < self._size or self._config is None:
-            return self._advance(now)
-        return self._drain(rank)
+        if len(self._done) < len(self.ranks) or self._config is None:
+            return self._advance(rank, now)
+        return self._drain(rank, now)
 
     # -- firing -----------------------------------------------------------------------------------------------
 
     def _active(self) -> set[int]:
-        return set(range(self._size)) - self._done
+        return set(self.ranks) - self._done
+
+    def _all_fired(self, round_: int) -> bool:
+        return all(bucket.fired >= round_ for bucket in self._buckets)
 
     def _too_late(self, bucket: _Bucket, round_: int) -> set[int]:
         """The computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
         assert self._config is not None
-        return {r for r in self._active() if round_ - bucket.steps[r] > self._config.max_staleness}
+        return {r for r in self._active() if round_ - bucket.position[r] > self._config.max_staleness}
 
-    def _advance(self, now: float) -> list[Command]:
-        """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)"""
+    def _round(self, number: int) -> _Round:
+        if number not in self._rounds:
+            assert self._config is not None
+            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number)
+            self._rounds[number] = _Round(quorum, why)
+        return self._rounds[number]
+
+    def _advance(self, by: int | None, now: float) -> list[Command]:
+        """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)
+
+        Args:
+            by: the rank whose event it was; None if only time has passed.
+        """
         if self._config is None or self._refused:
             return []
         commands: list[Command] = []
         active = self._active()
         for index, bucket in enumerate(self._buckets):
-            round_ = bucket.fired + 1
-            config = self._config
-            decision = activation.decide(config.quorum, round_, bucket.waiting, active, self._size, config.seed)
             bucket.wake_at = None
+            if not bucket.waiting:
+                bucket.quorum_at = None
+                continue
+            number, config = bucket.fired + 1, self._config
+            round_ = self._round(number)
+            decision = activation.decide(
+                round_.quorum, number, list(bucket.waiting), active, self.ranks, config.seed, round_.why
+            )
             if not decision.fire:
                 bucket.quorum_at = None
                 continue
@@ -227,80 +297,57 @@ class Rounds:
             if now < bucket.quorum_at + config.grace and len(bucket.waiting) < len(active):
                 bucket.wake_at = bucket.quorum_at + config.grace
                 continue
-            if self._too_late(bucket, round_):
+            if self._too_late(bucket, number):
                 continue
             assert decision.initiator is not None
-            commands.append(self._fire(index, decision.initiator, decision.reason))
+            last = next(reversed(bucket.waiting)) if by is None else by
+            commands.append(self._fire(index, decision.initiator, decision.reason, last, now))
         return commands
 
-    def _fire(self, index: int, initiator: int, reason: str) -> Go:
+    def _fire(self, index: int, initiator: int, reason: str, by: int, now: float) -> Go:
+        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step."""
         bucket = self._buckets[index]
+        arrivals, bucket.waiting = bucket.waiting, {}
         bucket.fired += 1
-        bucket.waiting = []
         bucket.quorum_at = None
         bucket.loaded = False
-        hyper = self._lead(bucket.fired, initiator).hyper
-        settled = min(b.fired for b in self._buckets)
-        for old in [r for r, lead in self._leads.items() if r < settled and lead.hyper is not None]:
-            del self._leads[old]
-        return Go(self._optimizer, index, bucket.fired, hyper, reason)
+        number, held = bucket.fired, 0.0
+        round_ = self._round(number)
+        if self._all_fired(number):
+            held = sum(now - rank.at for rank in self._in_step.values() if rank.step == number)
+            lead = self._in_step.get(initiator)
+            if lead is None or lead.step != number:
+                lead = next((rank for rank in self._in_step.values() if rank.step == number), None)
+            if lead is not None and round_.hyper is None:
+                self._settle(number, lead.hyper)
+            if self._auto is not None:
+                self._auto.fired(now)
+        first = min(arrivals.values(), default=now)
+        return Go(self._optimizer, index, number, round_.hyper, Firing(reason, by, len(arrivals), first, now, held))
 
-    def _lead(self, round_: int, initiator: int) -> _Lead:
-        """The round's lead: drawn by its first bucket; its hyperparameters are those of that rank's same step."""
-        lead = self._leads.setdefault(round_, _Lead(initiator, None))
-        step, hyper = self._hypers.get(lead.initiator, (0, []))
-        if lead.hyper is None and step == round_:
-            lead.hyper = hyper
-            self._last_hyper = hyper
-        return lead
+    def _settle(self, number: int, hyper: Hyper) -> None:
+        self._rounds[number].hyper = self._last_hyper = hyper
+        for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
+            del self._rounds[old]
 
-    def _drain(self, rank: int) -> list[Command]:
+    def _drain(self, rank: int, now: float) -> list[Command]:
         """All are done: carry what is pending in a last round, with the last hyperparameters, and start afresh."""
-        last = max(bucket.fired for bucket in self._buckets) + any(bucket.loaded for bucket in self._buckets)
+        extra = self._flush and any(bucket.loaded for bucket in self._buckets)
+        last = max(bucket.fired for bucket in self._buckets) + extra
         commands: list[Command] = []
         for index, bucket in enumerate(self._buckets):
             while bucket.fired < last:
-                lead = self._leads.setdefault(bucket.fired + 1, _Lead(0, None))
-                lead.hyper = self._last_hyper if lead.hyper is None else lead.hyper
-                commands.append(self._fire(index, 0, "drain: all ranks are done"))
+                round_ = self._round(bucket.fired + 1)
+                round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
+                commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
         for bucket in self._buckets:
-            bucket.steps = [last] * self._size
+            bucket.position = dict.fromkeys(self.ranks, last)
         self._done.clear()
-        self._hypers.clear()
-        commands.append(Drained(self._optimizer, last, sum(self._produced), rank))
+        self._in_step.clear()
+        self._rounds.clear()
+        if self._auto is not None:
+            self._auto.interrupted()
+        produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
+        commands.append(Drained(self._optimizer, last, produced, rank, self._flush))
+        self._flush = False
         return commands
-
-
-def disagreement(opened: dict[int, Opened]) -> str | None:
-    """How the ranks' optimizers differ, and what mends it; None if they agree."""
-    first = opened[0]
-    for rank in sorted(opened):
-        other = opened[rank]
-        if other.config != first.config:
-            return (
-                f"the ranks wrapped their optimizers differently: rank 0 has {first.config}, rank {rank} has "
-                f"{other.config}. Pass the same arguments on every rank."
-            )
-        if other.names != first.names:
-            return (
-                f"the ranks train different parameters: rank 0 has {len(first.names)}, rank {rank} has "
-                f"{len(other.names)}, or they have other names or shapes. Build the same model on every rank, and "
-                f"let every rank's optimizers take their first step in the same order."
-            )
-    differing = [rank for rank in sorted(opened) if opened[rank].checksums != first.checksums]
-    if not differing:
-        return None
-    other = opened[differing[0]]
-    name = next(n for n, a, b in zip(first.names, first.checksums, other.checksums, strict=True) if a != b)
-    if name.startswith(STATE):
-        return (
-            f"the optimizer's state differs before the first step: {ranks_text(differing)} from rank 0, first in "
-            f"{name!r}. Call hvd.broadcast_optimizer_state(optimizer, root_rank=0) in torch, or use the Keras "
-            f"BroadcastGlobalVariablesCallback(0), before training; and load checkpoints on every rank or on rank 0 "
-            f"alone before that call."
-        )
-    return (
-        f"the weights differ before the first step: {ranks_text(differing)} from rank 0, first in {name!r}. Call "
-        f"hvd.broadcast_parameters(model.state_dict(), root_rank=0) in torch, hvd.broadcast_variables(model.variables, "
-        f"root_rank=0) or the Keras BroadcastGlobalVariablesCallback(0) in TensorFlow, before training."
-    )

@@ -119,9 +119,8 @@ class MemoryChannel:
 class _Meeting:
     """One collective: complete when every rank has brought its part."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self.parts: dict[int, Any] = {}
-        self.size = size
         self.result: Any = None
         self.complete = threading.Event()
 
@@ -136,18 +135,26 @@ class Switchboard:
         self.wakes: dict[int, Callable[[], None]] = {}
         self.count = 0
 
-    def join(self, rank: int, name: str, part: Any, combine: Callable[[list[Any]], Any]) -> _Meeting:
+    def join(
+        self,
+        rank: int,
+        name: str,
+        part: Any,
+        combine: Callable[[list[Any]], Any],
+        members: Sequence[int] | None = None,
+    ) -> _Meeting:
+        ranks = range(self._size) if members is None else members
         with self._lock:
-            meeting = self._open.setdefault(name, _Meeting(self._size))
-            if rank in meeting.parts:
-                raise InjectedError(f"rank {rank} submitted {name} twice")
+            meeting = self._open.setdefault(name, _Meeting())
+            if rank in meeting.parts or rank not in ranks:
+                raise InjectedError(f"rank {rank} submitted {name} twice, or is not among {ranks}")
             meeting.parts[rank] = part
-            last = len(meeting.parts) == self._size
+            last = len(meeting.parts) == len(ranks)
             if last:
                 del self._open[name]
                 self.count += 1
         if last:
-            meeting.result = combine([meeting.parts[r] for r in range(self._size)])
+            meeting.result = combine([meeting.parts[r] for r in ranks])
             meeting.complete.set()
             for wake in list(self.wakes.values()):
                 wake()
@@ -168,8 +175,14 @@ class _MemoryHandle:
         return None
 
 
+def _members(process_set: Any) -> list[int] | None:
+    """The ranks of a process set: Horovod's object, or a sequence of them; None for all."""
+    return None if process_set is None else list(getattr(process_set, "ranks", process_set))
+
+
 class MemoryCollectives:
-    """Collectives among threads, for NumPy, torch and TensorFlow arrays alike; sums in rank order."""
+    """Collectives among threads, for NumPy, torch and TensorFlow arrays alike; sums in rank order. A process set is a
+    sequence of ranks."""
 
     failure: type[Exception] = InjectedError
 
@@ -182,14 +195,14 @@ class MemoryCollectives:
     def stop(self) -> None:
         self._board.wakes.pop(self.rank, None)
 
-    def sum(self, vector: Vector, name: str) -> Handle:
+    def sum(self, vector: Vector, name: str, process_set: Any = None) -> Handle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:
                 total = total + part
             return total
 
-        return _MemoryHandle(self._board.join(self.rank, name, vector, add))
+        return _MemoryHandle(self._board.join(self.rank, name, vector, add, _members(process_set)))
 
     def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         def pick(parts: list[Any]) -> Any:
@@ -198,8 +211,10 @@ class MemoryCollectives:
 
         return _MemoryHandle(self._board.join(self.rank, name, vector, pick))
 
-    def broadcast(self, vector: Vector, root: int, name: str) -> Handle:
-        return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[root]))
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
+        members = _members(process_set)
+        at = root if members is None else members.index(root)
+        return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[at], members))
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         meeting = self._board.join(self.rank, name, payload, list)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvd_async.eager import EagerWorker, Stats
+from hvd_async.eager import EagerWorker
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.lifecycle import Lifecycle, local_engine
+from hvd_async.stats import Stats
+from hvd_async.wire import Held
 
 
 class WrapperState:
@@ -21,15 +23,20 @@ class WrapperState:
         engine: this thread's own, in tests with ranks as threads; None where the process has one.
         worker: None until the ranks have met.
         broken: why this rank's replica is none any more; None while it is.
+        size, index: how many ranks share the optimizer, and which of them this one is.
+        restored: what an earlier run has left pending on this rank; None if nothing was loaded.
     """
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, size: int, index: int) -> None:
         self.lifecycle = lifecycle
         self.engine = local_engine()
-        self.size = lifecycle.size()
+        self.size, self.index = size, index
         self.worker: EagerWorker | None = None
         self.broken: str | None = None
         self.lock = threading.RLock()
+        self.restored: list[Held] | None = None
+        self.rounds_before = 0
+        """Rounds of earlier workers and runs."""
 
     @contextlib.contextmanager
     def applying(self, round_index: int) -> Iterator[None]:
@@ -64,6 +71,25 @@ class Wrapped:
         worker.engine.drain()
         return worker.last_done
 
+    def cut(self) -> None:
+        """Stop at a point where no round is on its way, without carrying what is pending; for a checkpoint a rank.
+
+        Afterwards all ranks have the same weights, and each rank's state holds what it has pending: save every rank's,
+        and load them into as many ranks. Quicker than ``drain()`` and without its last round; batch-norm statistics
+        stay each rank's own. A collective, like ``drain()``, and like it for all of this process's optimizers.
+
+        Raises:
+            ReplicaStateError: an earlier round could not be applied here.
+        """
+        self._worker().engine.drain(flush=False)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that this rank's weights have seen, those before a resumed checkpoint included."""
+        worker: EagerWorker | None = self._eager.worker
+        before: int = self._eager.rounds_before
+        return before + (0 if worker is None else worker.version)
+
     def stats(self) -> Stats:
         """What this rank's optimizer has done so far."""
         worker: EagerWorker | None = self._eager.worker
@@ -83,8 +109,8 @@ class Wrapped:
         """Names and checksums of everything that must be the same on all ranks."""
         raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
 
-    def _finish(self, worker: EagerWorker) -> None:
-        """Drain this optimizer alone."""
+    def _finish(self, worker: EagerWorker, flush: bool) -> None:
+        """Drain (``flush``) or cut this optimizer alone."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
     def _offer(self) -> None:
@@ -93,7 +119,11 @@ class Wrapped:
         with state.lock:
             if state.worker is None or state.worker.engine.replaced:
                 engine = state.engine or state.lifecycle.engine()
+                state.rounds_before = self.rounds
                 state.worker = self._attach(engine)
+                if state.restored is not None:
+                    state.worker.restore(state.restored)
+                    state.restored = None
                 state.worker.offer(*self._fingerprint())
 
     def _worker(self) -> EagerWorker:
@@ -114,16 +144,85 @@ class Wrapped:
             worker: EagerWorker = state.worker
             return worker
 
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+        """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
+
+        Args:
+            nbytes: of each bucket's vector.
+
+        Raises:
+            ReplicaStateError: gradients may be on their way, on some rank or other.
+        """
+        state, worker = self._eager, self._eager.worker
+        held: list[Held] = state.restored or []
+        if worker is not None:
+            held = worker.pending()
+            synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
+            if not worker.settled and not synchronous:
+                pending = max((len(versions) for _, versions in held), default=0)
+                raise ReplicaStateError(
+                    f"gradients are on their way: {pending} of this rank's would be lost by saving its state now, and "
+                    f"other ranks' too. Call drain() on every rank first and save rank 0's state, or call cut() on "
+                    f"every rank and save every rank's."
+                )
+        version = 0 if worker is None else worker.version
+        return {
+            "size": state.size,
+            "index": state.index,
+            "rounds": self.rounds,
+            "nbytes": list(nbytes),
+            "vectors": [vector for vector, _ in held],
+            "versions": [[v - version for v in versions] for _, versions in held],
+        }
+
+    def _take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+        """Take back what ``_share`` gave, before the ranks meet.
+
+        Args:
+            share: of this rank.
+            nbytes: of each bucket's vector now.
+
+        Raises:
+            ValueError: it is of another rank, or of a job of another size or other buckets, and holds gradients.
+            ReplicaStateError: gradients of the present run are on their way.
+        """
+        state = self._eager
+        lost = max((len(versions) for versions in share["versions"]), default=0)
+        if state.worker is not None and not (state.worker.settled and self._nothing_pending(state.worker)):
+            raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
+        if lost and (share["size"], share["index"]) != (state.size, state.index):
+            raise ValueError(
+                f"this state is of rank {share['index']} of {share['size']} after cut(), with {lost} gradient(s) "
+                f"pending; on rank {state.index} of {state.size} they would be lost. Load each rank's own file at the "
+                f"same size, or save after drain()."
+            )
+        if lost and list(share["nbytes"]) != list(nbytes):
+            raise ValueError(
+                f"this state has {lost} gradient(s) pending in buckets of {share['nbytes']} bytes, and this optimizer "
+                f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups and compression"
+            )
+        if state.worker is not None and lost:
+            raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
+        state.rounds_before = share["rounds"] - (0 if state.worker is None else state.worker.version)
+        if lost:
+            state.restored = [Held(*held) for held in zip(share["vectors"], share["versions"], strict=True)]
+
+    @staticmethod
+    def _nothing_pending(worker: EagerWorker) -> bool:
+        return not any(versions for _, versions in worker.pending())
+
     def _attach(self, engine: Any) -> EagerWorker:
         reference = weakref.ref(self)
 
-        def finish() -> None:
+        def finish(flush: bool) -> None:
             optimizer = reference()
             if optimizer is not None:
                 optimizer._worker()
-                optimizer._finish(worker)
-            else:
-                worker.drain(lambda _: None)  # nobody holds its weights any more, but the others still wait
+                optimizer._finish(worker, flush)
+            else:  # nobody holds its weights any more, but the others still wait
+                (worker.drain if flush else worker.cut)(lambda _: None)
 
         worker = self._new_worker(engine, finish)
         return worker

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -33,10 +34,9 @@ class _HorovodHandle:
     def done(self) -> bool:
         return bool(hvd.poll(self._handle))
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Any:
         self._durations[self._kind] = time.monotonic() - self._started
-        result: torch.Tensor = hvd.synchronize(self._handle)
-        return result
+        return hvd.synchronize(self._handle)
 
     def poll_in(self) -> float:
         elapsed = time.monotonic() - self._started
@@ -46,8 +46,44 @@ class _HorovodHandle:
         return min(max(FINEST_POLL, elapsed / 10), COARSEST_POLL)
 
 
+class _BFloat16Sum:
+    """A sum of bfloat16 vectors, which Horovod does not add: every rank sums one part of all, in float32, and all
+    gather the parts. It moves as many bytes as an allreduce.
+
+    Args:
+        vector: shape (n,), bfloat16.
+        size: ranks that take part.
+        begin: starts the exchange of parts, ``gather`` that of their sums; both take int16 vectors of these bits.
+    """
+
+    def __init__(
+        self,
+        vector: torch.Tensor,
+        size: int,
+        begin: Callable[[torch.Tensor], _HorovodHandle],
+        gather: Callable[[torch.Tensor], _HorovodHandle],
+    ) -> None:
+        self._elements, self._size, self._gather = vector.numel(), size, gather
+        padded = torch.nn.functional.pad(vector, (0, -self._elements % size))
+        self._stage = begin(padded.view(torch.int16))
+        self._summed = False
+
+    def done(self) -> bool:
+        if self._stage.done() and not self._summed:
+            parts = self._stage.result()[0].view(torch.bfloat16).view(self._size, -1)
+            self._summed = True
+            self._stage = self._gather(parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.int16))
+        return self._summed and self._stage.done()
+
+    def result(self) -> torch.Tensor:
+        return self._stage.result().view(torch.bfloat16)[: self._elements]
+
+    def poll_in(self) -> float:
+        return self._stage.poll_in()
+
+
 class HorovodCollectives:
-    """The data plane on Horovod's global process set.
+    """The data plane on Horovod: over all ranks, or over those of a process set.
 
     Raises:
         NotInitializedError: ``hvd.init()`` was not called.
@@ -71,14 +107,28 @@ class HorovodCollectives:
     def _handle(self, handle: int, name: str) -> _HorovodHandle:
         return _HorovodHandle(handle, name.rpartition(".")[0], self._durations)
 
-    def sum(self, vector: torch.Tensor, name: str) -> _HorovodHandle:
-        return self._handle(hvd.allreduce_async_(vector, op=hvd.Sum, name=name), name)
+    def sum(self, vector: torch.Tensor, name: str, process_set: Any = None) -> _HorovodHandle | _BFloat16Sum:
+        ranks = hvd.global_process_set if process_set is None else process_set
+        if vector.dtype != torch.bfloat16:
+            return self._handle(hvd.allreduce_async_(vector, op=hvd.Sum, name=name, process_set=ranks), name)
+        stem, _, number = name.rpartition(".")
+
+        def begin(padded: torch.Tensor) -> _HorovodHandle:
+            own = f"{stem}.parts.{number}"
+            return self._handle(hvd.alltoall_async(padded, name=own, process_set=ranks), own)
+
+        def gather(part: torch.Tensor) -> _HorovodHandle:
+            own = f"{stem}.sums.{number}"
+            return self._handle(hvd.allgather_async(part, name=own, process_set=ranks), own)
+
+        return _BFloat16Sum(vector, ranks.size(), begin, gather)
 
     def extreme(self, vector: torch.Tensor, name: str, largest: bool) -> _HorovodHandle:
         return self._handle(hvd.allreduce_async_(vector, op=hvd.Max if largest else hvd.Min, name=name), name)
 
-    def broadcast(self, vector: torch.Tensor, root: int, name: str) -> _HorovodHandle:
-        return self._handle(hvd.broadcast_async_(vector, root, name=name), name)
+    def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> _HorovodHandle:
+        ranks = hvd.global_process_set if process_set is None else process_set
+        return self._handle(hvd.broadcast_async_(vector, root, name=name, process_set=ranks), name)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))
@@ -89,4 +139,4 @@ class HorovodCollectives:
         return unpack(gathered)
 
 
-LIFECYCLE = Lifecycle(HorovodCollectives, lambda: hvd.size() if hvd.is_initialized() else None)
+LIFECYCLE = Lifecycle(HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None)

@@ -2,244 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from hvd_async import activation
-from hvd_async.eager import EagerWorker, Round
-from hvd_async.engine import Engine
-from hvd_async.errors import ReplicaStateError
-from hvd_async.events import EagerConfig, Hyper
-from hvd_async.options import check_eager_options, refuse
-from hvd_async.rounds import STATE
-from hvd_async.torch import hyper as hyperparameters
-from hvd_async.torch.buffers import Layout, checksum, consensus_distance, signature, unify_buffers
+from hvd_async.options import check_eager_options, check_passes, scales
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.wrapping import Wrapped, WrapperState
-
-RoundTransform = Callable[[Sequence[torch.Tensor]], object]
-
-
-class _Settings(WrapperState):
-    """What the wrapper was given, and what it keeps between calls."""
-
-    def __init__(self, named: dict[int, str] | None, **options: Any) -> None:
-        super().__init__(LIFECYCLE)
-        self.named = named
-        """Parameters' names by id; None if none were given."""
-        self.layout = Layout([])
-        self.trainable: list[bool] = []
-        """Which parameters had requires_grad when the ranks last agreed; rounds are applied to these."""
-        self.options: dict[str, Any] = options["config"]
-        self.sparse_as_dense: bool = options["sparse_as_dense"]
-        self.round_transform: RoundTransform | None = options["round_transform"]
-        self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
-        self.buffer_policy: str = options["buffers"]
-        self.shown: Round | None = None
-        """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
-        self.skip = self.one_by_one = False
-
-
-class EagerMixin(Wrapped, torch.optim.Optimizer):
-    """What ``EagerOptimizer`` adds to the class of the optimizer it wraps."""
-
-    _eager: _Settings
-    _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
-
-    # -- stepping ---------------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over the gradients, wait for this step's round, apply every round that is waiting.
-
-        Args:
-            closure: evaluated once, before the gradients are handed over.
-
-        Returns:
-            The closure's value, None without one.
-
-        Raises:
-            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
-            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        state = self._eager
-        if state.skip:
-            self._step_shown()
-            return loss
-        if state.shown is not None:
-            raise ReplicaStateError(
-                "step() after synchronize() would hand over the round that is in p.grad once more: write "
-                "`with optimizer.skip_synchronize(): optimizer.step()`"
-            )
-        for round_ in self._hand_over(most=None):
-            self._apply(round_)
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
-
-    def synchronize(self) -> None:
-        """Hand over the gradients and put one round's average into every ``p.grad``, for user code to change.
-
-        Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
-        ``round_transform=`` does the same without holding it back.
-
-        A round that is shown and not followed by a step is left out: do so on all ranks alike.
-        """
-        state = self._eager
-        rounds = self._hand_over(most=1)
-        state.one_by_one = True
-        state.shown = rounds[0] if rounds else None
-        if state.shown is not None and state.shown.gradients:
-            state.layout.set_gradients(state.shown.sums, 1.0 / state.size, state.trainable)
-        else:
-            super().zero_grad(set_to_none=True)
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step()`` apply what ``synchronize()`` has put into p.grad."""
-        self._eager.skip = True
-        try:
-            yield
-        finally:
-            self._eager.skip = False
-
-    def _step_shown(self) -> None:
-        state = self._eager
-        if state.shown is None:
-            raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
-        shown, state.shown = state.shown, None
-        if shown.gradients:
-            with state.applying(shown.index):
-                self._update(shown.hyper)
-
-    def _hand_over(self, most: int | None) -> list[Round]:
-        """Give this step's gradients to the worker; returns the rounds that are waiting."""
-        state = self._eager
-        worker = self._worker()
-        if [p.requires_grad for p in self._parameters()] != state.trainable:
-            raise ReplicaStateError(
-                "requires_grad of a parameter has changed while rounds are on their way: call optimizer.drain() on "
-                "every rank before you freeze or unfreeze parameters, and once more after it"
-            )
-        return worker.step(
-            state.layout.gradients(state.sparse_as_dense), hyperparameters.read(self.param_groups), most=most
-        )
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _apply(self, round_: Round) -> None:
-        """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
-        if round_.gradients == 0:
-            return  # nothing in it; momentum and decay must not move the weights
-        state = self._eager
-        parameters = self._parameters()
-        own = [p.grad for p in parameters]
-        try:
-            with state.applying(round_.index):
-                state.layout.set_gradients(round_.sums, 1.0 / state.size, state.trainable)
-                if state.round_transform is not None:
-                    state.round_transform([p for p in parameters if p.grad is not None])
-                self._update(round_.hyper)
-        finally:
-            for parameter, gradient in zip(parameters, own, strict=True):
-                parameter.grad = gradient
-
-    def _update(self, hyper: Hyper) -> None:
-        own = hyperparameters.read(self.param_groups)
-        if own == hyper:
-            self._wrapped_class.step(self)
-            return
-        hyperparameters.write(self.param_groups, hyper)
-        try:
-            self._wrapped_class.step(self)
-        finally:
-            hyperparameters.write(self.param_groups, own)
-
-    # -- the rest of the interface ----------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
-        state = self.__dict__.get("_eager")
-        if state is not None and state.worker is not None:
-            raise ReplicaStateError(
-                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
-                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
-            )
-        super().add_param_group(param_group)
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._worker().engine, self._parameters())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ReplicaStateError(
-            "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
-        )
-
-    def _new_worker(self, engine: Engine, finish: Callable[[], None]) -> EagerWorker:
-        self._lay_out()  # groups may have been added, parameters frozen, since the wrapper was made
-        state = self._eager
-        config = EagerConfig(**state.options, buckets=len(state.layout))
-        return EagerWorker(engine, config, state.layout.zeros, finish)
-
-    def _lay_out(self) -> None:
-        parameters = self._parameters()
-        self._eager.layout = Layout(parameters)
-        self._eager.trainable = [p.requires_grad for p in parameters]
-
-    def _fingerprint(self) -> tuple[list[str], list[int]]:
-        parameters, named = self._parameters(), self._eager.named
-        names = [
-            signature(f"parameter {index}" if named is None else named.get(id(p), f"parameter {index}"), p)
-            for index, p in enumerate(parameters)
-        ]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        kind = f"optimizer {self._wrapped_class.__name__} with groups of {sizes}"
-        held = [
-            (f"{STATE}{key} of {name}", checksum(value))
-            for p, name in zip(parameters, names, strict=True)
-            for key, value in self.state.get(p, {}).items()
-            if isinstance(value, torch.Tensor)
-        ]
-        return (
-            [kind, *names, *(name for name, _ in held)],
-            [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
-        )
-
-    def _finish(self, worker: EagerWorker) -> None:
-        state, left = self._eager, 0
-
-        def apply(round_: Round) -> None:
-            nonlocal left
-            left += 1
-            self._apply(round_)
-
-        state.shown = None
-        worker.drain(apply)
-        if left and state.one_by_one and state.round_transform is None:
-            warnings.warn(
-                f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "
-                f"synchronize() and step() as round_transform=, so that it runs on every round",
-                stacklevel=4,
-            )
-        state.trainable = [p.requires_grad for p in self._parameters()]
-        if state.buffer_policy != "local" and state.named_buffers:
-            unify_buffers(worker.engine, state.named_buffers, state.buffer_policy)
+from hvd_async.torch.compression import Compression, check_compression
+from hvd_async.torch.settings import RoundTransform, Settings
+from hvd_async.torch.stepping import EagerMixin
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = hvd.Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: Any = hvd.Average,
     gradient_predivide_factor: float = 1.0,
@@ -252,6 +33,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     max_staleness: int = 16,
     grace: float = 0.0,
     seed: int = 0,
+    bucket_cap_mb: float = 25.0,
+    pace: str = "steps",
+    scaler: Any = None,
+    nonfinite: str = "skip",
     round_transform: RoundTransform | None = None,
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     buffers: str = "average",
@@ -266,14 +51,29 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         optimizer: any torch optimizer whose step needs one gradient (not LBFGS). It is not changed; what is returned
             shares its parameter groups and state and takes its place.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
-        compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups, process_set: as in
-            ``hvd.DistributedOptimizer``. In this version only the defaults are accepted.
-        sparse_as_dense: send sparse gradients as dense tensors.
+        compression: how gradients travel: ``hvd.Compression.none``, ``fp16``, ``bf16`` (of ours, summed in float32), or
+            a class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
+            What is pending stays float32.
+        backward_passes_per_step: how many times backward() is called before step(); gradients add up, as in Horovod.
+        op: ``hvd.Average`` or ``hvd.Sum``, over the ranks.
+        gradient_predivide_factor: divide by it before the sum and multiply by it afterwards (with Average).
+        groups: lists of parameters that travel together, or into how many groups to part all; ``num_groups`` is
+            Horovod's older name for the latter. Parameters in no list are parted by ``bucket_cap_mb``.
+        sparse_as_dense: send sparse gradients as dense tensors; SparseAdam gets them back sparse.
+        process_set: the ranks to average over; each must wrap the optimizer with it, and this rank be one of them.
         quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
-            round), "all" (synchronous SGD), a number of ranks, or a fraction of them.
+            round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that brings
+            the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's stderr).
         max_staleness: rounds a gradient may be late; 0 is synchronous.
         grace: seconds to wait for more ranks once the quorum is there.
         seed: of majority's draw, the same on all ranks.
+        bucket_cap_mb: MiB of gradients that travel together; smaller ones leave earlier during backward().
+        pace: "steps" (all ranks do the same number of steps, and one that is always slower holds the others up after
+            ``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``).
+        scaler: the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are
+            unscaled before others see them, and an overflow counts as a step without gradient.
+        nonfinite: what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in
+            ``stats().gradients_skipped``) or "raise" FloatingPointError in step().
         round_transform: called with the parameters whose ``p.grad`` holds a round's average, before it is applied; for
             gradient clipping and the like: ``lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0)``.
         named_buffers: ``model.named_buffers()``, so that ``drain()`` can make batch-norm statistics agree.
@@ -287,16 +87,15 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    check_eager_options(quorum, max_staleness, grace, buffers, LIFECYCLE.size())
-    refuse(
-        compression=(compression, hvd.Compression.none),
-        backward_passes_per_step=(backward_passes_per_step, 1),
-        op=(op, hvd.Average),
-        gradient_predivide_factor=(gradient_predivide_factor, 1.0),
-        num_groups=(num_groups, 0),
-        groups=(groups, None),
-        process_set=(process_set, hvd.global_process_set),
+    size, index, members = _place(process_set)
+    check_eager_options(
+        quorum, max_staleness, grace, buffers, size, bucket_cap_mb=bucket_cap_mb, pace=pace, nonfinite=nonfinite
     )
+    check_passes(backward_passes_per_step)
+    check_compression(compression)
+    factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, size)
+    if num_groups and groups is None:
+        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} is no torch optimizer: pass one, as in "
@@ -313,17 +112,48 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
     vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
-    wrapped._eager = _Settings(
-        parameter_names(parameters, named_parameters),
-        config={"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed},
-        sparse_as_dense=sparse_as_dense,
-        round_transform=round_transform,
-        named_buffers=list(named_buffers or []),
-        buffers=buffers,
-    )
+    config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
+    options = {
+        "config": config,
+        "backward_passes_per_step": backward_passes_per_step,
+        "bucket_cap_mb": bucket_cap_mb,
+        "groups": num_groups if groups is None else groups,
+        "compression": compression,
+        "process_set": process_set if members else None,
+        "members": members,
+        "scales": factors,
+        "sparse_as_dense": sparse_as_dense,
+        "scaler": scaler,
+        "nonfinite": nonfinite,
+        "round_transform": round_transform,
+        "named_buffers": list(named_buffers or []),
+        "buffers": buffers,
+    }
+    wrapped._eager = Settings(size, index, parameter_names(parameters, named_parameters), options)
     wrapped._lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
+
+
+def _place(process_set: Any) -> tuple[int, int, tuple[int, ...]]:
+    """Of a process set: its size, which of its ranks this one is, and its ranks (empty if they are all of the job's).
+
+    Raises:
+        ValueError: this rank is not in it.
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+    rank, size = LIFECYCLE.world()
+    if process_set is hvd.global_process_set or process_set is None:
+        return size, rank, ()
+    members = tuple(process_set.ranks)
+    if process_set.process_set_id is None:
+        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
+    if rank not in members:
+        raise ValueError(
+            f"rank {rank} is not in the process set of ranks {list(members)}: wrap the optimizer on those ranks only, "
+            f"or with a process set that this rank is in"
+        )
+    return len(members), members.index(rank), members
 
 
 def parameter_names(

@@ -7,8 +7,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_async import timeline
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.eager import EagerMixin
+from hvd_async.torch.stepping import EagerMixin
+
+timeline.watch_exit(hvd.shutdown)
 
 
 class _Shape(tuple[Any, ...]):
@@ -79,3 +82,4 @@ def shutdown() -> None:
     """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
     LIFECYCLE.shutdown()
     hvd.shutdown()
+    timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew

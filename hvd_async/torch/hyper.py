@@ -1,4 +1,4 @@
-"""A torch optimizer's hyperparameters as plain numbers, so that a round can carry them."""
+"""A torch optimizer's hyperparameters and frozen parameters as numbers, so that a round can carry them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ def _number(value: Any) -> bool | int | float | None:
     return plain if isinstance(plain, int | float) else None
 
 
+FROZEN = "frozen parameters"
+"""The key of a group's frozen parameters, by their number in it; no optimizer's option has a space in its name."""
+
+
 def read(groups: list[dict[str, Any]]) -> Hyper:
     """Learning rate, momentum, decay and whatever else is a number (or several), for each parameter group."""
     hyper: Hyper = []
     for group in groups:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {FROZEN: [i for i, p in enumerate(group["params"]) if not p.requires_grad]}
         for key, value in group.items():
             if isinstance(value, tuple | list):
                 numbers = [_number(v) for v in value]
@@ -37,8 +41,15 @@ def write(groups: list[dict[str, Any]], hyper: Hyper) -> None:
     """Put ``hyper`` into the groups, keeping tuples tuples and tensors tensors."""
     for group, values in zip(groups, hyper, strict=True):
         for key, value in values.items():
+            if key == FROZEN:
+                continue
             held = group.get(key)
             if isinstance(held, torch.Tensor):
                 held.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(held, tuple) else value
+
+
+def frozen(groups: list[dict[str, Any]], hyper: Hyper) -> set[int]:
+    """The ids of the parameters that a round with ``hyper`` leaves alone."""
+    return {id(group["params"][i]) for group, values in zip(groups, hyper, strict=True) for i in values[FROZEN]}

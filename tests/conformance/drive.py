@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from hvd_async.eager import EagerWorker, Round, Stats
-from hvd_async.events import Hyper
+from hvd_async.eager import EagerWorker
+from hvd_async.events import EagerConfig, Hyper
 from hvd_async.lifecycle import use_engine
+from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
+from hvd_async.wire import Held, Round
 from tests.conformance.cases import Schedule, Script
 from tests.conformance.reference import Applied, Array
 
@@ -44,17 +46,25 @@ class ScriptedWorker:
 
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
         self.engine = SimpleNamespace(size=size, replaced=False, rank=0)
-        self.agreed = True
+        self.agreed = self.settled = True
+        self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
         self.handed: list[Array] = []
         self.hypers: list[Hyper] = []
         self.applied: list[Applied] = []
         self.version = self.last_done = 0
+        self._early: dict[int, Any] = {}
         self._elements, self._random = elements, np.random.default_rng(11)
 
-    def step(self, vectors: Sequence[Any], hyper: Hyper, most: int | None = None) -> list[Round]:
+    def hand_over(self, bucket: int, vector: Any) -> None:
+        """As the worker's."""
+        assert bucket not in self._early
+        self._early[bucket] = vector
+
+    def step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[Round]:
         """What a step finds waiting."""
-        (vector,) = vectors
+        (vector,) = (self._early | dict(vectors)).values()
+        self._early = {}
         self.handed.append(np.asarray(vector).astype(np.float64))
         self.hypers.append(hyper)
         rounds = []
@@ -65,9 +75,13 @@ class ScriptedWorker:
                 sums[:-1] = self._random.normal(size=self._elements)
             sums[-1] = gradients
             self.applied.append(Applied(sums.astype(np.float64), self.lr))
-            own = [{**group, "lr": self.lr} if "lr" in group else {"learning_rate": self.lr} for group in hyper]
-            rounds.append(Round(self.version, (self.convert(sums),), own, gradients, (gradients,)))
+            own = [{**group, "lr" if "lr" in group else "learning_rate": self.lr} for group in hyper]
+            rounds.append(Round(self.version, (self.convert(sums),), own, (gradients,)))
         return rounds
+
+    def pending(self) -> list[Held]:
+        """Nothing."""
+        return [Held(None, [])]
 
     def stats(self) -> Stats:
         """As the worker's."""
@@ -109,7 +123,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         tape = made.setdefault(self.engine.rank, Tape())
         for round_ in rounds:
             (group,) = round_.hyper[:1]
-            lr = group["lr"] if "lr" in group else group["learning_rate"]
+            lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
             flat = np.concatenate([np.asarray(s).astype(np.float64)[:-1] for s in round_.sums] + [[round_.gradients]])
             tape.applied.append(Applied(flat, lr))
             tape.rounds.append(round_)

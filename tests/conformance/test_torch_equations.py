@@ -13,7 +13,7 @@ from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case
 from tests.conformance.drive import ScriptedWorker, attach, check_late_rank, scripted_engine, with_late_rank
 from tests.conformance.reference import replay
-from tests.conformance.torch_ranks import TorchTrainer, conv_model, flat, plain
+from tests.conformance.torch_ranks import TorchTrainer, backwards, conv_model, flat, plain
 
 by_name = functools.partial(pytest.mark.parametrize, ids=lambda one: one.name)
 
@@ -24,13 +24,13 @@ def test_scripted_rounds(case, script):
     with scripted_engine(size=4):
         trainer = TorchTrainer(case)
         worker = ScriptedWorker(script, 4, trainer.weights().size, case.lr, torch.as_tensor)
-        trainer.opt._eager.worker = worker
+        attach(trainer.opt, worker)
         before = trainer.weights()
         for step in range(1, len(script.steps) + 1):
             gradient = trainer.gradient(0, step)
             trainer.step()
             assert worker.handed[-1].tolist() == [*gradient, 1.0]
-            assert flat(p.grad for p in trainer.model.parameters()).tolist() == gradient.tolist()  # put back
+            assert flat(p.grad for p in backwards(trainer.model)).tolist() == gradient.tolist()  # put back
             expected = replay("torch", case, before, worker.applied, 4)
             np.testing.assert_allclose(trainer.weights(), expected, rtol=0, atol=1e-5)
 
@@ -60,12 +60,12 @@ def test_quorum_all_equals_averaging_by_hand(case, size):
     for step in range(steps):
         gradients = [reader.gradient(rank, step) for rank in range(size)]
         average = torch.as_tensor(sum(gradients) / size, dtype=torch.float32)
-        parts = average.split([p.numel() for p in model.parameters()])
-        for parameter, part in zip(model.parameters(), parts, strict=True):
+        parts = average.split([p.numel() for p in backwards(model)])
+        for parameter, part in zip(backwards(model), parts, strict=True):
             parameter.grad = part.view_as(parameter).clone()
         optimizer.step()
     for weights in Cluster(size).run(train):
-        np.testing.assert_allclose(weights, flat(model.parameters()), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(weights, flat(backwards(model)), rtol=0, atol=1e-6)
 
 
 def test_empty_rounds_do_not_move_momentum():

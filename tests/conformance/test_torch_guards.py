@@ -74,15 +74,6 @@ def test_it_cannot_be_copied(copying):
         copying(scripted().opt)
 
 
-def test_freezing_between_two_steps_is_refused():
-    trainer = scripted()
-    trainer.train(0, range(1))
-    trainer.gradient(0, 1)
-    trainer.model[0].weight.requires_grad_(False)
-    with pytest.raises(ReplicaStateError, match=r"call optimizer\.drain\(\) on every rank before you freeze"):
-        trainer.step()
-
-
 def test_freezing_between_two_drains_is_right():
     def train(rank: int) -> tuple[bytes, bool]:
         trainer = TorchTrainer(MOMENTUM)

@@ -45,6 +45,11 @@ def flat(tensors: Any) -> Array:
     return np.concatenate([t.detach().numpy().reshape(-1) for t in tensors]).astype(np.float64)
 
 
+def backwards(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters as they lie in buckets: the last first."""
+    return list(model.parameters())[::-1]
+
+
 class TorchTrainer:
     """One rank."""
 
@@ -57,7 +62,7 @@ class TorchTrainer:
         images, labels = batch(rank, step)
         self.opt.zero_grad()
         torch.nn.functional.cross_entropy(self.model(images), labels).backward()
-        return flat(p.grad for p in self.model.parameters())
+        return flat(p.grad for p in backwards(self.model))
 
     def step(self) -> None:
         self.opt.step()
@@ -69,4 +74,4 @@ class TorchTrainer:
             self.step()
 
     def weights(self) -> Array:
-        return flat(self.model.parameters())
+        return flat(backwards(self.model))

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from hvd_async.eager import NAMES_IN_RING, EagerWorker, Round
+from hvd_async.eager import EagerWorker
 from hvd_async.events import Arrived, Command, EagerConfig, Event, Go
 from hvd_async.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.transit import NAMES_IN_RING, Transit
+from hvd_async.wire import Round
 from tests.threads.workload import Plan, Record, check_conservation, check_promises, plan, run, work
 
 QUORUMS = ["solo", "majority", 2, "all"]
@@ -105,14 +107,14 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
         engine = local_engine()
         assert engine is not None
         one = plan("solo", 16, [4, 4])
-        worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
+        worker = one.worker(engine)
         worker.open(["w"], [1])
         returned = []
         if rank == 1:
             assert first_three.wait(30)
             engine.wait(lambda: len(worker._ready) == 3, worker._condition)
         for step in range(1, 4):
-            returned.append(len(worker.step([one.row(rank, step, 0)], [{"lr": 1.0}])))
+            returned.append(len(worker.step(one.rows(rank, step), [{"lr": 1.0}])))
         first_three.set()
         worker.drain(lambda round_: None)
         return returned
@@ -141,7 +143,7 @@ def test_majority_has_about_half_of_the_ranks_in():
 
         def listen(command: Command) -> None:
             if isinstance(command, Go) and rank == 0:
-                reasons.append(command.reason)
+                reasons.append(command.firing.reason)
             obey(command)
 
         worker.step, worker.obey = step_in_turn, listen  # type: ignore[method-assign, assignment]
@@ -193,10 +195,10 @@ class _Lagging(MemoryCollectives):
         self._release, self._in_flight = release, set[str]()
         self._first = inner.rank == 1
 
-    def sum(self, vector: Any, name: str) -> Any:
+    def sum(self, vector: Any, name: str, process_set: Any = None) -> Any:
         assert name not in self._in_flight, f"{name} is in flight already"
         self._in_flight.add(name)
-        handle, first = super().sum(vector, name), self._first
+        handle, first = super().sum(vector, name, process_set), self._first
         self._first = False
         done, result = handle.done, handle.result
 
@@ -215,15 +217,16 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
     one = plan("solo", 16, [NAMES_IN_RING + 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
-        go = worker._go
+        transit = worker._transit
+        go = transit.go
 
         def watch(command: Go) -> None:
             go(command)
-            if worker._held:
+            if transit._held:
                 held.append(command.round)
                 release.set()
 
-        worker._go = watch  # type: ignore[method-assign]
+        transit.go = watch  # type: ignore[method-assign]
 
     held: list[int] = []
     records = Cluster(2, wrap=lambda inner: _Lagging(inner, release)).run(work(one, tweak))
@@ -234,48 +237,51 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
 # -- do these tests see a bug? --------------------------------------------------------------------------------
 
 
-def _late(worker: EagerWorker, version: int) -> bool:
+def _late(transit: Transit, version: int) -> bool:
     """Whether a gradient of ``version`` comes when a round has passed it by."""
-    return worker._next_ready > version + 1
+    return transit._next_ready > version + 1
 
 
 def _drops_one(worker: EagerWorker) -> None:
-    original, dropped = worker._add, [False]
+    transit = worker._transit
+    original, dropped = transit.add, [False]
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
-        if not dropped[0] and _late(worker, version):
+        if not dropped[0] and _late(transit, version):
             dropped[0] = True
         else:
             original(bucket, vector, version)
 
-    worker._add = add  # type: ignore[method-assign]
+    transit.add = add  # type: ignore[method-assign]
 
 
 def _overwrites_values(worker: EagerWorker) -> None:
     """As the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
-    original = worker._add
+    transit = worker._transit
+    original = transit.add
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
-        if _late(worker, version):
+        if _late(transit, version):
             vector[:-1] = 0
         original(bucket, vector, version)
 
-    worker._add = add  # type: ignore[method-assign]
+    transit.add = add  # type: ignore[method-assign]
 
 
 def _sends_one_twice(worker: EagerWorker) -> None:
-    original, sent = worker._go, [False]
+    transit = worker._transit
+    original, sent = transit.go, [False]
 
     def go(command: Go) -> None:
-        pending = worker._pending[command.bucket]
+        pending = transit._pending[command.bucket]
         late = any(command.round - 1 > version for version in pending.versions)
         kept = None if pending.vector is None else pending.vector.copy()
         original(command)
         if late and not sent[0]:
             sent[0] = True
-            worker._pending[command.bucket].vector = kept
+            transit._pending[command.bucket].vector = kept
 
-    worker._go = go  # type: ignore[method-assign]
+    transit.go = go  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mutant", [_drops_one, _overwrites_values, _sends_one_twice])

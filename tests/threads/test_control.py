@@ -17,10 +17,9 @@ import zmq
 from hvd_async import control
 from hvd_async.control import ZmqChannel, ZmqHub, own_addresses, rendezvous
 from hvd_async.coordinator import Coordinator
-from hvd_async.eager import EagerWorker
 from hvd_async.engine import Engine
 from hvd_async.errors import EngineError
-from hvd_async.events import Arrived, Go, Hello, Leaving, Stepped, Welcome, encode
+from hvd_async.events import Arrived, Firing, Go, Hello, Leaving, Stepped, Welcome, encode
 from hvd_async.lifecycle import Lifecycle, use_engine
 from hvd_async.protocols import Channel, Collectives, Gone
 from hvd_async.testing import InjectedError, MemoryCollectives, Switchboard
@@ -94,7 +93,7 @@ def test_events_and_commands_travel_in_order():
         assert heard == [list(range(200))] * 2
         for round_ in range(200):
             for rank in range(2):
-                made.hub.send(rank, Go(0, 0, round_, None, "why"))
+                made.hub.send(rank, Go(0, 0, round_, None, Firing("why", 0, 1, 0.0, 0.0, 0.0)))
         for channel in channels:
             commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
             assert [command.round for command in commands] == list(range(200))
@@ -315,16 +314,16 @@ def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):
     one = plan("solo", 2, [2, 2])
 
     def live(collectives: Collectives) -> list[Engine]:
-        lifecycle = Lifecycle(lambda: collectives, lambda: collectives.size)
+        lifecycle = Lifecycle(lambda: collectives, lambda: (collectives.rank, collectives.size))
         engines = []
         for _ in range(2):
             engine = lifecycle.engine()
             assert lifecycle.engine() is engine
             drained: list[Any] = []
-            worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
-            worker.finish = lambda worker=worker, drained=drained: worker.drain(drained.append)  # type: ignore[misc]
+            worker = one.worker(engine)
+            worker.finish = lambda _, worker=worker, drained=drained: worker.drain(drained.append)  # type: ignore[misc]
             worker.open(["w"], [1])
-            rounds = worker.step([one.row(collectives.rank, 1, 0)], [])
+            rounds = worker.step(one.rows(collectives.rank, 1), [])
             lifecycle.shutdown()
             assert engine.stopped
             assert engine.replaced
@@ -342,15 +341,15 @@ def test_a_rank_that_abandons_names_its_error_to_the_others(monkeypatch, capfd):
     one = plan("all", 0, [2, 2])
 
     def live(collectives: Collectives) -> None:
-        lifecycle = Lifecycle(lambda: collectives, lambda: collectives.size)
+        lifecycle = Lifecycle(lambda: collectives, lambda: (collectives.rank, collectives.size))
         engine = lifecycle.engine()
-        worker = EagerWorker(engine, one.config, lambda bucket: 0 * one.row(0, 1, 0), lambda: None)
+        worker = one.worker(engine)
         worker.open(["w"], [1])
         if collectives.rank == 1:
             lifecycle.abandon("sys.exit(3)")
             return
         try:
-            worker.step([one.row(0, 1, 0)], [])
+            worker.step(one.rows(0, 1), [])
         finally:
             lifecycle.shutdown()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +26,11 @@ def make_worker(config: EagerConfig = ALL, rank_plan: Plan | None = None) -> tup
     engine = local_engine()
     assert engine is not None
     one = rank_plan or plan(config.quorum, config.max_staleness, [9] * engine.size)
-    return EagerWorker(engine, config, lambda bucket: 0 * one.row(0, 1, bucket), lambda: None), one
+    return dataclasses.replace(one, config=config).worker(engine), one
 
 
 def take_step(worker: EagerWorker, one: Plan, number: int) -> None:
-    worker.step([one.row(worker.engine.rank, number, 0)], [{"lr": 1.0}])
+    worker.step(one.rows(worker.engine.rank, number), [{"lr": 1.0}])
 
 
 class Arrivals:
@@ -189,12 +189,12 @@ class _Broken(MemoryCollectives):
     sums = 0
     on: Callable[[], object] = staticmethod(lambda: None)
 
-    def sum(self, vector: Any, name: str) -> Any:
+    def sum(self, vector: Any, name: str, process_set: Any = None) -> Any:
         self.sums += 1
         if self.sums > 1:
             self.on()
             raise InjectedError("the network is down")
-        return super().sum(vector, name)
+        return super().sum(vector, name, process_set)
 
 
 def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[[MemoryCollectives], MemoryCollectives]:
@@ -335,9 +335,9 @@ def test_two_optimizers_of_one_engine():
             worker.open(["w"], [1])
         for step in range(1, steps[rank] + 1):
             for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
-                rounds.extend(worker.step([each.row(rank, step, 0)], [{"lr": 1.0}]))
+                rounds.extend(worker.step(each.rows(rank, step), [{"lr": 1.0}]))
         for worker, rounds in zip(workers, taken, strict=True):
-            worker.finish = functools.partial(worker.drain, rounds.append)
+            worker.finish = lambda flush, worker=worker, rounds=rounds: worker.drain(rounds.append)
         workers[rank % 2].engine.drain()
         return taken
 

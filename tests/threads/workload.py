@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from hvd_async.activation import Quorum
-from hvd_async.eager import EagerWorker, Round, Stats
+from hvd_async.eager import EagerWorker
+from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError
 from hvd_async.events import EagerConfig
 from hvd_async.lifecycle import local_engine
+from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
+from hvd_async.wire import Round, Wire
 
 RANDOM_COLUMNS = 4
 LARGEST = 1000
@@ -82,6 +85,16 @@ class Plan:
         vector[-1] = 1
         return vector
 
+    def rows(self, rank: int, step: int) -> dict[int, Vector]:
+        """All buckets of a step."""
+        return {bucket: self.row(rank, step, bucket) for bucket in range(self.config.buckets)}
+
+    def worker(self, engine: Engine) -> EagerWorker:
+        """One that is not open yet."""
+        empty = self.row(0, 1, 0) * 0
+        wire = Wire(zeros=lambda bucket: empty.copy(), nbytes=(empty.nbytes,) * self.config.buckets)
+        return EagerWorker(engine, self.config, wire, lambda flush: None)
+
 
 @dataclass
 class Record:
@@ -111,7 +124,7 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
     def train(rank: int) -> Record:
         engine = local_engine()
         assert engine is not None
-        worker = EagerWorker(engine, plan.config, lambda bucket: 0 * plan.row(0, 1, bucket), lambda: None)
+        worker = plan.worker(engine)
         tweak(worker)
         record = Record()
         worker.open(["w"], [1])
@@ -122,8 +135,7 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
                     progress.others_at(rank, done + 1 + plan.lag)
                 done += 1
                 progress.enter(rank, done)
-                rows = [plan.row(rank, done, bucket) for bucket in range(plan.config.buckets)]
-                rounds = worker.step(rows, [{"lr": rank + done / 1024}])
+                rounds = worker.step(plan.rows(rank, done), [{"lr": rank + done / 1024}])
                 record.rounds += rounds
                 record.per_step.append(len(rounds))
             progress.enter(rank, float("inf"))

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
 from hvd_async import activation
-from hvd_async.events import Arrived, Command, Done, Drained, EagerConfig, Go, Hyper, Settle
+from hvd_async.events import Arrived, Command, Done, Drained, EagerConfig, Go, Hyper, Settle, Stepped, Took
 from hvd_async.rounds import EagerEvent
+
+CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Who had arrived for a bucket's next round at some time, and who was not done."""
+
+    now: float
+    arrived: tuple[int, ...]
+    active: frozenset[int]
 
 
 class Ledger:
@@ -12,45 +27,57 @@ class Ledger:
 
     Attributes:
         fired: rounds of each bucket.
-        handed: bucket -> rank -> its last step that has arrived.
-        arrivals: (bucket, round) -> the ranks that came in time for it, in order.
-        told: (rank, step) -> the hyperparameters it reports there.
+        position: bucket -> rank -> the step that its last gradient was, or the version it has taken since.
+        arrivals: (bucket, round) -> the ranks that came in time for it, in order, and when.
+        steppers: round -> the ranks that have reported being in that step, in order.
         hypers: round -> what it is applied with.
         drain_rounds: those fired because all were done.
-        cuts: gradients produced at each drain.
+        last_quorum: the number of ranks that "auto" asked for last.
     """
 
-    def __init__(self, config: EagerConfig, size: int) -> None:
-        self.config, self.size = config, size
+    def __init__(self, config: EagerConfig, ranks: Sequence[int]) -> None:
+        self.config, self.ranks = config, tuple(ranks)
         self.fired = [0] * config.buckets
-        self.arrivals: dict[tuple[int, int], list[int]] = {}
-        self.handed = [[0] * size for _ in range(config.buckets)]
+        self.position = [dict.fromkeys(ranks, 0) for _ in range(config.buckets)]
+        self.arrivals: dict[tuple[int, int], dict[int, float]] = {}
         self.done: set[int] = set()
-        self.told: dict[tuple[int, int], Hyper] = {}
+        self.flush = False
+        self.steppers: dict[int, list[int]] = {}
         self.hypers: dict[int, Hyper] = {}
         self.drain_rounds: set[int] = set()
-        self.cuts: list[int] = []
-        self._quorum_since: list[float | None] = [None] * config.buckets
-        self._leaders: dict[int, int] = {}
+        self.last_quorum = len(ranks)
+        self._told: dict[tuple[int, int], Hyper] = {}
+        self._in_step: dict[int, tuple[int, float]] = {}
+        self._moments: list[list[Moment]] = [[] for _ in range(config.buckets)]
         self._unsettled: set[int] = set()
+        self._quorums: dict[int, set[int]] = {}
 
     def hear(self, rank: int, event: EagerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
-        if isinstance(event, Arrived):
-            assert event.step == self.handed[event.bucket][rank] + 1
-            self.handed[event.bucket][rank] = event.step
-            if event.step == self.fired[event.bucket] + 1:
-                self.arrivals.setdefault((event.bucket, event.step), []).append(rank)
-        if isinstance(event, Done):
-            self.done.add(rank)
-        self._watch_quorum(now)
+        match event:
+            case Arrived(_, bucket, step):
+                assert step == self.position[bucket][rank] + 1
+                self.position[bucket][rank] = step
+                if step == self.fired[bucket] + 1:
+                    self.arrivals.setdefault((bucket, step), {})[rank] = now
+            case Took(_, version):
+                assert self.config.pace == "rounds"
+                for position in self.position:
+                    position[rank] = version
+            case Stepped(_, step, hyper):
+                self._told[rank, step] = hyper
+                self._in_step[rank] = (step, now)
+                self.steppers.setdefault(step, []).append(rank)
+            case Done(_, _, flush):
+                self.done.add(rank)
+                self.flush = self.flush or flush
+        self._note(now)
 
-    def check(self, commands: list[Command], rank: int | None, now: float, produced: int) -> None:
+    def check(self, commands: list[Command], rank: int | None, now: float) -> None:
         """The commands that came of it.
 
         Args:
             rank: whose event it was; None if it was only time.
-            produced: gradients so far.
 
         Raises:
             AssertionError: one breaks a promise.
@@ -58,86 +85,116 @@ class Ledger:
         ending = any(isinstance(c, Drained) for c in commands)
         for command in commands:
             if isinstance(command, Go):
-                self._check_go(command, ending, now)
+                self._check_go(command, ending, rank, now)
             elif isinstance(command, Settle):
                 self._check_settle(command)
             elif isinstance(command, Drained):
                 self._check_all_done(command, rank)
-                self.cuts.append(produced)
-        self._watch_quorum(now)
+        self._note(now)
+        for each, (step, _) in self._in_step.items():
+            assert step > min(self.fired) or step in self.hypers, f"rank {each} waits for hyperparameters of {step}"
 
-    def active(self) -> set[int]:
+    def active(self) -> frozenset[int]:
         """Ranks that are not done."""
-        return set(range(self.size)) - self.done
+        return frozenset(self.ranks) - self.done
 
-    def quorum_met(self, bucket: int) -> bool:
-        """By the quorum's definition, not by ``activation``."""
-        round_ = self.fired[bucket] + 1
-        arrived, active, quorum = self.arrivals.get((bucket, round_), []), self.active(), self.config.quorum
-        if not arrived:
-            return False
-        if quorum == "solo":
-            return True
+    def _note(self, now: float) -> None:
+        for bucket, moments in enumerate(self._moments):
+            arrived = self.arrivals.get((bucket, self.fired[bucket] + 1), {})
+            moments.append(Moment(now, tuple(arrived), self.active()))
+
+    def _met(self, round_: int, quorum: activation.Quorum, arrived: Collection[int], active: frozenset[int]) -> bool:
+        """By the quorum's definition, not by ``activation.decide``."""
+        if not arrived or quorum == "solo":
+            return bool(arrived)
         if quorum == "majority":
-            return activation.initiator(round_, self.config.seed, active, self.size) in arrived
-        want = self.size if quorum == "all" else quorum if isinstance(quorum, int) else quorum * self.size
+            return self._drawn(round_, active) in arrived
+        size = len(self.ranks)
+        want = size if quorum == "all" else quorum if isinstance(quorum, int) else quorum * size
         assert not isinstance(want, str)
         return len(arrived) >= min(want, len(active))
 
-    def _watch_quorum(self, now: float) -> None:
-        for bucket in range(self.config.buckets):
-            if not self.quorum_met(bucket):
-                self._quorum_since[bucket] = None
-            elif self._quorum_since[bucket] is None:
-                self._quorum_since[bucket] = now
+    def _drawn(self, round_: int, active: frozenset[int]) -> int:
+        return activation.initiator(round_, self.config.seed, active, self.ranks)
 
-    def _check_go(self, go: Go, ending: bool, now: float) -> None:
+    def _quorum(self, go: Go) -> activation.Quorum:
+        """The configuration's, or what "auto" said it chose, the same for every bucket of a round."""
+        if self.config.quorum != "auto":
+            return self.config.quorum
+        match = CHOSEN.fullmatch(go.firing.reason)
+        assert match, go.firing.reason
+        self.last_quorum = int(match[1])
+        assert 1 <= self.last_quorum <= len(self.active())
+        return self.last_quorum
+
+    def _check_go(self, go: Go, ending: bool, rank: int | None, now: float) -> None:
         bucket, round_ = go.bucket, go.round
         assert round_ == self.fired[bucket] + 1, f"bucket {bucket}: round {round_} after {self.fired[bucket]}"
-        arrived = self.arrivals.get((bucket, round_), [])
+        arrived = self.arrivals.get((bucket, round_), {})
+        leader = None
         if ending:
-            assert self.done == set(range(self.size))
+            assert self.done == set(self.ranks)
+            assert self.flush, "a last round although no rank asked for one"
+            assert go.firing.reason == "drain: all ranks are done"
             self.drain_rounds.add(round_)
         else:
-            assert self.quorum_met(bucket), f"round {round_} fired without its quorum: {arrived} of {self.active()}"
-            since = self._quorum_since[bucket]
-            assert since is not None
-            assert now >= since + self.config.grace or set(arrived) == self.active(), "fired within its grace"
-            for rank in self.active():
-                assert round_ - self.handed[bucket][rank] <= self.config.max_staleness
-            self._leaders.setdefault(round_, self._leader(round_, arrived))
+            quorum, active = self._quorum(go), self.active()
+            assert self._met(round_, quorum, arrived, active), f"round {round_} fired with {arrived} of {active}"
+            since = now
+            for moment in reversed(self._moments[bucket]):
+                if not self._met(round_, quorum, moment.arrived, moment.active):
+                    break
+                since = moment.now
+            assert now >= since + self.config.grace or set(arrived) == active, "fired within its grace"
+            for each in active:
+                assert round_ - self.position[bucket][each] <= self.config.max_staleness
+            leader = self._drawn(round_, active) if quorum == "majority" else next(iter(arrived))
         self.fired[bucket] = round_
-        self._quorum_since[bucket] = None
-        self._check_hyper(round_, go.hyper)
+        self._moments[bucket].clear()
+        whole = min(self.fired) >= round_
+        self._check_firing(go, rank, arrived, whole, now)
+        self._check_hyper(round_, go.hyper, whole, leader)
 
-    def _leader(self, round_: int, arrived: list[int]) -> int:
-        if self.config.quorum == "majority":
-            return activation.initiator(round_, self.config.seed, self.active(), self.size)
-        return arrived[0]
+    def _check_firing(self, go: Go, rank: int | None, arrived: dict[int, float], whole: bool, now: float) -> None:
+        firing = go.firing
+        assert firing.by == (list(arrived)[-1] if rank is None else rank)
+        assert firing.arrived == len(arrived)
+        assert firing.first == min(arrived.values(), default=now)
+        assert firing.fired == now
+        held = [now - since for step, since in self._in_step.values() if step == go.round]
+        assert abs(firing.held - (sum(held) if whole else 0.0)) < 1e-9
 
-    def _check_hyper(self, round_: int, hyper: Hyper | None) -> None:
-        if hyper is None:
-            assert round_ not in self.hypers, "the hyperparameters were known already"
-            self._unsettled.add(round_)
+    def _check_hyper(self, round_: int, hyper: Hyper | None, whole: bool, leader: int | None) -> None:
+        """Those of the last bucket's initiator if it is in the step, else of the first rank that is."""
+        assert round_ not in self.hypers, "the hyperparameters were known already"
+        if leader is None:
+            assert hyper == self.hypers[max(self.hypers)] if self.hypers else hyper is not None
+        elif not whole or not self.steppers.get(round_):
+            assert hyper is None, "hyperparameters of a round that is not settled"
+            if whole:
+                self._unsettled.add(round_)
             return
-        assert self.hypers.setdefault(round_, hyper) == hyper
-        if round_ in self._leaders:
-            leader = self._leaders[round_]
-            assert hyper == self.told[leader, round_], f"round {round_} is led by rank {leader}"
         else:
-            last = max((t for t in self.hypers if t < round_), default=None)
-            assert last is not None
-            assert hyper == self.hypers[last], "a last round has the last hyperparameters"
+            lead = leader if leader in self.steppers[round_] else self.steppers[round_][0]
+            assert hyper == self._told[lead, round_], f"round {round_} is led by rank {lead}"
+        if whole:
+            assert hyper is not None
+            self.hypers[round_] = hyper
 
     def _check_settle(self, settle: Settle) -> None:
         assert settle.round in self._unsettled, "a Settle that nobody waits for"
         self._unsettled.discard(settle.round)
-        self._check_hyper(settle.round, settle.hyper)
+        (first,) = self.steppers[settle.round]
+        assert settle.hyper == self._told[first, settle.round]
+        self.hypers[settle.round] = settle.hyper
 
     def _check_all_done(self, drained: Drained, rank: int | None) -> None:
-        assert self.done == set(range(self.size))
+        assert self.done == set(self.ranks)
         assert drained.last == rank
+        assert drained.flushed == self.flush
         assert set(self.fired) == {drained.rounds}
         assert not self._unsettled, f"rounds {self._unsettled} never got hyperparameters"
         self.done.clear()
-        self.handed = [[drained.rounds] * self.size for _ in range(self.config.buckets)]
+        self.flush = False
+        self._in_step.clear()
+        self.position = [dict.fromkeys(self.ranks, drained.rounds) for _ in range(self.config.buckets)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from hvd_async.autoquorum import AutoQuorum
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Agreed,
@@ -28,6 +30,7 @@ from hvd_async.events import (
     Opened,
     Settle,
     Stepped,
+    Took,
 )
 from hvd_async.rounds import EagerEvent, Rounds
 from tests.unit.ledger import Ledger
@@ -41,9 +44,13 @@ class Job:
     """What is simulated.
 
     Attributes:
-        steps: for each drain, for each rank, how many steps it takes before it.
+        steps: for each drain, for each rank, how many steps it takes before it; in pace "rounds", how many rounds.
         speeds: of the ranks' training threads; a rank of speed 0 moves only when nobody else can.
-        one_by_one: ranks that take one round a step (``synchronize()``).
+        one_by_one: indices of ranks that take one round a step (``synchronize()``).
+        cuts: (drain, index) of those that are a ``cut()``.
+        ranks: their numbers; from 0 if empty.
+        loaded: indices of ranks that bring a gradient of an earlier run.
+        empty: how probable it is that a bucket is handed over empty.
     """
 
     config: EagerConfig
@@ -51,25 +58,38 @@ class Job:
     speeds: tuple[float, ...]
     one_by_one: frozenset[int] = frozenset()
     seed: int = 0
+    cuts: frozenset[tuple[int, int]] = frozenset()
+    ranks: tuple[int, ...] = ()
+    loaded: frozenset[int] = frozenset()
+    empty: float = 0.0
 
     @property
     def size(self) -> int:
         return len(self.speeds)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The ranks."""
+        return self.ranks or tuple(range(self.size))
+
+    def flushes(self, segment: int) -> bool:
+        """Whether at least one rank drains there."""
+        return any((segment, index) not in self.cuts for index in range(self.size))
 
 
 @dataclass
 class Rank:
     """One simulated rank: its training thread is the generator ``moves``."""
 
+    index: int
     number: int
-    buckets: int
+    pending: list[list[Gradient]]
     outbox: deque[EagerEvent] = field(default_factory=deque)
     inbox: deque[Command] = field(default_factory=deque)
     knows: set[int] = field(default_factory=set)
     """Rounds whose hyperparameters have come."""
     agreed: bool = False
     drained: Drained | None = None
-    pending: list[list[Gradient]] = field(default_factory=list)
     ready: int = 0
     """Rounds that have all their buckets and hyperparameters here."""
     version: int = 0
@@ -82,30 +102,42 @@ class Rank:
     finished: bool = False
 
 
+def snapshot(rounds: Rounds) -> dict[str, Any]:
+    """The state machine's state, for comparison."""
+    state = copy.deepcopy(vars(rounds))
+    return {key: vars(value) if isinstance(value, AutoQuorum) else value for key, value in state.items()}
+
+
 class Simulation:
     """Runs a job to its end and keeps what happened.
 
     Attributes:
         carried: (bucket, round) -> the gradients it carried.
+        produced: by bucket, gradients in the order in which they were handed over.
         staleness: of every gradient in every bucket.
     """
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
         self.random = random.Random(job.seed)
-        self.rounds = Rounds(0, job.size)
+        self.rounds = Rounds(0, job.numbers)
         self.now = 0.0
-        self.ranks = [Rank(r, self.config.buckets) for r in range(job.size)]
-        for rank in self.ranks:
-            rank.pending = [[] for _ in range(self.config.buckets)]
+        buckets = range(self.config.buckets)
+        self.ranks = [Rank(i, number, [[] for _ in buckets]) for i, number in enumerate(job.numbers)]
         self.threads = [self._train(rank) for rank in self.ranks]
         self.carried: dict[tuple[int, int], list[Gradient]] = {}
         self.joined: dict[tuple[int, int], int] = {}
         self.staleness: list[int] = []
         self.log: list[Command] = []
-        self.produced: list[Gradient] = []
+        self.produced: list[list[Gradient]] = [[] for _ in buckets]
         self.illegal_tried = 0
-        self.ledger = Ledger(job.config, job.size)
+        self.ledger = Ledger(job.config, job.numbers)
+        for rank in self.ranks:
+            if rank.index in job.loaded:
+                older = (rank.number, 0, -self.random.randint(0, self.config.max_staleness))
+                for bucket in buckets:
+                    rank.pending[bucket].append(older)
+                    self.produced[bucket].append(older)
 
     # -- ranks ------------------------------------------------------------------------------------------------
 
@@ -115,12 +147,15 @@ class Simulation:
 
     def _train(self, rank: Rank) -> Iterator[None]:
         """The training thread: yields wherever others may come between; ``rank.waits`` says that it cannot go on."""
-        rank.outbox.append(Opened(0, self.config, ["w"], [1]))
+        rank.outbox.append(Opened(0, self.config, ["w"], [1], list(self.job.ranks), rank.index in self.job.loaded))
         yield from self._until(rank, lambda: rank.agreed)
-        for segment in self.job.steps:
-            for _ in range(segment[rank.number]):
+        for number, segment in enumerate(self.job.steps):
+            count, start = segment[rank.index], rank.version
+            while count > (rank.version - start if self.config.pace == "rounds" else 0):
                 yield from self._step(rank)
-            rank.outbox.append(Done(0, rank.steps))
+                count -= self.config.pace == "steps"
+            flush = (number, rank.index) not in self.job.cuts
+            rank.outbox.append(Done(0, self._produced_by(rank), flush))
             while True:
                 yield from self._until(
                     rank,
@@ -132,8 +167,11 @@ class Simulation:
                 rank.version = rank.ready if rank.drained is None else min(rank.ready, rank.drained.rounds)
                 if rank.drained is not None and rank.version >= rank.drained.rounds:
                     break
-            self._check_drained(rank)
+            self._check_drained(rank, number)
         rank.finished = True
+
+    def _produced_by(self, rank: Rank) -> list[int]:
+        return [sum(gradient[0] == rank.number for gradient in produced) for produced in self.produced]
 
     def _until(self, rank: Rank, ready: Callable[[], bool]) -> Iterator[None]:
         rank.waits = ready
@@ -145,33 +183,38 @@ class Simulation:
         step, version = rank.steps + rank.base, rank.version
         gradient = (rank.number, rank.steps, version)
         yield  # backward; buckets become ready in any order, before or after step() is reached
-        self.produced.append(gradient)
         order: list[int | None] = [*range(self.config.buckets), None]
         self.random.shuffle(order)
         for bucket in order:
             if bucket is None:
-                event: EagerEvent = Stepped(0, step, self.hyper(rank.number, step))
-                rank.outbox.append(event)
-                self.ledger.told[rank.number, step] = event.hyper
+                rank.outbox.append(Stepped(0, step, self.hyper(rank.number, step)))
             else:
-                rank.pending[bucket].append(gradient)
+                if self.random.random() >= self.job.empty:
+                    self.produced[bucket].append(gradient)
+                    rank.pending[bucket].append(gradient)
                 rank.outbox.append(Arrived(0, bucket, step))
             yield
         yield from self._until(rank, lambda: rank.ready >= step)
-        most = 1 if rank.number in self.job.one_by_one else rank.ready
+        most = 1 if rank.index in self.job.one_by_one else rank.ready
         rank.version = min(rank.ready, rank.version + most)
+        if self.config.pace == "rounds":
+            rank.base = rank.version - rank.steps
+            rank.outbox.append(Took(0, rank.version))
 
-    def _check_drained(self, rank: Rank) -> None:
-        """What must hold when ``drain()`` returns on a rank."""
+    def _check_drained(self, rank: Rank, segment: int) -> None:
+        """What must hold when ``drain()`` or ``cut()`` returns on a rank."""
         drained = rank.drained
         assert drained is not None
         assert rank.version == drained.rounds
-        assert not any(rank.pending), "a gradient stayed behind"
-        produced = self.produced[: drained.produced]
-        assert self.ledger.cuts.count(len(produced)), "not what was produced when the last rank was done"
+        assert drained.flushed == self.job.flushes(segment)
         for bucket in range(self.config.buckets):
             carried = [g for t in range(1, drained.rounds + 1) for g in self.carried[bucket, t]]
-            assert sorted(carried) == sorted(produced), "lost or duplicated"
+            if drained.flushed:
+                assert not rank.pending[bucket], "a gradient stayed behind"
+                assert sorted(carried) == sorted(self.produced[bucket][: drained.produced[bucket]]), "lost or twice"
+            own = [g for g in self.produced[bucket] if g[0] == rank.number]
+            mine = [*(g for g in carried if g[0] == rank.number), *rank.pending[bucket]]
+            assert sorted(mine) == sorted(own), "lost or twice"
         rank.drained = None
         rank.base = drained.rounds - rank.steps
 
@@ -190,12 +233,16 @@ class Simulation:
         assert all(not rank.outbox and not rank.inbox for rank in self.ranks)
         return self
 
+    def given(self) -> Counter[int]:
+        """How many gradients of bucket 0 each rank has handed over."""
+        return Counter(gradient[0] for gradient in self.produced[0])
+
     def _move(self) -> bool:
         """One move of anybody who can; False if nobody can."""
         self._probe()
         moves = [(rank, kind) for rank in self.ranks for kind in ("deliver", "obey", "land") if self._can(rank, kind)]
         trains = [r for r in self.ranks if not r.finished and (r.waits is None or r.waits())]
-        weights = [self.job.speeds[rank.number] for rank in trains]
+        weights = [self.job.speeds[rank.index] for rank in trains]
         share = sum(weights)
         if moves and self.random.random() * (len(moves) + share) >= share:
             rank, kind = self.random.choice(moves)
@@ -215,7 +262,7 @@ class Simulation:
         return False
 
     def _resume(self, rank: Rank) -> None:
-        next(self.threads[rank.number], None)
+        next(self.threads[rank.index], None)
 
     def _can(self, rank: Rank, kind: str) -> bool:
         if kind == "deliver":
@@ -256,16 +303,18 @@ class Simulation:
 
     def _deliver(self, rank: Rank) -> None:
         event = rank.outbox.popleft()
-        if self.config.grace:
-            deadline = self.rounds.deadline()
-            later = self.now + self.random.random() * self.config.grace
-            self.now = later if deadline is None else min(later, deadline)
+        deadline = self.rounds.deadline()
+        later = self.now + self.random.random() * (self.config.grace or 0.1)
+        self.now = later if deadline is None else min(later, deadline)
         rank.opened = rank.opened or isinstance(event, Opened)
         self.ledger.hear(rank.number, event, self.now)
         self._advance(self.rounds.handle(rank.number, event, self.now), rank.number)
 
     def _advance(self, commands: list[Command], rank: int | None) -> None:
-        self.ledger.check(commands, rank, self.now, len(self.produced))
+        self.ledger.check(commands, rank, self.now)
+        for command in commands:
+            if isinstance(command, Drained):
+                assert command.produced == [len(produced) for produced in self.produced]
         self.log += commands
         for each in self.ranks:
             each.inbox.extend(commands)
@@ -278,31 +327,37 @@ class Simulation:
             return
         rank = self.random.choice(self.ranks)
         event = self.random.choice(self._illegal(rank))
-        before = copy.deepcopy(vars(self.rounds))
+        before = snapshot(self.rounds)
         with pytest.raises(ProtocolError, match=f"rank {rank.number}"):
             self.rounds.handle(rank.number, event, self.now + 1e6)
-        assert vars(self.rounds) == before
+        assert snapshot(self.rounds) == before
         self.illegal_tried += 1
 
     def _illegal(self, rank: Rank) -> list[EagerEvent]:
-        r = rank.number
+        r, buckets = rank.number, self.config.buckets
+        many = [10**6] * buckets
         if not rank.opened:
-            return [Stepped(0, 1, []), Arrived(0, 0, 1), Done(0, 0)]
+            return [Stepped(0, 1, []), Arrived(0, 0, 1), Took(0, 0), Done(0, [0] * buckets)]
         if not any(isinstance(c, Agreed) for c in self.log):
-            return [Opened(0, self.config, ["w"], [1]), Stepped(0, 1, []), Arrived(0, 0, 1)]
-        bucket = self.random.randrange(self.config.buckets)
+            return [Opened(0, self.config, ["w"], [1]), Stepped(0, 1, []), Arrived(0, 0, 1), Took(0, 0)]
+        bucket = self.random.randrange(buckets)
         ledger = self.ledger
-        handed, fired = ledger.handed[bucket][r], ledger.fired[bucket]
+        position, fired = ledger.position[bucket][r], ledger.fired[bucket]
         moves: list[EagerEvent] = [
             Opened(0, self.config, ["w"], [1]),
-            Arrived(0, -1, handed + 1),
-            Arrived(0, self.config.buckets, handed + 1),
-            Arrived(0, bucket, handed),
-            Arrived(0, bucket, handed + 2),
+            Arrived(0, -1, position + 1),
+            Arrived(0, buckets, position + 1),
+            Arrived(0, bucket, position),
+            Arrived(0, bucket, position + 2),
             Arrived(0, bucket, fired + 2),
+            Took(0, fired + 1),
+            Took(0, position - 1),
+            Done(0, many[1:]),
         ]
+        if self.config.pace == "steps":
+            moves.append(Took(0, position))
         if r in ledger.done:
-            moves += [Arrived(0, bucket, handed + 1), Stepped(0, 10**6, []), Done(0, 10**6)]
-        if any(r in ledger.arrivals.get((b, ledger.fired[b] + 1), []) for b in range(self.config.buckets)):
-            moves.append(Done(0, 10**6))
+            moves += [Arrived(0, bucket, position + 1), Stepped(0, 10**6, []), Took(0, fired), Done(0, many)]
+        if any(r in ledger.arrivals.get((b, ledger.fired[b] + 1), {}) for b in range(buckets)):
+            moves.append(Done(0, many))
         return moves

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hvd_async.activation import check_quorum, decide, initiator, needed, parse_quorum
 
 SIZES = st.integers(1, 9)
+RANKS = (0, 1, 3, 4, 7, 8, 12, 20, 21)
+"""A process set's need not be all of the job's."""
 PINNED = [2, 3, 1, 0, 1, 1, 3, 4, 4, 3, 0, 0]
 """Seed 0, five ranks, rounds 0 to 11: the same on every rank, whatever its Python, or ranks would fire apart."""
 
@@ -20,7 +22,7 @@ PINNED = [2, 3, 1, 0, 1, 1, 3, 4, 4, 3, 0, 0]
 def situations(draw: st.DrawFn) -> tuple[int, set[int], list[int]]:
     """(size, active ranks, those of them that have arrived, in order)."""
     size = draw(SIZES)
-    active = draw(st.sets(st.integers(0, size - 1), min_size=1))
+    active = draw(st.sets(st.sampled_from(RANKS[:size]), min_size=1))
     arrived = draw(st.lists(st.sampled_from(sorted(active)), unique=True))
     return size, active, arrived
 
@@ -28,14 +30,14 @@ def situations(draw: st.DrawFn) -> tuple[int, set[int], list[int]]:
 @given(situations(), st.sampled_from(["solo", "majority", "all", 1, 3, 0.5]), st.integers(1, 99), st.integers(0, 9))
 def test_nobody_there_never_fires(situation, quorum, round_, seed):
     size, active, _ = situation
-    decision = decide(quorum, round_, [], active, size, seed)
+    decision = decide(quorum, round_, [], active, RANKS[:size], seed)
     assert decision == (False, None, "nobody has arrived")
 
 
 @given(situations(), st.integers(1, 99))
 def test_solo_fires_on_the_first(situation, round_):
     size, active, arrived = situation
-    decision = decide("solo", round_, arrived, active, size, 0)
+    decision = decide("solo", round_, arrived, active, RANKS[:size], 0)
     assert decision.fire == bool(arrived)
     assert decision.initiator == (arrived[0] if arrived else None)
 
@@ -43,8 +45,8 @@ def test_solo_fires_on_the_first(situation, round_):
 @given(situations(), st.integers(1, 99), st.integers(0, 5))
 def test_majority_fires_when_the_drawn_rank_is_there(situation, round_, seed):
     size, active, arrived = situation
-    decision = decide("majority", round_, arrived, active, size, seed)
-    drawn = initiator(round_, seed, active, size)
+    decision = decide("majority", round_, arrived, active, RANKS[:size], seed)
+    drawn = initiator(round_, seed, active, RANKS[:size])
     assert decision.fire == (drawn in arrived)
     if arrived:
         assert decision.initiator == drawn
@@ -54,7 +56,7 @@ def test_majority_fires_when_the_drawn_rank_is_there(situation, round_, seed):
 @given(situations(), st.integers(1, 99))
 def test_all_waits_for_every_active_rank(situation, round_):
     size, active, arrived = situation
-    assert decide("all", round_, arrived, active, size, 0).fire == (set(arrived) == active)
+    assert decide("all", round_, arrived, active, RANKS[:size], 0).fire == (set(arrived) == active)
 
 
 @given(situations(), st.integers(1, 99), st.data())
@@ -62,10 +64,15 @@ def test_count_and_fraction_mean_min_of_it_and_who_is_left(situation, round_, da
     size, active, arrived = situation
     count = data.draw(st.integers(1, size))
     expected = bool(arrived) and len(arrived) >= min(count, len(active))
-    assert decide(count, round_, arrived, active, size, 0).fire == expected
-    assert decide(count / size, round_, arrived, active, size, 0).fire == expected
+    assert decide(count, round_, arrived, active, RANKS[:size], 0).fire == expected
+    assert decide(count / size, round_, arrived, active, RANKS[:size], 0).fire == expected
     if arrived:
-        assert decide(count, round_, arrived, active, size, 0).initiator == arrived[0]
+        assert decide(count, round_, arrived, active, RANKS[:size], 0).initiator == arrived[0]
+
+
+def test_why_a_count_was_chosen_is_told():
+    decision = decide(2, 5, [3, 1], {0, 1, 3}, [0, 1, 3], 0, "auto: learned")
+    assert decision == (True, 3, "quorum: 2 of 3 are in, 2 needed (auto: learned)")
 
 
 @given(SIZES, st.floats(0.01, 1.0))
@@ -86,7 +93,7 @@ def test_fraction_examples(fraction, size, want):
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_draw_is_close_to_uniform(size):
     rounds = 4000
-    drawn = Counter(initiator(t, 7, set(range(size)), size) for t in range(1, rounds + 1))
+    drawn = Counter(initiator(t, 7, set(range(size)), range(size)) for t in range(1, rounds + 1))
     expected = rounds / size
     chi_square = sum((drawn[r] - expected) ** 2 / expected for r in range(size))
     assert chi_square < 30  # 7 degrees of freedom at the most: p < 1e-4, and the draw is a fixed one
@@ -94,8 +101,8 @@ def test_draw_is_close_to_uniform(size):
 
 def test_draw_depends_on_seed_and_round_only():
     everyone = set(range(5))
-    draws = [[initiator(t, seed, everyone, 5) for t in range(50)] for seed in (0, 1)]
-    assert draws[0] == [initiator(t, 0, set(everyone), 5) for t in range(50)]  # so it is the same on all ranks
+    draws = [[initiator(t, seed, everyone, range(5)) for t in range(50)] for seed in (0, 1)]
+    assert draws[0] == [initiator(t, 0, set(everyone), range(5)) for t in range(50)]  # so it is the same on all ranks
     assert draws[0] != draws[1]
     assert len(set(draws[0])) == 5
     assert draws[0][:12] == PINNED
@@ -104,13 +111,13 @@ def test_draw_depends_on_seed_and_round_only():
 @given(situations(), st.integers(1, 999), st.integers(0, 5), st.data())
 def test_draw_moves_only_when_the_drawn_rank_finishes(situation, round_, seed, data):
     size, active, _ = situation
-    drawn = initiator(round_, seed, active, size)
+    drawn = initiator(round_, seed, active, RANKS[:size])
     assert drawn in active
     others = active - {drawn}
     gone = data.draw(st.sets(st.sampled_from(sorted(others)))) if others else set()
-    assert initiator(round_, seed, active - gone, size) == drawn
+    assert initiator(round_, seed, active - gone, RANKS[:size]) == drawn
     if others:
-        again = initiator(round_, seed, others, size)
+        again = initiator(round_, seed, others, RANKS[:size])
         assert again in others
 
 
@@ -123,16 +130,16 @@ def test_wrong_quorum_is_refused_with_a_hint(quorum):
     with pytest.raises(ValueError, match="quorum=") as caught:
         check_quorum(quorum, 4)
     assert repr(quorum) in str(caught.value)
-    assert 'take "solo", "majority", "all", a number of ranks from 1 to 4, or a fraction' in str(caught.value)
+    assert 'take "solo", "majority", "all", "auto", a number of ranks from 1 to 4, or a fraction' in str(caught.value)
 
 
-@pytest.mark.parametrize("quorum", ["solo", "majority", "all", 1, 4, 0.01, 0.75, 1.0])
+@pytest.mark.parametrize("quorum", ["solo", "majority", "all", "auto", 1, 4, 0.01, 0.75, 1.0])
 def test_right_quorum_is_taken(quorum):
     check_quorum(quorum, 4)
 
 
 @pytest.mark.parametrize(("text", "quorum"), [("solo", "solo"), ("3", 3), ("0.75", 0.75), ("1", 1), ("1.0", 1.0),
-                                              ("most", "most")])  # fmt: skip
+                                              ("auto", "auto"), ("most", "most")])  # fmt: skip
 def test_parse(text, quorum):
     parsed = parse_quorum(text)
     assert parsed == quorum

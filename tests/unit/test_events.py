@@ -24,13 +24,25 @@ HYPER = st.lists(
 )
 CONFIG = st.builds(
     events.EagerConfig,
-    quorum=st.sampled_from(["solo", "majority", "all"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
+    quorum=st.sampled_from(["solo", "majority", "all", "auto"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
     max_staleness=NUMBERS,
     grace=st.floats(0, 9),
     seed=st.integers(-(2**63), 2**63 - 1),
     buckets=NUMBERS,
+    pace=st.sampled_from(["steps", "rounds"]),
 )
-KINDS = {int: NUMBERS, str: TEXT, events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
+FIRING = st.builds(
+    events.Firing,
+    reason=TEXT,
+    by=NUMBERS,
+    arrived=NUMBERS,
+    first=st.floats(0, 9),
+    fired=st.floats(0, 9),
+    held=st.floats(0, 9),
+)
+FIRED = events.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
+KINDS = {int: NUMBERS, bool: st.booleans(), str: TEXT, events.Firing: FIRING,
+         events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
          events.EagerConfig: CONFIG, list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
 
 
@@ -59,7 +71,7 @@ def test_every_command_comes_back(command):
 
 @given(st.floats(allow_nan=False))
 def test_hyperparameters_travel_exactly(value):
-    go = decode_command(encode(events.Go(0, 0, 1, [{"lr": value}], "")))
+    go = decode_command(encode(events.Go(0, 0, 1, [{"lr": value}], FIRED)))
     assert isinstance(go, events.Go)
     assert go.hyper is not None
     assert go.hyper[0]["lr"] == value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 
@@ -18,38 +17,50 @@ from hvd_async.events import (
     Done,
     Drained,
     EagerConfig,
+    Firing,
     Go,
+    Hyper,
     Opened,
     Refused,
     Settle,
     Stepped,
 )
 from hvd_async.rounds import Rounds
-from tests.unit.simulation import Job, Simulation
+from tests.unit.simulation import Job, Simulation, snapshot
 
 HINT_TORCH = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+
+
+QUORUMS = ["solo", "majority", "all", "auto"]
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     size = draw(st.integers(1, 5))
+    indices = st.integers(0, size - 1)
     counts = st.lists(st.integers(0, 6), min_size=size, max_size=size)
-    quorum = draw(
-        st.sampled_from(["solo", "majority", "all"]) | st.integers(1, size) | st.sampled_from([0.01, 0.5, 0.75, 1.0])
-    )
     config = EagerConfig(
-        quorum,
+        draw(st.sampled_from(QUORUMS) | st.integers(1, size) | st.sampled_from([0.01, 0.5, 0.75, 1.0])),
         max_staleness=draw(st.integers(0, 3)),
         grace=draw(st.sampled_from([0.0, 0.0, 0.5])),
         seed=draw(st.integers(0, 99)),
         buckets=draw(st.integers(1, 3)),
+        pace=draw(st.sampled_from(["steps", "rounds"])),
     )
+    steps = tuple(tuple(c) for c in draw(st.lists(counts, min_size=1, max_size=3)))
+    ends = [(segment, index) for segment in range(len(steps)) for index in range(size)]
+    cuts = draw(st.sampled_from([set(), set(ends)]) | st.sets(st.sampled_from(ends)))
+    first = draw(st.integers(0, 3))
     return Job(
         config,
-        steps=tuple(tuple(c) for c in draw(st.lists(counts, min_size=1, max_size=3))),
+        steps=steps,
         speeds=tuple(draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 5.0]), min_size=size, max_size=size))),
-        one_by_one=frozenset(draw(st.sets(st.integers(0, size - 1), max_size=2))),
+        one_by_one=frozenset(draw(st.sets(indices, max_size=2))),
         seed=draw(st.integers(0, 2**32)),
+        cuts=frozenset(cuts),
+        ranks=draw(st.sampled_from([(), tuple(range(first, first + 2 * size, 2))])),
+        loaded=frozenset(draw(st.sets(indices))),
+        empty=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
 
 
@@ -61,8 +72,14 @@ ZEROS = Job(EagerConfig("solo", 0, 0.5, 0, 2), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0
 @example(ZEROS)
 def test_promises_hold_under_any_interleaving(job):
     simulation = Simulation(job).run()
-    assert len(simulation.staleness) == len(simulation.produced) * job.config.buckets
-    assert len(simulation.produced) == sum(map(sum, job.steps))
+    taken = sum(map(len, simulation.carried.values()))
+    held = sum(len(pending) for rank in simulation.ranks for pending in rank.pending)
+    assert len(simulation.staleness) == taken == sum(map(len, simulation.produced)) - held
+    if job.flushes(len(job.steps) - 1):
+        assert held == 0
+    if not job.empty and job.config.pace == "steps":
+        total = sum(map(sum, job.steps)) + len(job.loaded)
+        assert [len(produced) for produced in simulation.produced] == [total] * job.config.buckets
 
 
 def _speed_zero_last(quorum: str | int | float, staleness: int, size: int, slow: int, steps: int = 8) -> Simulation:
@@ -107,7 +124,7 @@ def test_simulation_tries_illegal_moves_and_late_hypers():
 
 def opened(config: EagerConfig, size: int) -> Rounds:
     """A machine whose ranks have all opened."""
-    rounds = Rounds(7, size)
+    rounds = Rounds(7, range(size))
     commands = [c for rank in range(size) for c in rounds.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
     assert commands == [Agreed(7)]
     return rounds
@@ -123,12 +140,19 @@ def kinds(commands: Sequence[Command]) -> list[str]:
     return [type(command).__name__ for command in commands]
 
 
+def whys(commands: Sequence[Command]) -> list[tuple[int, int, Hyper | None, str]]:
+    """Of rounds that fire: (bucket, round, hyperparameters, reason)."""
+    return [(c.bucket, c.round, c.hyper, c.firing.reason) for c in commands if isinstance(c, Go)]
+
+
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 
 
 def test_solo_fires_for_the_first_with_its_hyperparameters():
     rounds = opened(SOLO, 2)
-    assert step(rounds, 1, 1) == [Go(7, 0, 1, [{"lr": 1}], "solo: rank 1 came first")]
+    assert step(rounds, 1, 1, 3.0) == [
+        Go(7, 0, 1, [{"lr": 1}], Firing("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0))
+    ]
     assert step(rounds, 0, 1) == []
 
 
@@ -143,18 +167,42 @@ def test_a_late_gradient_keeps_its_rank_from_nothing():
 
 def test_count_fires_with_the_count_and_the_first_leads():
     rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3)
-    assert step(rounds, 2, 1) == []
+    assert step(rounds, 2, 1, 3.0) == []
     assert rounds.waiting_for() == ("round 1", {0, 1})
-    assert step(rounds, 0, 1) == [Go(7, 0, 1, [{"lr": 2}], "quorum: 2 of 3 are in, 2 needed")]
+    why = Firing("quorum: 2 of 3 are in, 2 needed", 0, 2, first=3.0, fired=4.5, held=1.5)
+    assert step(rounds, 0, 1, 4.5) == [Go(7, 0, 1, [{"lr": 2}], why)]
 
 
-def test_a_bucket_before_its_hyper_is_settled_later_by_the_same_rank():
+def test_the_rank_that_fires_the_last_bucket_leads_if_it_is_in_step():
     rounds = opened(EagerConfig("solo", 9, 0.0, 0, 2), 2)
-    assert rounds.handle(1, Arrived(7, 1, 1), 0.0) == [Go(7, 1, 1, None, "solo: rank 1 came first")]
-    # The other bucket's first is rank 0, but the round is rank 1's:
+    assert whys(rounds.handle(1, Arrived(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
+    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 0.0) == []
     assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 0.0) == []
-    assert rounds.handle(0, Arrived(7, 0, 1), 0.0) == [Go(7, 0, 1, None, "solo: rank 0 came first")]
-    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 0.0) == [Settle(7, 1, [{"lr": 1}])]
+    assert whys(rounds.handle(0, Arrived(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 0}], "solo: rank 0 came first")]
+
+
+def test_a_rank_that_is_in_step_leads_in_place_of_one_that_is_not():
+    rounds = opened(EagerConfig("solo", 9, 0.0, 0, 2), 3)
+    assert whys(rounds.handle(1, Arrived(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
+    assert rounds.handle(2, Stepped(7, 1, [{"lr": 2}]), 0.0) == []
+    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 0.0) == []
+    assert whys(rounds.handle(1, Arrived(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 2}], "solo: rank 1 came first")]
+
+
+def test_nobody_waits_for_the_hyperparameters_of_a_rank_that_sleeps():
+    """Rank 0's backward hands all over and it never comes to step(): rank 1 trains on, as far as the bound lets it."""
+    rounds = opened(EagerConfig("solo", 4, 0.0, 0, 2), 2)
+    for bucket in (1, 0):
+        assert whys(rounds.handle(0, Arrived(7, bucket, 1), 0.0)) == [(bucket, 1, None, "solo: rank 0 came first")]
+    for bucket in (1, 0):
+        assert rounds.handle(1, Arrived(7, bucket, 1), 1.0) == []
+    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 1.0) == [Settle(7, 1, [{"lr": 1}])]
+    for number in range(2, 6):
+        assert rounds.handle(1, Stepped(7, number, [{"lr": number}]), 2.0) == []
+        assert whys(rounds.handle(1, Arrived(7, 1, number), 2.0)) == [(1, number, None, "solo: rank 1 came first")]
+        last = rounds.handle(1, Arrived(7, 0, number), 2.0)
+        assert whys(last) == [(0, number, [{"lr": number}], "solo: rank 1 came first")]
+    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 9.0) == []  # too late to lead
 
 
 def test_grace_waits_for_more_but_not_longer_than_for_all():
@@ -175,9 +223,9 @@ def test_grace_waits_for_more_but_not_longer_than_for_all():
 def test_a_rank_that_is_done_is_no_longer_waited_for():
     rounds = opened(EagerConfig("all", 0, 0.0, 0, 1), 2)
     assert step(rounds, 0, 1) == []
-    assert kinds(rounds.handle(1, Done(7, 0), 0.0)) == ["Go"]
+    assert kinds(rounds.handle(1, Done(7, [0]), 0.0)) == ["Go"]
     assert kinds(step(rounds, 0, 2)) == ["Go"]
-    assert rounds.handle(0, Done(7, 2), 0.0) == [Drained(7, 2, 2, 0)]
+    assert rounds.handle(0, Done(7, [2]), 0.0) == [Drained(7, 2, [2], 0)]
 
 
 def test_majority_redraws_when_the_drawn_rank_finishes():
@@ -187,7 +235,7 @@ def test_majority_redraws_when_the_drawn_rank_finishes():
         goes = step(rounds, drawn, 1)
         if goes:
             continue  # this one was drawn itself; the other order shows it
-        assert kinds(rounds.handle(1 - drawn, Done(7, 0), 0.0)) == ["Go"]
+        assert kinds(rounds.handle(1 - drawn, Done(7, [0]), 0.0)) == ["Go"]
         return
     raise AssertionError("each rank was drawn for round 1")
 
@@ -196,10 +244,10 @@ def test_what_is_pending_at_the_end_goes_out_with_the_last_hyperparameters():
     rounds = opened(SOLO, 2)
     step(rounds, 0, 1)
     assert step(rounds, 1, 1) == []  # late: nobody is there to fire again
-    assert rounds.handle(0, Done(7, 1), 0.0) == []
-    assert rounds.handle(1, Done(7, 1), 0.0) == [
-        Go(7, 0, 2, [{"lr": 0}], "drain: all ranks are done"),
-        Drained(7, 2, 2, 1),
+    assert rounds.handle(0, Done(7, [1]), 0.0) == []
+    assert rounds.handle(1, Done(7, [1]), 0.0) == [
+        Go(7, 0, 2, [{"lr": 0}], Firing("drain: all ranks are done", 1, 0, first=0.0, fired=0.0, held=0.0)),
+        Drained(7, 2, [2], 1),
     ]
 
 
@@ -208,8 +256,8 @@ def test_after_drained_steps_go_on_from_the_rounds():
     for number in (1, 2):
         step(rounds, 0, number)
     for rank, produced in ((0, 2), (1, 0)):
-        commands = rounds.handle(rank, Done(7, produced), 0.0)
-    assert commands == [Drained(7, 2, 2, 1)]
+        commands = rounds.handle(rank, Done(7, [produced]), 0.0)
+    assert commands == [Drained(7, 2, [2], 1)]
     with pytest.raises(ProtocolError, match="rank 1 handed over step 1"):
         rounds.handle(1, Arrived(7, 0, 1), 0.0)
     assert kinds(step(rounds, 1, 3)) == ["Go"]
@@ -220,18 +268,18 @@ def test_after_drained_steps_go_on_from_the_rounds():
 def test_drains_with_nothing_to_do():
     rounds = opened(SOLO, 2)
     for _ in range(2):
-        assert rounds.handle(0, Done(7, 0), 0.0) == []
+        assert rounds.handle(0, Done(7, [0]), 0.0) == []
         assert rounds.waiting_for() == ("drain", {1})
-        assert rounds.handle(1, Done(7, 0), 0.0) == [Drained(7, 0, 0, 1)]
+        assert rounds.handle(1, Done(7, [0]), 0.0) == [Drained(7, 0, [0], 1)]
 
 
 # -- what is not allowed --------------------------------------------------------------------------------------
 
 ILLEGAL = {
     "opened twice": (lambda: opened(SOLO, 2), Opened(7, SOLO, ["w"], [1])),
-    "stepped before opening": (lambda: Rounds(7, 2), Stepped(7, 1, [])),
-    "arrived before opening": (lambda: Rounds(7, 2), Arrived(7, 0, 1)),
-    "done before opening": (lambda: Rounds(7, 2), Done(7, 0)),
+    "stepped before opening": (lambda: Rounds(7, range(2)), Stepped(7, 1, [])),
+    "arrived before opening": (lambda: Rounds(7, range(2)), Arrived(7, 0, 1)),
+    "done before opening": (lambda: Rounds(7, range(2)), Done(7, [0])),
     "bucket too high": (lambda: opened(SOLO, 2), Arrived(7, 1, 1)),
     "bucket negative": (lambda: opened(SOLO, 2), Arrived(7, -1, 1)),
     "step skipped": (lambda: opened(SOLO, 2), Arrived(7, 0, 2)),
@@ -239,10 +287,10 @@ ILLEGAL = {
     "step again": (lambda: _after(step, 0, 1), Arrived(7, 0, 1)),
     "ahead of the rounds": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Arrived(7, 0, 2)),
     "hyper again": (lambda: _after(step, 0, 1), Stepped(7, 1, [])),
-    "done while waiting": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Done(7, 1)),
-    "step after done": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Arrived(7, 0, 1)),
-    "hyper after done": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Stepped(7, 1, [])),
-    "done twice": (lambda: _after(Rounds.handle, 0, Done(7, 0), 0.0), Done(7, 0)),
+    "done while waiting": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Done(7, [1])),
+    "step after done": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Arrived(7, 0, 1)),
+    "hyper after done": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Stepped(7, 1, [])),
+    "done twice": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Done(7, [0])),
 }
 
 
@@ -256,41 +304,41 @@ def _after(move, *args, config=SOLO):  # type: ignore[no-untyped-def]
 def test_illegal_moves_raise_and_change_nothing(name):
     make, event = ILLEGAL[name]
     rounds = make()
-    before = copy.deepcopy(vars(rounds))
+    before = snapshot(rounds)
     with pytest.raises(ProtocolError, match=r"^rank 0 "):
         rounds.handle(0, event, 1.0)
-    assert vars(rounds) == before
+    assert snapshot(rounds) == before
 
 
 def test_events_before_all_have_opened_are_illegal():
-    rounds = Rounds(7, 2)
+    rounds = Rounds(7, range(2))
     rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
-    before = copy.deepcopy(vars(rounds))
+    before = snapshot(rounds)
     for event in (Stepped(7, 1, []), Arrived(7, 0, 1)):
         with pytest.raises(ProtocolError, match="before all ranks had opened"):
             rounds.handle(0, event, 0.0)
-    assert vars(rounds) == before
+    assert snapshot(rounds) == before
     assert rounds.waiting_for() == ("the first step or drain", {1})
 
 
 def test_a_rank_may_be_done_before_the_others_have_opened():
-    rounds = Rounds(7, 2)
+    rounds = Rounds(7, range(2))
     rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
-    assert rounds.handle(0, Done(7, 0), 0.0) == []
+    assert rounds.handle(0, Done(7, [0]), 0.0) == []
     with pytest.raises(ProtocolError, match="although it is done"):
-        rounds.handle(0, Done(7, 0), 0.0)
+        rounds.handle(0, Done(7, [0]), 0.0)
     assert rounds.handle(1, Opened(7, SOLO, ["w"], [1]), 0.0) == [Agreed(7)]
     rounds.handle(1, Stepped(7, 1, []), 0.0)
     assert [type(c) for c in rounds.handle(1, Arrived(7, 0, 1), 0.0)] == [Go]
-    assert rounds.handle(1, Done(7, 1), 0.0) == [Drained(7, 1, 1, 1)]
+    assert rounds.handle(1, Done(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
 
 
 def test_gradients_cannot_be_unproduced():
     rounds = opened(SOLO, 1)
     step(rounds, 0, 1)
-    rounds.handle(0, Done(7, 1), 0.0)
-    with pytest.raises(ProtocolError, match="has produced 0, earlier 1"):
-        rounds.handle(0, Done(7, 0), 0.0)
+    rounds.handle(0, Done(7, [1]), 0.0)
+    with pytest.raises(ProtocolError, match=r"has produced \[0\] gradients a bucket, earlier \[1\]"):
+        rounds.handle(0, Done(7, [0]), 0.0)
 
 
 # -- ranks that do not fit together ---------------------------------------------------------------------------
@@ -300,7 +348,7 @@ def refusal(*events: Opened) -> str:
     """What the ranks are told that open with these events, in every order of opening."""
     told = set()
     for order in itertools.permutations(range(len(events))):
-        rounds = Rounds(7, len(events))
+        rounds = Rounds(7, range(len(events)))
         commands = [c for rank in order for c in rounds.handle(rank, events[rank], 0.0)]
         assert kinds(commands) == ["Refused"]
         assert isinstance(commands[0], Refused)

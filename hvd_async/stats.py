@@ -1,0 +1,106 @@
+"""What an optimizer counts of itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvd_async.events import Firing
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one rank's optimizer has done so far.
+
+    Attributes:
+        steps: of this rank.
+        rounds: fired and taken in by this rank.
+        rounds_applied: of these, how many carried a gradient.
+        gradients_produced: by this rank, those brought from an earlier run included.
+        gradients_applied: of all ranks, by this rank.
+        gradients_skipped: steps of this rank of which something was handed over empty: NaN, an infinity, an overflow.
+        total_produced: by all ranks; None before the first ``drain()``.
+        staleness: how many of this rank's gradients were how many rounds stale when a round took them.
+        contributors: how many rounds fired with how many ranks there.
+        wait_s: seconds this rank's training thread waited for rounds in ``step()`` and ``drain()``.
+        held_s: for each rank (of the process set, in order) the seconds that others in ``step()`` waited until it made
+            their round fire, added up.
+        bytes_sent: what this rank has given to collectives.
+        latency_s: mean seconds from a round's first command until all of it was back.
+        latency_max_s: the longest.
+        peak_bytes: the most bytes of gradients that were held at once, apart from the framework's own.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    rounds_applied: int = 0
+    gradients_produced: int = 0
+    gradients_applied: int = 0
+    gradients_skipped: int = 0
+    total_produced: int | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
+    contributors: dict[int, int] = field(default_factory=dict)
+    wait_s: float = 0.0
+    held_s: tuple[float, ...] = ()
+    bytes_sent: int = 0
+    latency_s: float = 0.0
+    latency_max_s: float = 0.0
+    peak_bytes: int = 0
+
+
+class Tally:
+    """Counts that both the engine thread and the training thread add to.
+
+    Args:
+        ranks: that share the optimizer.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._lock = threading.Lock()
+        self._staleness: Counter[int] = Counter()
+        self._contributors: Counter[int] = Counter()
+        self._held_s = dict.fromkeys(ranks, 0.0)
+        self._sent = self._bytes = self._peak = self._rounds = 0
+        self._latency = self._longest = 0.0
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes of gradients more (or, negative, fewer) are held."""
+        with self._lock:
+            self._bytes += nbytes
+            self._peak = max(self._peak, self._bytes)
+
+    def took(self, staleness: Sequence[int]) -> None:
+        """A round has taken gradients that were so many rounds stale."""
+        with self._lock:
+            self._staleness.update(staleness)
+
+    def went(self, bucket: int, firing: Firing, nbytes: int) -> None:
+        """A bucket's part has been given to a collective."""
+        with self._lock:
+            self._sent += nbytes
+            self._held_s[firing.by] += firing.held
+            if bucket == 0:
+                self._contributors[firing.arrived] += 1
+
+    def came(self, seconds: float) -> None:
+        """A whole round was back so many seconds after its first command."""
+        with self._lock:
+            self._rounds += 1
+            self._latency += seconds
+            self._longest = max(self._longest, seconds)
+
+    def stats(self, **own: int | float | None) -> Stats:
+        """A snapshot, with what the caller counts itself."""
+        with self._lock:
+            return Stats(
+                **own,  # type: ignore[arg-type]
+                staleness=dict(sorted(self._staleness.items())),
+                contributors=dict(sorted(self._contributors.items())),
+                held_s=tuple(self._held_s.values()),
+                bytes_sent=self._sent,
+                latency_s=self._latency / self._rounds if self._rounds else 0.0,
+                latency_max_s=self._longest,
+                peak_bytes=self._peak,
+            )

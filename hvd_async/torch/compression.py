@@ -1,0 +1,98 @@
+"""Horovod's gradient compression, with bfloat16 besides, and what it means for how vectors travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_async.torch.layout import Layout
+from hvd_async.wire import Wire, count_slots
+
+
+class BF16Compressor:
+    """Sends gradients as bfloat16: float32's range, 8 bits of precision."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """The tensor as bfloat16, and its own dtype."""
+        return tensor.to(torch.bfloat16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """The tensor in the dtype it had."""
+        return tensor.to(ctx)
+
+
+class Compression(hvd.Compression):
+    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``."""
+
+    bf16 = BF16Compressor
+
+
+def check_compression(compression: Any) -> None:
+    """Refuse what cannot compress.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
+            f"compress(tensor) and decompress(tensor, ctx)"
+        )
+
+
+def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
+    """What dtype a vector of ``dtype`` has while it travels."""
+    travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
+    return travelling
+
+
+def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_staleness: int) -> int:
+    """Counting elements that every bucket's vector needs.
+
+    Raises:
+        ValueError: the compressed dtype cannot count, or not far enough.
+    """
+    needed = 1
+    for dtype in {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}:
+        name = str(wire_dtype(compression, dtype)).removeprefix("torch.")
+        try:
+            needed = max(needed, count_slots(size, max_staleness, name))
+        except KeyError:
+            raise ValueError(f"compression to {name} cannot be summed over ranks: take one to a float type") from None
+    return needed
+
+
+def make_wire(layout: Layout, compression: Any, slot_count: int, process_set: Any, members: tuple[int, ...]) -> Wire:
+    """How the layout's vectors travel.
+
+    Args:
+        process_set: Horovod's, None for all ranks.
+        members: its ranks, empty for all.
+    """
+    contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
+
+    def encode(vector: torch.Tensor) -> torch.Tensor:
+        compressed: torch.Tensor = compression.compress(vector)[0]
+        return compressed
+
+    def decode(vector: torch.Tensor, bucket: int) -> torch.Tensor:
+        decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
+        return decompressed
+
+    widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
+    return Wire(
+        zeros=layout.zeros,
+        nbytes=layout.nbytes,
+        slots=slot_count,
+        encode=encode,
+        decode=decode,
+        sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
+        process_set=process_set,
+        members=members,
+        process_set_id=0 if process_set is None else process_set.process_set_id,
+    )

@@ -1,0 +1,159 @@
+"""Where each torch parameter lies in the flat buckets: gradients out, rounds in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+MIB = 2**20
+
+
+class Bucket:
+    """Parameters whose gradients travel together, of one device and accumulation dtype.
+
+    Half-precision gradients accumulate and travel as float32.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.sizes = [p.numel() for p in parameters]
+        self.elements = sum(self.sizes)
+        self.device, self.dtype = kind(parameters[0])
+
+
+class Layout:
+    """The buckets of an optimizer, the last parameters first: backward has their gradients ready first.
+
+    Args:
+        parameters: in the same order on all ranks.
+        cap: most bytes of a bucket, unless a single parameter is larger.
+        groups: lists of parameters that travel together (Horovod's ``groups``), or into how many groups to part all.
+        slots: of a vector, see ``hvd_async.wire``.
+        slot: this rank's.
+
+    Raises:
+        ValueError: a parameter that is no floating-point number, or groups that are none.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        cap: float = 25 * MIB,
+        groups: int | Sequence[Sequence[torch.Tensor]] = 0,
+        slots: int = 1,
+        slot: int = 0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._slots, self._slot = slots, slot
+        for parameter in parameters:
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"a parameter of dtype {parameter.dtype} cannot be averaged: keep it out of the optimizer"
+                )
+        self.buckets = [
+            Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
+        ]
+        self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Of each bucket's vector."""
+        return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """A vector of a bucket that holds no gradient."""
+        bucket = self.buckets[index]
+        return torch.zeros(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+
+    @torch.no_grad()
+    def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:
+        """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
+
+        Raises:
+            ValueError: a gradient is sparse and ``sparse_as_dense`` is not set.
+        """
+        bucket = self.buckets[index]
+        flat = torch.empty(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+        *parts, tail = flat.split([*bucket.sizes, self._slots])
+        for parameter, part in zip(bucket.parameters, parts, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                part.zero_()
+                continue
+            if gradient.is_sparse:
+                if not sparse_as_dense:
+                    raise ValueError("a gradient is sparse: pass sparse_as_dense=True to send it as a dense tensor")
+                gradient = gradient.to_dense()
+            part.view_as(parameter).copy_(gradient)
+        if isinstance(scale, torch.Tensor) or scale != 1.0:
+            flat.mul_(scale)
+        tail.zero_()
+        tail[self._slot] = 1
+        return flat
+
+    @torch.no_grad()
+    def set_gradients(self, sums: Sequence[torch.Tensor], scale: float, frozen: set[int], sparse: bool = False) -> None:
+        """Point each ``p.grad`` into ``sums`` x ``scale`` (done in place); those of ``frozen`` (ids) become None.
+
+        Args:
+            sparse: make them sparse tensors, for an optimizer that takes no others.
+        """
+        for vector, bucket in zip(sums, self.buckets, strict=True):
+            average = vector[: bucket.elements]
+            if scale != 1.0:
+                average.mul_(scale)
+            for parameter, part in zip(bucket.parameters, average.split(bucket.sizes), strict=True):
+                view = part.view_as(parameter).to(parameter.dtype)
+                if sparse:
+                    view = view.to_sparse(1)
+                parameter.grad = None if id(parameter) in frozen else view
+
+
+def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    """Device and accumulation dtype of a parameter: parameters of different kinds cannot share a bucket."""
+    return parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _cut(parameters: Iterable[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
+    """Parameters in buckets of one kind, each of ``cap`` bytes at the most, in the order in which they fill up."""
+    open_: dict[Any, tuple[list[torch.Tensor], int]] = {}
+    buckets: list[list[torch.Tensor]] = []
+    for parameter in parameters:
+        key = kind(parameter)
+        nbytes = parameter.numel() * torch.finfo(key[1]).bits // 8
+        filling, filled = open_.get(key, ([], 0))
+        if filling and filled + nbytes > cap:
+            buckets.append(filling)
+            filling, filled = [], 0
+        open_[key] = ([*filling, parameter], filled + nbytes)
+    return buckets + [filling for filling, _ in open_.values()]
+
+
+def _groups(
+    parameters: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]], cap: float
+) -> list[tuple[list[torch.Tensor], float]]:
+    """Parts of the parameters, last first, and the cap within each."""
+    backwards = parameters[::-1]
+    if isinstance(groups, bool) or (isinstance(groups, int) and groups < 0):
+        raise ValueError(f"groups={groups!r} is no number of groups: take 0 (none) or more, or lists of parameters")
+    if isinstance(groups, int):
+        if groups == 0:
+            return [(backwards, cap)]
+        ends = [round(len(backwards) * i / groups) for i in range(groups + 1)]
+        return [(backwards[a:b], float("inf")) for a, b in itertools.pairwise(ends) if b > a]
+    listed = [p for group in groups for p in group]
+    known = {id(p) for p in parameters}
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("groups names a parameter twice: each may be in one group only")
+    if any(not isinstance(p, torch.Tensor) or id(p) not in known for p in listed):
+        raise ValueError("groups names something that is no parameter of this optimizer")
+    grouped = {id(p) for p in listed}
+    rest = [p for p in backwards if id(p) not in grouped]
+    parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]
+    return [*parts, *([(rest, cap)] if rest else [])]

@@ -1,0 +1,93 @@
+"""What a wrapped torch optimizer was given, and what it keeps between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.compression import slots, wire_dtype
+from hvd_async.torch.layout import MIB, Layout
+from hvd_async.torch.overlap import Overlap
+from hvd_async.wire import Round
+from hvd_async.wrapping import WrapperState
+
+RoundTransform = Callable[[Sequence[torch.Tensor]], object]
+HALF_LARGEST = torch.finfo(torch.float16).max
+
+
+class Settings(WrapperState):
+    """What the wrapper was given, and what it keeps between calls."""
+
+    def __init__(self, size: int, index: int, named: dict[int, str] | None, options: dict[str, Any]) -> None:
+        super().__init__(LIFECYCLE, size, index)
+        self.named = named
+        """Parameters' names by id; None if none were given."""
+        self.config: dict[str, Any] = options["config"]
+        self.layout = Layout([])
+        self.slots = 1
+        self.narrow = False
+        """Whether gradients travel as float16, which ends at 65,504."""
+        self.overlap: Overlap | None = None
+        self.passes: int = options["backward_passes_per_step"]
+        self.bucket_cap_mb: float = options["bucket_cap_mb"]
+        self.groups: Any = options["groups"]
+        self.compression: Any = options["compression"]
+        self.process_set: Any = options["process_set"]
+        self.members: tuple[int, ...] = options["members"]
+        self.before, self.after = options["scales"]
+        """By what a gradient is multiplied before it is handed over, and a round's sum when it is applied."""
+        self.sparse_as_dense: bool = options["sparse_as_dense"]
+        self.round_transform: RoundTransform | None = options["round_transform"]
+        self.scaler: Any = options["scaler"]
+        self.nonfinite: str = options["nonfinite"]
+        self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
+        self.buffer_policy: str = options["buffers"]
+        self.shown: Round | None = None
+        """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
+        self.skip = self.one_by_one = False
+
+    def lay_out(self, parameters: Sequence[torch.Tensor], bucket_ready: Callable[[int], None]) -> None:
+        """Part the parameters into buckets, and hook them."""
+        self.slots = slots(self.compression, parameters, self.size, self.config["max_staleness"])
+        dtypes = {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}
+        self.narrow = any(wire_dtype(self.compression, dtype) == torch.float16 for dtype in dtypes)
+        slot = self.index % self.slots
+        self.layout = Layout(parameters, self.bucket_cap_mb * MIB, self.groups, self.slots, slot)
+        if self.overlap is not None:
+            self.overlap.remove()
+        # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
+        early = self.scaler is None and self.nonfinite == "skip"
+        self.overlap = Overlap(self.layout, self.passes, bucket_ready) if early else None
+
+    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor | None:
+        """A bucket's gradients x ``scale``, or None if other ranks must not see them: NaN, an infinity, too large.
+
+        Raises:
+            FloatingPointError: as None, if the user asked for it.
+        """
+        vector = self.layout.vector(index, scale, self.sparse_as_dense)
+        if self.narrow:
+            low, high = torch.aminmax(vector)  # float16 would make an infinity of more
+            finite = bool(torch.maximum(-low, high) <= HALF_LARGEST)
+        else:
+            # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
+            finite = bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
+        if finite:
+            return vector
+        if self.nonfinite == "raise":
+            every = self.names(self.layout.parameters)
+            names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _finite(p.grad)]
+            raise FloatingPointError(f"not finite, or too large for float16: the gradients of {', '.join(names[:5])}")
+        return None
+
+    def names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+        """Names by the parameters' id."""
+        named = self.named or {}
+        return {id(p): named.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)}
+
+
+def _finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or bool((gradient.abs() <= HALF_LARGEST).all())

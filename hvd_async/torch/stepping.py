@@ -1,0 +1,317 @@
+"""What ``EagerOptimizer`` adds to the class of the torch optimizer it wraps: stepping, rounds, the ends."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from hvd_async.agreement import STATE
+from hvd_async.eager import EagerWorker
+from hvd_async.engine import Engine
+from hvd_async.errors import ReplicaStateError
+from hvd_async.events import EagerConfig, Hyper
+from hvd_async.torch import hyper as hyperparameters
+from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
+from hvd_async.torch.compression import make_wire
+from hvd_async.torch.settings import Settings
+from hvd_async.wire import Round
+from hvd_async.wrapping import Wrapped
+
+SCALING = ("grad_scale", "found_inf")
+"""The attributes in which a GradScaler tells ``step()`` what it knows."""
+
+
+class EagerMixin(Wrapped, torch.optim.Optimizer):
+    """Methods of a wrapped torch optimizer."""
+
+    _eager: Settings
+    _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
+    _step_supports_amp_scaling = True
+    """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
+
+    # -- stepping ---------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. From here to ``step()`` gradients are handed over while backward still computes others.
+
+        Raises:
+            ReplicaStateError: between backward() and step(), when gradients are on their way.
+        """
+        state = self._eager
+        if state.overlap is not None and state.worker is not None and state.worker.agreed:
+            state.overlap.arm()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand over the gradients, wait for this step's round, apply every round that is waiting.
+
+        Args:
+            closure: evaluated once, before the gradients are handed over.
+
+        Returns:
+            The closure's value, None without one.
+
+        Raises:
+            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
+            ReplicaStateError: a gradient was changed after it had been handed over.
+            FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
+            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self._eager
+        with self._scaling_hidden() as (grad_scale, overflow):
+            if state.skip:
+                self._step_shown()
+                return loss
+            if state.shown is not None:
+                raise ReplicaStateError(
+                    "step() after synchronize() would hand over the round that is in p.grad once more: write "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`"
+                )
+            for round_ in self._hand_over(None, grad_scale, overflow):
+                self._apply(round_)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
+
+    @contextlib.contextmanager
+    def _scaling_hidden(self) -> Iterator[tuple[torch.Tensor | None, bool]]:
+        """What a GradScaler has put into attributes: (scale of the gradients or None, overflow?). Meanwhile the wrapped
+        optimizer must not see it: fused ones would unscale rounds, which are unscaled, and skip them.
+
+        Raises:
+            ReplicaStateError: the scaler and ``scaler=`` do not fit together.
+        """
+        scaler = self._eager.scaler
+        mine: dict[str, Any] = {name: vars(self).pop(name) for name in SCALING if name in vars(self)}
+        try:
+            if mine and scaler is None:
+                raise ReplicaStateError(
+                    "a GradScaler steps this optimizer, which does not know it: pass scaler=scaler to EagerOptimizer, "
+                    "so that gradients are unscaled before other ranks see them"
+                )
+            if not mine and scaler is not None and scaler.is_enabled():
+                raise ReplicaStateError(
+                    "this optimizer was wrapped with scaler=, so its gradients are scaled: call scaler.step(optimizer) "
+                    "and scaler.update() in place of optimizer.step()"
+                )
+            yield mine.get("grad_scale"), bool(mine.get("found_inf", False))
+        finally:
+            vars(self).update(mine)
+
+    def synchronize(self) -> None:
+        """Hand over the gradients and put one round's average into every ``p.grad``, for user code to change.
+
+        Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
+        ``round_transform=`` does the same without holding it back.
+
+        A round that is shown and not followed by a step is left out: do so on all ranks alike.
+        """
+        state = self._eager
+        if state.scaler is not None and state.scaler.is_enabled():
+            raise ReplicaStateError(
+                "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
+                "round_transform=, and call scaler.step(optimizer)"
+            )
+        rounds = self._hand_over(1, None, False)
+        state.one_by_one = True
+        state.shown = rounds[0] if rounds else None
+        if state.shown is not None and state.shown.gradients:
+            self._show(state.shown)
+        else:
+            super().zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make ``step()`` apply what ``synchronize()`` has put into p.grad."""
+        self._eager.skip = True
+        try:
+            yield
+        finally:
+            self._eager.skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes a step has from now on, as in Horovod."""
+        self._eager.passes = passes
+        if self._eager.overlap is not None:
+            self._eager.overlap.passes = passes
+
+    def _step_shown(self) -> None:
+        state = self._eager
+        if state.shown is None:
+            raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
+        shown, state.shown = state.shown, None
+        if shown.gradients:
+            with state.applying(shown.index):
+                self._update(shown.hyper)
+
+    # -- gradients out ----------------------------------------------------------------------------------------
+
+    def _hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
+        """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
+        state = self._eager
+        worker = self._worker()
+        gone: set[int] = set() if state.overlap is None else state.overlap.handed
+        left = [index for index in range(len(state.layout)) if index not in gone]
+        if state.overlap is not None:
+            try:
+                state.overlap.disarm()
+            except ReplicaStateError as error:
+                state.broken = str(error)  # half of the step is on its way
+                raise
+        scale = state.before if grad_scale is None else state.before / grad_scale
+        vectors = {index: None if overflow else state.vector(index, scale) for index in left}
+        return worker.step(vectors, hyperparameters.read(self.param_groups), most)
+
+    def _bucket_ready(self, index: int) -> None:
+        """A backward hook: all gradients of a bucket are there."""
+        state = self._eager
+        assert state.worker is not None
+        state.worker.hand_over(index, state.vector(index, state.before))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # -- rounds in --------------------------------------------------------------------------------------------
+
+    def _show(self, round_: Round) -> None:
+        """Put a round's average into every ``p.grad``."""
+        frozen = hyperparameters.frozen(self.param_groups, round_.hyper)
+        sparse = issubclass(self._wrapped_class, torch.optim.SparseAdam)
+        self._eager.layout.set_gradients(round_.sums, self._eager.after, frozen, sparse)
+
+    def _apply(self, round_: Round) -> None:
+        """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
+        if round_.gradients == 0:
+            return  # nothing in it; momentum and decay must not move the weights
+        state = self._eager
+        parameters = self._parameters()
+        own = [p.grad for p in parameters]
+        try:
+            with state.applying(round_.index):
+                self._show(round_)
+                if state.round_transform is not None:
+                    state.round_transform([p for p in parameters if p.grad is not None])
+                self._update(round_.hyper)
+        finally:
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+
+    def _update(self, hyper: Hyper) -> None:
+        own = hyperparameters.read(self.param_groups)
+        if own == hyper:
+            self._wrapped_class.step(self)
+            return
+        hyperparameters.write(self.param_groups, hyper)
+        try:
+            self._wrapped_class.step(self)
+        finally:
+            hyperparameters.write(self.param_groups, own)
+
+    # -- the rest of the interface ----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
+        state = self.__dict__.get("_eager")
+        if state is not None and state.worker is not None:
+            raise ReplicaStateError(
+                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
+                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.
+
+        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
+        own share, for as many ranks.
+
+        Raises:
+            ReplicaStateError: gradients are on their way.
+        """
+        return {**super().state_dict(), "hvd_async": self._share(self._eager.layout.nbytes)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+
+        Raises:
+            ValueError: the state has gradients pending that this rank cannot take back; the message says how many.
+            ReplicaStateError: gradients of this run are on their way.
+        """
+        state_dict = dict(state_dict)
+        share = state_dict.pop("hvd_async", None)
+        if share is not None:
+            self._lay_out_if_new()
+            self._take_share(share, self._eager.layout.nbytes)
+        super().load_state_dict(state_dict)
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
+        worker = self._worker()
+        return consensus_distance(worker.engine, self._parameters(), worker.wire)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReplicaStateError(
+            "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
+        )
+
+    def _new_worker(self, engine: Engine, finish: Callable[[bool], None]) -> EagerWorker:
+        self._lay_out()  # groups may have been added since the wrapper was made
+        state = self._eager
+        config = EagerConfig(**state.config, buckets=len(state.layout))
+        wire = make_wire(state.layout, state.compression, state.slots, state.process_set, state.members)
+        return EagerWorker(engine, config, wire, finish)
+
+    def _lay_out_if_new(self) -> None:
+        if self._eager.worker is None:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._eager.lay_out(self._parameters(), self._bucket_ready)
+
+    def _fingerprint(self) -> tuple[list[str], list[int]]:
+        parameters = self._parameters()
+        every = self._eager.names(parameters)
+        names = [signature(every[id(p)], p) for p in parameters]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        buckets = [[len(b.parameters), b.elements] for b in self._eager.layout.buckets]
+        kind = (
+            f"optimizer {self._wrapped_class.__name__} with groups of {sizes}, buckets of (parameters, elements) "
+            f"{buckets}, factors {self._eager.before} and {self._eager.after}"
+        )
+        held = [
+            (f"{STATE}{key} of {name}", checksum(value))
+            for p, name in zip(parameters, names, strict=True)
+            for key, value in self.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        return (
+            [kind, *names, *(name for name, _ in held)],
+            [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
+        )
+
+    def _finish(self, worker: EagerWorker, flush: bool) -> None:
+        state, left = self._eager, 0
+
+        def apply(round_: Round) -> None:
+            nonlocal left
+            left += 1
+            self._apply(round_)
+
+        state.shown = None
+        (worker.drain if flush else worker.cut)(apply)
+        if left and state.one_by_one and state.round_transform is None:
+            warnings.warn(
+                f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "
+                f"synchronize() and step() as round_transform=, so that it runs on every round",
+                stacklevel=4,
+            )
+        if flush and state.buffer_policy != "local" and state.named_buffers:
+            unify_buffers(worker.engine, state.named_buffers, state.buffer_policy, worker.wire)

@@ -1,0 +1,224 @@
+"""``quorum="auto"``: its replay is what the state machine does, and what it chooses is nearly the best."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hvd_async.activation import Quorum
+from hvd_async.autoquorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
+from hvd_async.events import EagerConfig
+from tests.unit.virtual import Course, VirtualJob
+
+Durations = list[list[float]]
+
+
+@pytest.mark.parametrize(
+    ("count", "staleness", "rate"),
+    [
+        (1, 16, 3 / 3),  # rank 0 fires at 1, 2 and 3 s, each time with one fresh gradient
+        (2, 16, 6 / 9),  # both are in at 3, 6 and 9 s, and fresh
+        (1, 0, 6 / 9),  # synchronous by the bound
+        (1, 1, 5 / 9),  # 1: rank 0; 3: rank 1's is late; 4 waits to 6: rank 0's alone; 7 waits to 9: both
+    ],
+)
+def test_rates_by_hand(count, staleness, rate):
+    assert fresh_rate([[1.0] * 3, [3.0] * 3], count, staleness) == pytest.approx(rate)
+
+
+def test_a_rate_in_no_time_is_none():
+    assert fresh_rate([[0.0], [0.0]], 2, 16) == 0.0
+
+
+def replayed(durations: Durations, count: int, staleness: int, pace: str) -> Course:
+    """What the state machine makes of ranks that take so long."""
+
+    def duration(rank: int, step: int) -> float | None:
+        return durations[rank][step - 1] if step <= len(durations[rank]) else None
+
+    return VirtualJob(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration).run()
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> tuple[Durations, int, int, str]:
+    size, steps = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    seconds = st.sampled_from([0.125, 0.25, 0.5, 1.0, 4.0]) | st.floats(0.01, 3.0)
+    durations = draw(st.lists(st.lists(seconds, min_size=steps, max_size=steps), min_size=size, max_size=size))
+    pace = draw(st.sampled_from(["steps", "rounds"]))
+    return durations, draw(st.integers(1, size)), draw(st.integers(pace == "rounds", 6)), pace
+
+
+@settings(max_examples=300, deadline=None)
+@given(courses())
+@example(([[1.0] * 12, [9.0] * 12], 1, 2, "steps"))
+@example(([[1.0] * 12, [9.0] * 12], 1, 2, "rounds"))
+def test_a_replay_is_what_the_state_machine_does(course):
+    durations, count, staleness, pace = course
+    expected = replayed(durations, count, staleness, pace)
+    assert fresh_rate(durations, count, staleness, pace) == pytest.approx(expected.rate)
+    assert max(expected.staleness, default=0) <= staleness
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, CANDIDATES, CANDIDATES + 1, 16, 100, 513])
+def test_candidates_have_both_ends_and_are_few(size):
+    tried = candidates(size)
+    assert tried == sorted(set(tried))
+    assert {1, max(1, size - 1), size} <= set(tried) <= set(range(1, size + 1))
+    assert len(tried) <= CANDIDATES
+    if size <= CANDIDATES:
+        assert tried == list(range(1, size + 1))
+
+
+# -- learning -------------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """Feeds an ``AutoQuorum`` synchronous rounds."""
+
+    def __init__(self, size: int) -> None:
+        self.auto, self.size, self.now = AutoQuorum(range(size), 16, "steps"), size, 0.0
+
+    def round(self, *durations: float) -> None:
+        """One in which rank r takes ``durations[r]``."""
+        for seconds, rank in sorted((seconds, rank) for rank, seconds in enumerate(durations)):
+            self.auto.arrived(rank, self.now + seconds, late=False)
+        self.now += max(durations)
+        self.auto.fired(self.now)
+
+
+def test_it_is_synchronous_until_it_has_learned():
+    teacher = Teacher(3)
+    assert teacher.auto.news() == "auto: learning how long the ranks take"
+    for _ in range(LEARN):  # the first round says nothing: nobody was free before it
+        teacher.round(1.0, 1.0, 9.0)
+        assert teacher.auto.choose(1).quorum == 3
+        assert teacher.auto.news() is None
+    teacher.round(1.0, 1.0, 9.0)
+    choice = teacher.auto.choose(1)
+    assert choice.quorum == 2
+    news = teacher.auto.news()
+    assert news == choice.why
+    assert news.startswith(f"auto: 2 of 3 ranks; fresh gradients per second by the last {LEARN} steps are 1: ")
+    assert teacher.auto.news() is None
+
+
+def test_a_choice_lasts_some_rounds_and_follows_the_ranks():
+    teacher = Teacher(2)
+    for _ in range(LEARN + 1):
+        teacher.round(1.0, 1.0)
+    assert teacher.auto.choose(1).quorum == 2
+    assert teacher.auto.news() is not None
+    for _ in range(48):
+        teacher.round(1.0, 9.0)
+    assert teacher.auto.choose(RENEW).quorum == 2
+    assert teacher.auto.news() is None
+    assert teacher.auto.choose(1 + RENEW).quorum == 1
+    assert "1 of 2 ranks" in str(teacher.auto.news())
+
+
+def test_a_little_better_is_not_enough():
+    """Counts that differ by less than the margin do not flap."""
+    teacher = Teacher(2)
+    for _ in range(48):
+        teacher.round(1.0, 2.0 * 1.01)
+    durations = [[1.0] * 48, [2.02] * 48]
+    rates = [fresh_rate(durations, count, 16) for count in (1, 2)]
+    assert rates[1] < rates[0] < MARGIN * rates[1], "the example has lost its point"
+    assert teacher.auto.choose(1).quorum == 2
+
+
+def test_a_drain_says_nothing_about_the_ranks():
+    one, two = Teacher(2), Teacher(2)
+    for teacher in (one, two):
+        teacher.round(1.0, 1.0)
+        teacher.round(1.0, 1.0)
+    two.auto.interrupted()
+    two.now += 1000.0
+    for teacher in (one, two):
+        teacher.round(1.0, 1.0)
+        teacher.round(1.0, 1.0)
+    assert one.auto.choose(1) == one.auto.choose(2)
+    assert one.auto.choose(1).quorum == two.auto.choose(1).quorum == 2
+    assert {d for durations in two.auto._durations.values() for d in durations} == {1.0}
+
+
+# -- is it nearly the best? -----------------------------------------------------------------------------------
+
+P, ROUNDS, COMPUTE = 8, 300, 0.3
+
+
+def drawn(*key: object) -> random.Random:
+    """A generator of its own for each key."""
+    return random.Random(str(key))
+
+
+def jitter(rank: int, step: int) -> float:
+    return COMPUTE * drawn(rank, step).uniform(0.98, 1.02)
+
+
+def straggler(rank: int, step: int) -> float:
+    """One random rank of eight 0.3 s late in every step."""
+    return COMPUTE + 0.3 * (drawn(step).randrange(P) == rank)
+
+
+def slow(rank: int, step: int) -> float:
+    """One rank five times slower."""
+    return jitter(rank, step) * (5 if rank == 3 else 1)
+
+
+def skew(rank: int, step: int) -> float:
+    """Rank r r x 30 ms late."""
+    return jitter(rank, step) + 0.03 * rank
+
+
+def course(quorum: Quorum, duration: Callable[[int, int], float], pace: str) -> Course:
+    return VirtualJob(EagerConfig(quorum, 16, 0.0, 0, 1, pace), P, duration, ROUNDS).run()
+
+
+@pytest.mark.parametrize("pace", ["steps", "rounds"])
+@pytest.mark.parametrize("duration", [straggler, jitter, slow, skew], ids=lambda f: f.__name__)
+def test_auto_reaches_nearly_the_best_fixed_count(duration, pace):
+    rates = {count: course(count, duration, pace).rate for count in range(1, P + 1)}
+    best = max(rates, key=lambda count: rates[count])
+    auto = course("auto", duration, pace)
+    print(f"{duration.__name__} {pace}: auto {auto.rate:.2f}, best {best} of {P} with {rates[best]:.2f} a second")
+    assert auto.rounds == ROUNDS
+    assert auto.rate >= 0.95 * rates[best], f"{auto.rate / rates[best]:.3f} of {rates}"
+    if duration is not jitter:
+        assert min(rates.values()) < 0.8 * rates[best], "all counts are as good: it shows nothing"
+    if best < P:
+        assert "auto: " in auto.reasons[-1]
+
+
+# -- the bound in time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority", 3])
+def test_a_rank_that_is_slow_for_good_gives_fewer_gradients_and_holds_nobody_in_pace_rounds(quorum):
+    """Four ranks, one five times slower: as fast as the other three; in pace "steps" it holds them up."""
+
+    def duration(rank: int, step: int) -> float:
+        return 1.5 if rank == 3 else 0.3
+
+    def alone(rank: int, step: int) -> float:
+        return 0.3
+
+    def job(pace: str, size: int, duration: Callable[[int, int], float], staleness: int = 16) -> Course:
+        return VirtualJob(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS).run()
+
+    three, rounds, steps = job("steps", 3, alone), job("rounds", 4, duration), job("steps", 4, duration)
+    assert three.seconds == pytest.approx(0.3 * ROUNDS, rel=0.02)
+    assert steps.seconds > 4 * three.seconds
+    if quorum == "majority":  # sometimes the slow rank is drawn, and all wait for it: 3/4 x 0.3 + 1/4 x (0.3 to 1.5)
+        assert rounds.seconds < 2.2 * three.seconds
+    else:
+        assert rounds.seconds == pytest.approx(three.seconds, rel=0.02)
+        assert rounds.given[3] == pytest.approx(ROUNDS / 5, abs=2)
+        assert max(rounds.staleness) == 4
+    tight = job("rounds", 4, duration, staleness=2)  # slower by more than the bound: it holds them up
+    assert tight.seconds > 1.5 * three.seconds
+    assert max(tight.staleness) <= 2
