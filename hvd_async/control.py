@@ -84,9 +84,13 @@ class _Endpoint:
     def wake(self) -> None:
         self._waker.wake()
 
-    def _poll(self, timeout: float | None) -> None:
-        self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.499)))
-        self._waker.clear()
+    def _poll(self, timeout: float | None) -> bool:
+        """Wait; returns whether the monitor has something to tell."""
+        milliseconds = None if timeout is None else max(0, round(timeout * 1000 + 0.499))
+        ready: set[object] = {each for each, _ in self._poller.poll(milliseconds)}
+        if self._waker.receiver.fileno() in ready:
+            self._waker.clear()
+        return self._monitor in ready
 
     def _monitored(self) -> Iterator[tuple[int, int]]:
         """What the monitor has to tell: (event, value), none if nothing."""
@@ -127,6 +131,7 @@ class ZmqHub(_Endpoint):
         self._connections: dict[int, _Connection] = {}
         """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
         self._ready: deque[tuple[int, Event | Gone]] = deque()
+        self._encoded: tuple[Command | None, bytes] = (None, b"")
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._guard.start()
         self._guard.configure_curve_callback("*", credentials_provider=self)
@@ -147,7 +152,9 @@ class ZmqHub(_Endpoint):
 
     def send(self, rank: int, command: Command) -> None:
         if rank in self._identities:
-            self._socket.send_multipart([self._identities[rank], encode(command)])
+            if command is not self._encoded[0]:
+                self._encoded = command, encode(command)  # most commands go to every rank
+            self._socket.send_multipart([self._identities[rank], self._encoded[1]])
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         if not self._ready:
@@ -235,8 +242,8 @@ class ZmqChannel(_Endpoint):
     def receive(self, timeout: float | None) -> Command | Gone | None:
         command = self._read()
         if command is None and self._gone is None:
-            self._poll(timeout)
-            for event, _ in self._monitored():
+            told = self._monitored() if self._poll(timeout) else iter(())
+            for event, _ in told:
                 refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 reason = "refused this rank's key" if refused else "died: the connection to the coordinator ended"
                 self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason

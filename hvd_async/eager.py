@@ -76,6 +76,8 @@ class EagerWorker:
         self._agreed = False
         self._refused: str | None = None
         self._drained: Drained | None = None
+        self._at_cut: list[Held] | None = None
+        """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
 
     # -- meeting the other ranks ------------------------------------------------------------------------------
 
@@ -94,22 +96,22 @@ class EagerWorker:
         """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
         return self._steps == self._settled_at and not self._handed
 
-    def open(self, names: list[str], checksums: list[int]) -> None:
+    def open(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
 
         Raises:
             ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
         """
-        self.offer(names, checksums)
+        self.offer(names, checksums, hyper)
         self.meet()
 
-    def offer(self, names: list[str], checksums: list[int]) -> None:
+    def offer(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """The first half of ``open``: tell the coordinator, do not wait for the others."""
         if self._number is None:
             number = self.engine.register(self, self.wire.process_set_id)
             self._number = number
             members, loaded = list(self.wire.members), self._restored
-            opened = Opened(number, self.config, names, checksums, members, loaded)
+            opened = Opened(number, self.config, names, checksums, members, loaded, hyper or [])
             self.engine.post(lambda: self.engine.send(opened))
 
     def meet(self) -> None:
@@ -162,6 +164,7 @@ class EagerWorker:
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
         self._steps += 1
+        self._keep(None)
         self._skipped += self._empty
         self._handed.clear()
         self._empty = False
@@ -247,9 +250,17 @@ class EagerWorker:
 
     def pending(self) -> list[Held]:
         """What no round has carried yet, by bucket; complete after a cut."""
+        if self._at_cut is not None and self.settled:
+            return self._at_cut
         found: Future[list[Held]] = Future()
-        self.engine.post(lambda: found.set_result(self._transit.pending()))
-        self.engine.wait(found.done)
+
+        def look() -> None:
+            found.set_result(self._transit.pending())
+            with self._condition:
+                self._condition.notify_all()
+
+        self.engine.post(look)
+        self.engine.wait(found.done, self._condition)
         return found.result()
 
     def restore(self, held: list[Held]) -> None:
@@ -326,7 +337,17 @@ class EagerWorker:
             case Refused(_, problem):
                 self._tell(refused=problem)
             case Drained():
+                if not command.flushed:
+                    copied = [Held(None if v is None else v + 0, at) for v, at in self._transit.pending()]
+                    self._keep(copied)
                 self._tell(drained=command)
+
+    def _keep(self, held: list[Held] | None) -> None:
+        """Hold what was pending at a cut, or no more of it."""
+        for sign, kept in ((-1, self._at_cut), (1, held)):
+            lengths = zip(kept or [], self.wire.nbytes, strict=False)
+            self._tally.hold(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
+        self._at_cut = held
 
     def fail(self, error: Exception) -> None:
         """The engine failed: wake the training thread, which finds out from the engine."""

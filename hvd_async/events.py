@@ -53,7 +53,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
     ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
     share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: this rank brings gradients from
-    an earlier run that no round has carried yet.
+    an earlier run that no round has carried yet; ``hyper`` is what it would apply them with, should nobody step.
     """
 
     optimizer: int
@@ -62,6 +62,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     checksums: list[int]
     members: list[int] = []
     loaded: bool = False
+    hyper: Hyper = []
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

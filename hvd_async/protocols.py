@@ -79,8 +79,9 @@ class Collectives(Protocol):
     failure: type[Exception]
     """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None) -> Handle:
-        """Start the sum of ``vector`` over all ranks; ``vector`` belongs to the collective from now on."""
+    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False) -> Handle:
+        """Start the sum of ``vector`` over all ranks; ``vector`` belongs to the collective from now on, unless it is to
+        be kept as it is."""
 
     def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""

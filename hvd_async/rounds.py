@@ -10,8 +10,9 @@ The laws it keeps:
 3. *Quorum.* Round t fires when ``activation.decide`` says so, plus ``grace`` seconds unless all are in by then.
 4. *Hyperparameters belong to the round*: they are those of the rank that fired its last bucket, if that rank is in
    ``step()``, else of the first rank that is. Whoever waits for a round is in ``step()``, so nobody waits for them.
-5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round, then all are told; after
-   a cut (no rank asked for more) it stays where it is.
+5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round (with the hyperparameters
+   of the one before, or those that the first rank opened with), then all are told; after a cut (no rank asked for
+   more) it stays where it is.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
 States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
@@ -176,6 +177,7 @@ class Rounds:
             self._refused = True
             return [Refused(self._optimizer, problem)]
         self._config = event.config
+        self._last_hyper = self._opened[self.ranks[0]].hyper
         if event.config.quorum == "auto":
             self._auto = AutoQuorum(self.ranks, event.config.max_staleness, event.config.pace)
         self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(event.config.buckets)]

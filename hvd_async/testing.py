@@ -195,7 +195,7 @@ class MemoryCollectives:
     def stop(self) -> None:
         self._board.wakes.pop(self.rank, None)
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None) -> Handle:
+    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False) -> Handle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:

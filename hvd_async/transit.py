@@ -91,7 +91,8 @@ class Transit:
         if go.hyper is not None:
             flight.hyper = go.hyper
         late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
-        vector = self._take(go.bucket, go.firing, late_by)
+        taken = self._take(go.bucket, go.firing, late_by)
+        vector = self._wire.zeros(go.bucket) if taken is None else taken
         submitted = time.monotonic()
 
         def landed(sums: Vector) -> None:
@@ -104,23 +105,24 @@ class Transit:
             for late in held:
                 self.go(late)
 
-        wire = self._wire
-        self._engine.submit(lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set), landed)
+        wire, keep = self._wire, taken is None
+        self._engine.submit(
+            lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set, keep), landed
+        )
 
     def settle(self, round_: int, hyper: Hyper) -> None:
         """A round's hyperparameters."""
         self._flight(round_).hyper = hyper
         self._pass_on()
 
-    def _take(self, bucket: int, firing: Firing, staleness: list[int]) -> Vector:
+    def _take(self, bucket: int, firing: Firing, staleness: list[int]) -> Vector | None:
         taken, self._pending[bucket] = self._pending[bucket], _Pending()
         if bucket == 0:
             self._tally.took(staleness)
         self._tally.went(bucket, firing, self._wire.bytes_sent(bucket))
-        if taken.vector is not None:
-            return taken.vector
-        self._tally.hold(self._wire.nbytes[bucket])
-        return self._wire.zeros(bucket)
+        if taken.vector is None:
+            self._tally.hold(self._wire.nbytes[bucket])  # of what comes back
+        return taken.vector
 
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)

@@ -51,7 +51,7 @@ class Wire:
     """How a binding's vectors look and travel.
 
     Attributes:
-        zeros: makes a vector of a bucket that holds nothing.
+        zeros: a vector of a bucket that holds nothing; it is never changed, and may be the same one each time.
         nbytes: of each bucket's vector.
         slots: elements at a vector's end that count gradients.
         encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_async.eager import EagerWorker
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.events import Hyper
 from hvd_async.lifecycle import Lifecycle, local_engine
 from hvd_async.stats import Stats
 from hvd_async.wire import Held
@@ -49,7 +50,8 @@ class WrapperState:
 
 
 class Wrapped:
-    """Methods of every wrapped optimizer. A binding supplies ``_new_worker``, ``_fingerprint`` and ``_finish``."""
+    """Methods of every wrapped optimizer. A binding supplies ``_new_worker``, ``_fingerprint``, ``_hyper``
+    and ``_finish``."""
 
     _eager: Any
 
@@ -109,6 +111,10 @@ class Wrapped:
         """Names and checksums of everything that must be the same on all ranks."""
         raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
 
+    def _hyper(self) -> Hyper:
+        """This rank's hyperparameters now, as its rounds carry them."""
+        raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
+
     def _finish(self, worker: EagerWorker, flush: bool) -> None:
         """Drain (``flush``) or cut this optimizer alone."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
@@ -124,7 +130,7 @@ class Wrapped:
                 if state.restored is not None:
                     state.worker.restore(state.restored)
                     state.restored = None
-                state.worker.offer(*self._fingerprint())
+                state.worker.offer(*self._fingerprint(), self._hyper())
 
     def _worker(self) -> EagerWorker:
         """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
@@ -207,7 +213,8 @@ class Wrapped:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
         state.rounds_before = share["rounds"] - (0 if state.worker is None else state.worker.version)
         if lost:
-            state.restored = [Held(*held) for held in zip(share["vectors"], share["versions"], strict=True)]
+            pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
+            state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
 
     @staticmethod
     def _nothing_pending(worker: EagerWorker) -> bool:

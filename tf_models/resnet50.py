@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import zipfile
@@ -14,12 +15,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 import vision
+from lars import LARS
 
 import hvd_async.tensorflow as hvd
-from hvd_async.runner.batches import Batch
+from hvd_async.runner.batches import Batch, parts
+from hvd_async.runner.course import Position
+from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.run import Position, World, start
-from hvd_async.runner.summary import Outcome, Replicas
+from hvd_async.runner.run import World, start
+
+POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
 
 class TensorFlowTrainer:
@@ -29,39 +34,56 @@ class TensorFlowTrainer:
 
     def __init__(self, options: Options, classes: int) -> None:
         keras.utils.set_random_seed(options.seed)
+        keras.config.set_dtype_policy(POLICIES[options.precision])
         self._options, self._classes = options, classes
         self._model = vision.build(options.model, classes, options.image_size, options.bn_momentum)
         self._optimizer = wrapped(options, self._model)
         self._optimizer.build(self._model.trainable_variables)
         images = tf.TensorSpec([None, options.image_size, options.image_size, 3], tf.float32)
         labels = tf.TensorSpec([None], tf.int64)
-        self._train = tf.function(self._forward_backward, input_signature=[images, labels])
+        self._train = tf.function(
+            self._forward_backward, input_signature=[images, labels, tf.TensorSpec([], tf.float32)]
+        )
         self._correct = tf.function(self._count_correct, input_signature=[images, labels])
         hvd.broadcast_variables(self._model.variables, root_rank=0)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that this rank's weights have seen."""
+        return int(self._optimizer.rounds)
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
         self._optimizer.learning_rate.assign(rate)
-        return float(self._train(batch.images, batch.labels))
+        losses = [
+            self._train(part.images, part.labels, np.float32(share))
+            for share, part in parts(batch, self._options.passes)
+        ]
+        return float(sum(losses))
 
-    def _forward_backward(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    def _forward_backward(self, images: tf.Tensor, labels: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+        """One backward pass, of a share of the step's images; the optimizer takes the step at the last. The loss."""
         targets = tf.one_hot(labels, self._classes)
         variables = self._model.trainable_variables
         with tf.GradientTape() as tape:
             losses = keras.losses.categorical_crossentropy(
                 targets,
-                self._model(images, training=True),
+                tf.cast(self._model(images, training=True), tf.float32),
                 from_logits=True,
                 label_smoothing=self._options.label_smoothing,
             )
-            loss = tf.reduce_mean(losses)
-        gradients = tape.gradient(loss, variables)
-        if self._options.optimizer == "sgd" and self._options.weight_decay:
-            # Keras' own weight_decay bypasses momentum; torch's, which the flag means, is part of the gradient.
-            gradients = [g + self._options.weight_decay * v if decays(v) else g
-                         for g, v in zip(gradients, variables, strict=True)]  # fmt: skip
-        self._optimizer.apply(gradients, variables)
+            loss = share * tf.reduce_mean(losses)
+            whole = loss + share * self._penalty(variables)
+            if self._options.precision == "fp16":
+                whole = self._optimizer.scale_loss(whole)
+        self._optimizer.apply(tape.gradient(whole, variables), variables)
         return loss
+
+    def _penalty(self, variables: list[Any]) -> Any:
+        """What makes weight decay part of the gradient, as torch's is; Keras' own for SGD bypasses momentum."""
+        if self._options.optimizer != "sgd" or not self._options.weight_decay:
+            return 0.0
+        return self._options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
 
     def drain(self) -> None:
         """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
@@ -78,7 +100,8 @@ class TensorFlowTrainer:
     def save(self, path: Path, position: Position) -> None:
         """Write a complete checkpoint."""
         best = np.nan if position.best_accuracy is None else position.best_accuracy
-        np.savez(path, made_by=self._made_by(), epoch=position.epoch, best_accuracy=best, **self._arrays())
+        place = dataclasses.asdict(position) | {"best_accuracy": best}
+        np.savez(path, made_by=self._made_by(), **place, **self._arrays())
 
     def restore(self, path: Path) -> Position | None:
         """Collective: give every rank rank 0's checkpoint, None if there is none; ValueError if it does not fit."""
@@ -95,12 +118,12 @@ class TensorFlowTrainer:
             variable.assign(content[f"model/{index}"])
         self._optimizer.set_state({path: content[f"optimizer/{path}"] for path in self._optimizer.get_state()})
         best = float(content["best_accuracy"])
-        return Position(int(content["epoch"]), None if np.isnan(best) else best)
+        place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
+        return Position(**place, best_accuracy=None if np.isnan(best) else best)
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
-        stats = self._optimizer.stats()
-        return Outcome(stats.rounds, stats.gradients_produced, stats.gradients_applied, stats.wait_s, stats.staleness)
+        return Outcome.of(self._optimizer.stats())
 
     def replicas(self) -> Replicas:
         """Collective: compare the ranks' weights."""
@@ -119,7 +142,8 @@ class TensorFlowTrainer:
 
     def _made_by(self) -> str:
         """What a checkpoint must agree on with the run that goes on from it."""
-        return f"model {self._options.model}, {self._classes} classes, optimizer {self._options.optimizer}"
+        scaled = ", loss scaling" if self._options.precision == "fp16" else ""
+        return f"model {self._options.model}, {self._classes} classes, optimizer {self._options.optimizer}{scaled}, v2"
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """The checkpoint, or what is wrong with it."""
@@ -141,23 +165,33 @@ def decays(variable: Any) -> bool:
     return len(variable.shape) > 1
 
 
-def wrapped(options: Options, model: Any) -> Any:
-    """The Keras optimizer of the options, wrapped."""
-    optimizer: Any
+def plain(options: Options, model: Any) -> Any:
+    """The Keras optimizer of the options."""
+    if options.optimizer == "lars":
+        return LARS(options.lr, momentum=options.momentum, decay=options.weight_decay)
     if options.optimizer == "sgd":
-        optimizer = keras.optimizers.SGD(options.lr, momentum=options.momentum, nesterov=options.nesterov)
-    elif options.optimizer == "adam":
-        optimizer = keras.optimizers.Adam(options.lr)
-    else:
-        optimizer = keras.optimizers.AdamW(options.lr, weight_decay=options.weight_decay)
-        optimizer.exclude_from_weight_decay([v for v in model.trainable_variables if not decays(v)])
-    # Horovod's DistributedOptimizer does not average on Keras 3, so plain allreduce is quorum="all" here.
-    quorum = "all" if options.algorithm == "allreduce" else options.quorum
+        return keras.optimizers.SGD(options.lr, momentum=options.momentum, nesterov=options.nesterov)
+    if options.optimizer == "adam":
+        return keras.optimizers.Adam(options.lr)
+    optimizer = keras.optimizers.AdamW(options.lr, weight_decay=options.weight_decay)
+    optimizer.exclude_from_weight_decay([v for v in model.trainable_variables if not decays(v)])
+    return optimizer
+
+
+def wrapped(options: Options, model: Any) -> Any:
+    """The optimizer of the options, wrapped."""
+    optimizer = plain(options, model)
+    if options.precision == "fp16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return hvd.EagerOptimizer(
         optimizer,
-        quorum=quorum,
+        compression=getattr(hvd.Compression, options.compression),
+        backward_passes_per_step=options.passes,
+        # Horovod's DistributedOptimizer does not average on Keras 3, so plain allreduce is quorum="all" here.
+        quorum="all" if options.algorithm == "allreduce" else options.quorum,
         max_staleness=options.max_staleness,
         grace=options.grace,
+        pace=options.pace,
         seed=options.seed,
         model=model,
     )
@@ -181,7 +215,7 @@ def main() -> None:
     use_device(options)
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    run.fit(TensorFlowTrainer(options, run.source.classes))
+    run.fit(TensorFlowTrainer(run.options, run.source.classes))
     hvd.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -11,12 +12,17 @@ from typing import Any
 
 import torch
 import vision
+from lars import LARS
 
 import hvd_async.torch as hvd
-from hvd_async.runner.batches import Batch
+from hvd_async.runner.batches import Batch, parts
+from hvd_async.runner.course import Position
+from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.run import Position, World, start
-from hvd_async.runner.summary import Outcome, Replicas
+from hvd_async.runner.run import World, start
+
+LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtype of mixed precision."""
 
 
 class TorchTrainer:
@@ -30,36 +36,66 @@ class TorchTrainer:
         self._device = device()
         self._model = vision.build(options.model, classes, options.bn_momentum).to(self._device)
         self._loss = torch.nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-        self._optimizer = wrapped(options, self._model)
-        self._steps, self._wait_s = 0, 0.0
+        self._scaler = torch.amp.GradScaler(self._device.type) if options.precision == "fp16" else None
+        self._optimizer = wrapped(options, self._model, self._scaler)
+        self._steps, self._skipped, self._wait_s = 0, 0, 0.0
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that this rank's weights have seen."""
+        return self._steps if self._options.algorithm == "allreduce" else int(self._optimizer.rounds)
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._model.train()
+        self._optimizer.zero_grad()
+        losses = []
+        for share, part in parts(batch, self._options.passes):
+            loss = self._forward(part) * share
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            losses.append(loss.detach())
+        self._step()
+        self._steps += 1
+        return float(sum(losses))
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """The mean loss."""
         images, labels = self._to_device(batch)
         if len(batch) == 1:
             # Batch norm refuses one value per channel, which a last batch of one image may come down to. Its double
             # has the same mean loss.
             images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._model.train()
-        self._optimizer.zero_grad()
-        loss = self._loss(self._model(images), labels)
-        loss.backward()
-        self._step()
-        self._steps += 1
-        return float(loss.detach())
+        dtype = LOWER[self._options.precision]
+        with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None):
+            loss: torch.Tensor = self._loss(self._model(images), labels)
+        return loss
 
     def _step(self) -> None:
-        if self._options.algorithm != "allreduce":
+        if self._options.algorithm == "allreduce":
+            self._step_all()
+        elif self._scaler is None:
             self._optimizer.step()
-            return
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    def _step_all(self) -> None:
+        """Horovod's step, with an overflow on any rank skipped on all: their sum overflows too."""
         begin = time.perf_counter()  # Horovod does not say how long it waits; so wait and update apart
         self._optimizer.synchronize()
         self._wait_s += time.perf_counter() - begin
         with self._optimizer.skip_synchronize():
-            self._optimizer.step()
+            if self._scaler is None:
+                self._optimizer.step()
+                return
+            self._scaler.unscale_(self._optimizer)
+            self._scaler.step(self._optimizer)
+        before = self._scaler.get_scale()
+        self._scaler.update()
+        self._skipped += self._scaler.get_scale() < before
 
     def drain(self) -> None:
         """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
@@ -84,9 +120,9 @@ class TorchTrainer:
         content = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "made_by": self._made_by(),
-            "epoch": position.epoch,
-            "best_accuracy": position.best_accuracy,
+            "position": dataclasses.asdict(position),
         }
         torch.save(content, path)
 
@@ -103,14 +139,16 @@ class TorchTrainer:
             return None
         self._model.load_state_dict(content["model"])
         self._optimizer.load_state_dict(content["optimizer"])
-        return Position(content["epoch"], content["best_accuracy"])
+        if self._scaler is not None and content["scaler"] is not None:
+            self._scaler.load_state_dict(content["scaler"])
+        return Position(**content["position"])
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
         if self._options.algorithm == "allreduce":
-            return Outcome.synchronous(self._steps, hvd.size(), self._wait_s)
-        stats = self._optimizer.stats()
-        return Outcome(stats.rounds, stats.gradients_produced, stats.gradients_applied, stats.wait_s, stats.staleness)
+            outcome = Outcome.synchronous(self._steps - self._skipped, hvd.size(), self._wait_s)
+            return dataclasses.replace(outcome, skipped=self._skipped)
+        return Outcome.of(self._optimizer.stats())
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
@@ -131,7 +169,8 @@ class TorchTrainer:
 
     def _made_by(self) -> dict[str, str | int]:
         """What a checkpoint must agree on with the run that goes on from it."""
-        return {"model": self._options.model, "classes": self._classes, "optimizer": self._options.optimizer}
+        own = {"model": self._options.model, "classes": self._classes, "optimizer": self._options.optimizer}
+        return {**own, "format": 2}
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """The checkpoint, or what is wrong with it."""
@@ -139,10 +178,10 @@ class TorchTrainer:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             return f"{path} cannot be read as a checkpoint ({error}): remove it, or start without --resume"
-        if content["made_by"] != self._made_by():
+        if content.get("made_by") != self._made_by():
             return (
-                f"{path} was written by a run with {content['made_by']}, this one has {self._made_by()}: give the same "
-                "options, or another --checkpoint-dir"
+                f"{path} was written by a run with {content.get('made_by')}, this one has {self._made_by()}: give the "
+                "same options, or another --checkpoint-dir"
             )
         return content
 
@@ -155,29 +194,43 @@ def device() -> torch.device:
     return torch.device("cuda", hvd.local_rank())
 
 
-def wrapped(options: Options, model: torch.nn.Module) -> Any:
-    """The torch optimizer of the options, wrapped by the algorithm's."""
+def plain(options: Options, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The torch optimizer of the options."""
     # Kernels only: decay would pull batch norm's scales and the biases, which have one dimension, to nothing.
-    kernels = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": kernels, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer
+    kernels: dict[str, Any] = {"params": [p for p in model.parameters() if p.ndim > 1]}
+    others: dict[str, Any] = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+    kernels["weight_decay"] = options.weight_decay
+    groups = [kernels, others]
+    if options.optimizer == "lars":
+        others["adapt"] = False
+        return LARS(groups, lr=options.lr, momentum=options.momentum)
     if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov)
-    elif options.optimizer == "adam":
-        optimizer = torch.optim.Adam(groups, lr=options.lr)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=options.lr)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov)
+    if options.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=options.lr)
+    return torch.optim.AdamW(groups, lr=options.lr)
+
+
+def wrapped(options: Options, model: torch.nn.Module, scaler: torch.amp.GradScaler | None) -> Any:
+    """The optimizer of the options, wrapped by the algorithm's."""
+    optimizer = plain(options, model)
+    shared: dict[str, Any] = {
+        "named_parameters": model.named_parameters(),
+        "compression": getattr(hvd.Compression, options.compression),
+        "backward_passes_per_step": options.passes,
+    }
     if options.algorithm == "allreduce":
-        return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        return hvd.DistributedOptimizer(optimizer, **shared)
     return hvd.EagerOptimizer(
         optimizer,
-        named_parameters=model.named_parameters(),
+        **shared,
         named_buffers=model.named_buffers(),
         quorum=options.quorum,
         max_staleness=options.max_staleness,
         grace=options.grace,
+        pace=options.pace,
         seed=options.seed,
+        scaler=scaler,
     )
 
 
@@ -193,7 +246,7 @@ def main() -> None:
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    run.fit(TorchTrainer(options, run.source.classes))
+    run.fit(TorchTrainer(run.options, run.source.classes))
     hvd.shutdown()
 
 

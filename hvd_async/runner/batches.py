@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -35,3 +36,16 @@ class Source(Protocol):
 
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
         """The images of these indices; fewer if some cannot be read. `key` seeds the variation of training images."""
+
+
+def parts(batch: Batch, passes: int) -> list[tuple[float, Batch]]:
+    """(share of the batch, images) of each of `passes` backward passes: losses weighted so add up to the batch's mean.
+
+    Where there are fewer images than passes the rest are the first image over, at a share of 0.
+    """
+    bounds = [len(batch) * i // passes for i in range(passes + 1)]
+    found = []
+    for start, end in itertools.pairwise(bounds):
+        where = slice(start, end) if end > start else slice(0, 1)
+        found.append(((end - start) / len(batch), Batch(batch.images[where], batch.labels[where])))
+    return found

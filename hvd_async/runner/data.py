@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -98,15 +98,18 @@ def stratified_split(labels: NDArray[np.int64], share: float, seed: int) -> tupl
     return np.flatnonzero(~test), np.flatnonzero(test)
 
 
-def training_data(source: Source, plan: Sequence[Indices], key: Sequence[int], *, lockstep: bool) -> Iterator[Batch]:
-    """The batches of a plan, prefetched, each varied by `key` and its place in the plan.
+def training_data(
+    source: Source, plan: Sequence[Indices], key: Sequence[int], *, lockstep: bool, first: int = 0
+) -> Generator[Batch, None, None]:
+    """The batches of a plan from number `first` on, prefetched, each varied by `key` and its place in the plan.
 
     A batch of which no image can be read is left out; in lockstep, where every rank must do as many steps as the
     others, a readable image of the same plan stands in for it.
 
     Raises ValueError in lockstep if none of the plan's images can be read.
     """
-    for place, batch in enumerate(_prefetched(source, "train", ((plan[i], (*key, i)) for i in range(len(plan))))):
+    work = ((plan[place], (*key, place)) for place in range(first, len(plan)))
+    for place, batch in enumerate(_prefetched(source, "train", work), first):
         if len(batch):
             yield batch
         elif lockstep:

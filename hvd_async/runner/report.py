@@ -8,10 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from .figures import Totals
 
 BAR_COLUMNS = 100
 """The width of a bar that goes through a launcher, which hides the terminal's own."""
@@ -19,7 +21,11 @@ BAR_COLUMNS = 100
 
 @dataclass(frozen=True)
 class EpochRow:
-    """One line of metrics.csv. Over all ranks: train_loss, test_accuracy, images_per_sec; rank 0's own: the rest."""
+    """One line of metrics.csv, of one epoch.
+
+    Over all ranks: train_loss, test_accuracy, images_per_sec, counted; rank 0's own: the rest. In the file the columns
+    of COUNTED take the place of `counted`.
+    """
 
     epoch: int
     step: int
@@ -30,6 +36,22 @@ class EpochRow:
     step_time_p50: float | None
     step_time_p95: float | None
     slept_s: float
+    counted: Totals
+
+
+COUNTED = (
+    "rounds",
+    "contributors",
+    "staleness_mean",
+    "staleness_max",
+    "fresh",
+    "skipped",
+    "wait_s",
+    "held_s",
+    "latency_s",
+    "bytes_sent",
+)
+"""What the logs have of Totals, by its attributes' names; peak_bytes is not an epoch's own. By rank: wait_s, held_s."""
 
 
 class Reporter:
@@ -86,6 +108,7 @@ class Reporter:
                 "speed/step_time_p50": row.step_time_p50,
                 "speed/step_time_p95": row.step_time_p95,
             }
+            names |= {f"rounds/{name}": value for name, value in flat_counts(row.counted).items()}
             self._events.scalars(row.step, {name: value for name, value in names.items() if value is not None})
 
     def note(self, text: str) -> None:
@@ -115,6 +138,18 @@ class Reporter:
             self._bar = None
 
 
+def flat_counts(counted: Totals) -> dict[str, float | None]:
+    """COUNTED as single numbers: `wait_s/rank0`, `wait_s/rank1` ... for what is by rank."""
+    found: dict[str, float | None] = {}
+    for name in COUNTED:
+        value = getattr(counted, name)
+        if isinstance(value, tuple):
+            found |= {f"{name}/rank{rank}": seconds for rank, seconds in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
 class MetricsFile:
     """A CSV file of EpochRow; opened for each row, so that it can be read, and survives, at any time."""
 
@@ -123,12 +158,25 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (resumed and path.exists()):
             with path.open("w", newline="") as file:
-                csv.writer(file).writerow(field.name for field in fields(EpochRow))
+                csv.writer(file).writerow([*self._own_names(), *COUNTED])
 
     def add(self, row: EpochRow) -> None:
         """Append a row."""
         with self._path.open("a", newline="") as file:
-            csv.writer(file).writerow("" if value is None else value for value in asdict(row).values())
+            values = [getattr(row, name) for name in self._own_names()]
+            values += [getattr(row.counted, name) for name in COUNTED]
+            csv.writer(file).writerow([self._text(value) for value in values])
+
+    @staticmethod
+    def _own_names() -> list[str]:
+        return [field.name for field in fields(EpochRow) if field.name != "counted"]
+
+    @staticmethod
+    def _text(value: Any) -> Any:
+        """What is by rank goes into one column, ranks in order, a space between two."""
+        if isinstance(value, tuple):
+            return " ".join(f"{seconds:.4g}" for seconds in value)
+        return "" if value is None else value
 
 
 class EventFile:

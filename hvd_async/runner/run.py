@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,13 @@ import numpy as np
 
 from . import sharding
 from .batches import Batch
-from .data import evaluation_data, open_source, training_data
+from .course import Course, Position
+from .data import evaluation_data, open_source
+from .figures import Figures, Learned, Outcome, Replicas, Totals
 from .files import write_atomically
 from .options import Options
 from .report import EpochRow, Reporter
-from .summary import Figures, Learned, Outcome, Replicas, describe, straggler_lines, summarise, write_summary
+from .summary import describe, straggler_lines, summarise, write_summary
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,14 @@ class World:
     gather: Callable[[Any, str], list[Any]]
 
 
-@dataclass(frozen=True)
-class Position:
-    """How far a run has come; kept in its checkpoints. `epoch` is how many epochs are done."""
-
-    epoch: int = 0
-    best_accuracy: float | None = None
-
-
 class Trainer(Protocol):
     """A model with its optimizer, in some framework."""
 
     checkpoint_suffix: str
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that this rank's weights have seen since the optimizer was made."""
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step on this rank at this learning rate; returns the batch's mean loss."""
@@ -78,16 +75,15 @@ class Run:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Raises ValueError, with a hint, where the options do not fit the data or the number of ranks."""
-        options.check_world(world.size)
+        options = options.at(world.size)
         self.options, self.world = options, world
         self._clock, self._sleep = clock, sleep
         self.source = open_source(options.data, options.image_size, vary=options.augment, workers=options.workers)
-        samples = self.source.count("train")
-        most = sharding.most_batches(samples, world.size, options.batch_size, lockstep=options.lockstep)
-        # The same on all ranks, whatever a rank's own number of batches: tests and checkpoints are collective.
-        self.last_epoch = min(options.epochs, math.ceil(options.steps / most)) if options.steps else options.epochs
+        self._course = Course(options, self.source, world.rank, world.size)
         self._position = Position()
         self._learned = Learned()
+        self._seen: Outcome | None = None
+        """What the optimizer had counted at the end of the last epoch."""
         self._first_step: int | None = None
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
@@ -98,46 +94,27 @@ class Run:
         resumed = self._restore(trainer)
         with Reporter(
             enabled=self.world.rank == 0,
-            epochs=self.last_epoch,
+            epochs=self._course.last_epoch,
             progress=options.progress,
             log_dir=options.log_dir,
             resumed=resumed,
         ) as reporter:
             if options.resume:
-                reporter.note(
-                    f"resumed after epoch {self._position.epoch}"
-                    if resumed
-                    else f"nothing to resume in {options.checkpoint_dir}: starting afresh"
-                )
-            for epoch in range(self._position.epoch, self.last_epoch):
-                self._epoch(epoch, trainer, reporter)
+                reporter.note(self._resumed() if resumed else f"nothing to resume in {options.checkpoint_dir}: "
+                              "starting afresh")  # fmt: skip
+            rounds = trainer.rounds
+            for epoch in range(self._position.epoch, self._course.last_epoch):
+                self._epoch(epoch, trainer, reporter, lambda: trainer.rounds - rounds)
             if self._learned.test_accuracy is None:  # resumed at the end: no epoch was left to do
                 self._learned = Learned(None, self._test(trainer), self._position.best_accuracy)
             return self._finish(trainer, reporter)
 
-    def plan(self, epoch: int) -> list[sharding.Indices]:
-        """This rank's batches of an epoch, cut where --steps ends the run."""
-        plan, steps = self._whole_plan(epoch), self.options.steps
-        return plan if steps is None else plan[: max(0, steps - epoch * len(plan))]
-
-    def _whole_plan(self, epoch: int) -> list[sharding.Indices]:
-        options = self.options
-        return sharding.training_batches(
-            self.source.count("train"),
-            self.world.rank,
-            self.world.size,
-            options.batch_size,
-            seed=options.seed,
-            epoch=epoch,
-            lockstep=options.lockstep,
-        )
-
-    def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter) -> None:
-        plan = self.plan(epoch)
-        reporter.begin_epoch(epoch, len(plan))
+    def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter, rounds: Callable[[], int]) -> None:
+        first, end = self._course.steps(epoch)
+        reporter.begin_epoch(epoch, self._course.length if self.options.pace == "rounds" else end - first)
         begin, slept, steps, images, loss_sum = self._clock(), self._slept_s, len(self._step_times), self._images, 0.0
-        rate, step = self.options.schedule.rate(epoch), 0
-        for step, rate, batch in self._steps(epoch, plan):
+        rate, step = self.options.schedule.rate(epoch), epoch * self._course.length
+        for step, rate, batch in self._steps(epoch, first, rounds):
             loss = trainer.train_step(batch, rate)
             loss_sum += loss * len(batch)
             self._images += len(batch)
@@ -145,7 +122,7 @@ class Run:
         trainer.drain()
         seconds = self._clock() - begin
         self._train_s += seconds
-        loss, total = self._sum((loss_sum, self._images - images), "train")
+        loss, total, counted = self._meet(trainer, loss_sum, self._images - images)
         accuracy = self._test(trainer) if self._test_is_due(epoch) else None
         self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
         times = self._step_times[steps:]
@@ -159,31 +136,40 @@ class Run:
             float(np.percentile(times, 50)) if times else None,
             float(np.percentile(times, 95)) if times else None,
             self._slept_s - slept,
+            counted,
         )
         self._checkpoint(epoch, accuracy, trainer)
         reporter.end_epoch(row)
 
-    def _steps(self, epoch: int, plan: list[sharding.Indices]) -> Iterator[tuple[int, float, Batch]]:
+    def _steps(self, epoch: int, first: int, rounds: Callable[[], int]) -> Iterator[tuple[int, float, Batch]]:
         """(step, learning rate, batch) of an epoch; sleeps the injected delays and times what the caller does."""
         options, world = self.options, self.world
-        whole = len(self._whole_plan(epoch))
-        batches = training_data(self.source, plan, (options.seed, epoch, world.rank), lockstep=options.lockstep)
+        number = epoch * len(self._course.plan(epoch)) + first
+        if options.pace == "rounds" and self._first_step is not None:
+            number = self._first_step + len(self._step_times)  # a rank may do more steps, or fewer, than it has batches
         begin = self._clock()
-        for place, batch in enumerate(batches):
-            step = epoch * whole + place
+        for step, (passed, batch) in enumerate(self._course.batches(epoch, rounds), number):
             if self._first_step is None:
                 self._first_step = step
             delay = options.injector.seconds(step, world.rank, world.size)
             if delay:
                 self._sleep(delay)
                 self._slept_s += delay
-            yield step, options.schedule.rate(epoch + place / whole), batch
+            yield step, options.schedule.rate(passed), batch
             now = self._clock()
             self._step_times.append(now - begin)
             begin = now
 
+    def _meet(self, trainer: Trainer, loss_sum: float, images: int) -> tuple[float, int, Totals]:
+        """Collective: over all ranks the sums, and what the optimizers have counted since the last epoch."""
+        outcome = trainer.outcome()
+        row = (loss_sum, images, outcome.since(self._seen))
+        self._seen = outcome
+        rows = self.world.gather(row, "hvd_async.runner.train")
+        return sum(r[0] for r in rows), sum(r[1] for r in rows), Totals.of([r[2] for r in rows])
+
     def _test_is_due(self, epoch: int) -> bool:
-        return epoch + 1 == self.last_epoch or (epoch + 1) % self.options.eval_every == 0
+        return epoch + 1 == self._course.last_epoch or (epoch + 1) % self.options.eval_every == 0
 
     def _test(self, trainer: Trainer) -> float | None:
         """Collective: the accuracy over all test images that can be read."""
@@ -194,18 +180,14 @@ class Run:
         for batch in evaluation_data(self.source, plan):
             correct += trainer.correct(batch)
             count += len(batch)
-        correct, count = self._sum((correct, count), "test")
+        rows = self.world.gather((correct, count), "hvd_async.runner.test")
+        correct, count = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return correct / count if count else None
-
-    def _sum(self, values: tuple[Any, Any], name: str) -> tuple[Any, Any]:
-        """Collective: the sums over the ranks."""
-        rows = self.world.gather(values, f"hvd_async.runner.{name}")
-        return sum(row[0] for row in rows), sum(row[1] for row in rows)
 
     def _checkpoint(self, epoch: int, accuracy: float | None, trainer: Trainer) -> None:
         best = self._position.best_accuracy
         improved = accuracy is not None and (best is None or accuracy > best)
-        self._position = Position(epoch + 1, accuracy if improved else best)
+        self._position = self._course.after(epoch, accuracy if improved else best)
         self._learned = Learned(self._learned.train_loss, accuracy, self._position.best_accuracy)
         folder = self.options.checkpoint_dir
         if folder is None or self.world.rank != 0:
@@ -220,8 +202,14 @@ class Run:
             return False
         with _told_to_people(self.world):
             position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
-        self._position = position or Position()
+        self._course.resume(position or Position())
+        self._position = self._course.start
         return position is not None
+
+    def _resumed(self) -> str:
+        start = self._course.start
+        into = f" and {start.step} of {self._course.length} steps" if start.step else ""
+        return f"resumed after epoch {start.epoch}{into}"
 
     def _finish(self, trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         own = Figures(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))

@@ -11,18 +11,19 @@ Indices = NDArray[np.int64]
 
 
 def training_batches(
-    samples: int, rank: int, size: int, batch_size: int, *, seed: int, epoch: int, lockstep: bool
+    samples: int, rank: int, size: int, batch_size: int, *, seed: int, epoch: int, lockstep: bool, lap: int = 0
 ) -> list[Indices]:
     """The batches of one rank in one epoch, each an array of sample indices, int64.
 
-    The order is drawn from (seed, epoch), the same on all ranks. Without `lockstep` every sample goes to exactly
+    The order is drawn from (seed, epoch, lap), the same on all ranks; laps after 0 are for a rank that goes round its
+    images once more in the same epoch. Without `lockstep` every sample goes to exactly
     one rank, once; ranks may get different numbers of batches, also none, and a rank's batches differ in size by at
     most one image (a tiny last batch would count as much as a full one). With `lockstep` every rank gets the same
     number of batches, all of the same size, and the tail of the order is dropped.
 
     Raises ValueError in lockstep if there are fewer samples than ranks.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(samples).astype(np.int64)
+    order = np.random.default_rng([seed, epoch, lap] if lap else [seed, epoch]).permutation(samples).astype(np.int64)
     if lockstep:
         steps, batch = _lockstep(samples, size, batch_size)
         return list(order[: steps * batch * size].reshape(steps, size, batch)[:, rank])

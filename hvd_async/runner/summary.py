@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .figures import Figures, Learned, Replicas, Totals
 from .files import write_atomically
 from .inject import Injector
 from .options import Options
@@ -31,77 +30,28 @@ KEYS = (
     "max_replica_diff",
     "gradients_produced",
     "gradients_applied",
+    "gradients_skipped",
     "staleness",
+    "fresh",
+    "contributors",
     "consensus_distance",
     "wait_s_by_rank",
+    "held_s_by_rank",
+    "bytes_sent",
+    "latency_s",
+    "peak_bytes",
 )
 SHOWN_RANKS = 8
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank's optimizer counted, after a drain.
-
-    rounds, applied: the same on every rank. produced: this rank's gradients. staleness: rounds late -> how many of this
-    rank's gradients. wait_s: seconds this rank's training thread waited for the others.
-    """
-
-    rounds: int
-    produced: int
-    applied: int
-    wait_s: float
-    staleness: Mapping[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
-        """Of plain allreduce: a round a step, which carries every rank's fresh gradient."""
-        return cls(steps, steps, steps * size, wait_s, {0: steps} if steps else {})
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """How alike the ranks' weights are: bytes equal; largest difference of a weight; root mean square distance of a
-    rank's weights (Euclidean, all weights as one vector) from the average over the ranks."""
-
-    identical: bool
-    max_diff: float
-    consensus_distance: float
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one rank did and measured. Times in seconds; step_times has one entry per step, delays included."""
-
-    outcome: Outcome
-    images: int
-    train_s: float
-    slept_s: float
-    step_times: tuple[float, ...]
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of this rank."""
-        return len(self.step_times)
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Mean training loss of the last epoch and accuracy of the last test, over all ranks; None where there was none."""
-
-    train_loss: float | None = None
-    test_accuracy: float | None = None
-    best_accuracy: float | None = None
 
 
 def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, learned: Learned) -> dict[str, Any]:
     """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
 
-    `steps` are those of the rank that did the most. Figures that do not exist (no step was done), and those that are
-    not finite, are None, so that the JSON is valid.
+    `steps` are those of the rank that did the most. Figures that do not exist (no step was done, or plain allreduce,
+    which does not tell), and those that are not finite, are None, so that the JSON is valid.
     """
-    outcomes = [figures.outcome for figures in ranks]
+    totals = Totals.of([figures.outcome for figures in ranks])
     times = np.concatenate([figures.step_times for figures in ranks])
-    late = sum((Counter(dict(outcome.staleness)) for outcome in outcomes), Counter[int]())
     train_s = max(figures.train_s for figures in ranks)
     summary = {
         "framework": options.framework,
@@ -109,7 +59,7 @@ def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, le
         "quorum": options.quorum,
         "world_size": len(ranks),
         "steps": max(figures.steps for figures in ranks),
-        "rounds": max(outcome.rounds for outcome in outcomes),
+        "rounds": totals.rounds,
         "images_per_sec": _finite(sum(figures.images for figures in ranks) / train_s if train_s else None),
         "step_time_s": {
             "mean": float(times.mean()) if len(times) else None,
@@ -120,14 +70,18 @@ def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, le
         "test_accuracy": _finite(learned.test_accuracy),
         "replicas_identical": replicas.identical,
         "max_replica_diff": _finite(replicas.max_diff),
-        "gradients_produced": sum(outcome.produced for outcome in outcomes),
-        "gradients_applied": max(outcome.applied for outcome in outcomes),
-        "staleness": {
-            "mean": sum(k * n for k, n in late.items()) / late.total() if late.total() else None,
-            "max": max(late, default=None),
-        },
+        "gradients_produced": totals.produced,
+        "gradients_applied": totals.applied,
+        "gradients_skipped": totals.skipped,
+        "staleness": {"mean": totals.staleness_mean, "max": totals.staleness_max},
+        "fresh": totals.fresh,
+        "contributors": {"mean": totals.contributors},
         "consensus_distance": _finite(replicas.consensus_distance),
-        "wait_s_by_rank": [outcome.wait_s for outcome in outcomes],
+        "wait_s_by_rank": list(totals.wait_s),
+        "held_s_by_rank": None if totals.held_s is None else list(totals.held_s),
+        "bytes_sent": totals.bytes_sent,
+        "latency_s": totals.latency_s,
+        "peak_bytes": totals.peak_bytes,
     }
     assert tuple(summary) == KEYS
     return summary
@@ -157,6 +111,9 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
         if produced == applied
         else f"{abs(produced - applied)} were {'LOST' if produced > applied else 'applied TWICE'}: this is an error"
     )
+    skipped = f"; {summary['gradients_skipped']} skipped, as they overflowed" if summary["gradients_skipped"] else ""
+    present = summary["contributors"]["mean"]
+    latency = "" if summary["latency_s"] is None else f"; a round took {1000 * summary['latency_s']:.1f} ms"
     replicas = (
         "bit-identical on all ranks"
         if summary["replicas_identical"]
@@ -173,8 +130,9 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
             f"mean {_text(times['mean'], 3)} s, p50 {_text(times['p50'], 3)} s, p95 {_text(times['p95'], 3)} s",
         ),
         *(("stragglers" if i == 0 else "", line) for i, line in enumerate(stragglers)),
-        ("gradients", f"{produced} produced, {applied} applied: {kept}"),
+        ("gradients", f"{produced} produced, {applied} applied: {kept}{skipped}"),
         ("staleness", f"mean {_text(late['mean'], 2)} rounds, at most {_text(late['max'], 0)}"),
+        ("rounds", f"{_text(present, 1)} of {summary['world_size']} ranks had arrived on average{latency}"),
         ("replicas", replicas),
     ]
     head = (

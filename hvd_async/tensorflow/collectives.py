@@ -28,6 +28,8 @@ from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import pack, unpack
 
 Call = Callable[[], tf.Tensor]
+ALIGNMENT = 64
+"""Bytes to which TensorFlow's kernels want tensors aligned; they abort on others."""
 OWN_THREADS = 2
 """Of the session's pool; ops do not hold them while they wait for other ranks."""
 
@@ -105,7 +107,10 @@ class _Graph:
                     fed = tf.compat.v1.placeholder(vector.dtype, [None])
                     self._calls[key] = self._session.make_callable(build(fed), [fed])
             call = self._calls[key]
-        return tf.convert_to_tensor(call(np.asarray(vector)))  # (fed without a copy: tensors do not change)
+        result = call(np.asarray(vector))  # (fed without a copy: tensors do not change)
+        if result.dtype.kind == "f" and result.ctypes.data % ALIGNMENT == 0:
+            return tf.experimental.dlpack.from_dlpack(result.__dlpack__())  # nobody else has it: no copy either
+        return tf.convert_to_tensor(result)
 
     def close(self) -> None:
         self._session.close()
@@ -164,7 +169,8 @@ class HorovodCollectives:
     def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> _Handle:
         return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
 
-    def sum(self, vector: tf.Tensor, name: str, process_set: Any = None) -> _Handle:
+    def sum(self, vector: tf.Tensor, name: str, process_set: Any = None, keep: bool = False) -> _Handle:
+        # ``keep`` asks for nothing: TensorFlow's tensors never change.
         ranks = hvd.global_process_set if process_set is None else process_set
 
         def build(fed: tf.Tensor) -> tf.Tensor:

@@ -107,10 +107,13 @@ class HorovodCollectives:
     def _handle(self, handle: int, name: str) -> _HorovodHandle:
         return _HorovodHandle(handle, name.rpartition(".")[0], self._durations)
 
-    def sum(self, vector: torch.Tensor, name: str, process_set: Any = None) -> _HorovodHandle | _BFloat16Sum:
+    def sum(
+        self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False
+    ) -> _HorovodHandle | _BFloat16Sum:
         ranks = hvd.global_process_set if process_set is None else process_set
         if vector.dtype != torch.bfloat16:
-            return self._handle(hvd.allreduce_async_(vector, op=hvd.Sum, name=name, process_set=ranks), name)
+            start = hvd.allreduce_async if keep else hvd.allreduce_async_
+            return self._handle(start(vector, op=hvd.Sum, name=name, process_set=ranks), name)
         stem, _, number = name.rpartition(".")
 
         def begin(padded: torch.Tensor) -> _HorovodHandle:

@@ -93,6 +93,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     )
     check_passes(backward_passes_per_step)
     check_compression(compression)
+    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+        raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
     factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, size)
     if num_groups and groups is None:
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
@@ -145,6 +147,8 @@ def _place(process_set: Any) -> tuple[int, int, tuple[int, ...]]:
     rank, size = LIFECYCLE.world()
     if process_set is hvd.global_process_set or process_set is None:
         return size, rank, ()
+    if not hasattr(process_set, "process_set_id"):
+        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
     members = tuple(process_set.ranks)
     if process_set.process_set_id is None:
         raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")

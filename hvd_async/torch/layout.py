@@ -48,6 +48,7 @@ class Layout:
     ) -> None:
         self.parameters = list(parameters)
         self._slots, self._slot = slots, slot
+        self._zeros: dict[int, torch.Tensor] = {}
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise ValueError(
@@ -67,9 +68,14 @@ class Layout:
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
 
     def zeros(self, index: int) -> torch.Tensor:
-        """A vector of a bucket that holds no gradient."""
-        bucket = self.buckets[index]
-        return torch.zeros(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+        """A vector of a bucket that holds no gradient, always the same one: read only.
+
+        On a CPU it takes no memory: zeroed pages that are never written to are all the same one.
+        """
+        if index not in self._zeros:
+            bucket = self.buckets[index]
+            self._zeros[index] = torch.zeros(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+        return self._zeros[index]
 
     @torch.no_grad()
     def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:
@@ -140,7 +146,9 @@ def _groups(
 ) -> list[tuple[list[torch.Tensor], float]]:
     """Parts of the parameters, last first, and the cap within each."""
     backwards = parameters[::-1]
-    if isinstance(groups, bool) or (isinstance(groups, int) and groups < 0):
+    number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
+    lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
+    if not (number or lists):
         raise ValueError(f"groups={groups!r} is no number of groups: take 0 (none) or more, or lists of parameters")
     if isinstance(groups, int):
         if groups == 0:

@@ -39,6 +39,8 @@ class Overlap:
         self._hooks: dict[int, Any] = {}
         self._armed = False
         self._missing: list[int] = []
+        self._expected: set[int] = set()
+        """Parameters (ids) whose gradients ``_missing`` counts."""
         self._passed: dict[int, int] = {}
         self._seen: list[_Seen] = []
         self.handed: set[int] = set()
@@ -60,6 +62,7 @@ class Overlap:
                 hook = parameter.register_post_accumulate_grad_hook(_weakly(self))
                 self._hooks[id(parameter)] = hook
         self._armed = True
+        self._expected = {id(p) for p in self._layout.parameters if p.requires_grad}
         self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._layout.buckets]
         self._passed.clear()
 
@@ -101,12 +104,16 @@ class Overlap:
                 f"more than {self.passes} backward pass(es) before step(): the gradients of the first are on their way "
                 f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients"
             )
-        if passed == self.passes:
+        if passed == self.passes and id(parameter) in self._expected:
             self._missing[bucket] -= 1
-            if self._missing[bucket] == 0:
+            if self._missing[bucket] == 0 and self._none_joined(bucket):
                 hand_over(bucket)
                 self.handed.add(bucket)
                 self._seen += [_Seen(p, p.grad, _version(p.grad)) for p in self._layout.buckets[bucket].parameters]
+
+    def _none_joined(self, bucket: int) -> bool:
+        """Whether no parameter was unfrozen since ``arm``, whose gradient may still be to come."""
+        return all(id(p) in self._expected for p in self._layout.buckets[bucket].parameters if p.requires_grad)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

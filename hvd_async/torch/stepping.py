@@ -168,7 +168,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 raise
         scale = state.before if grad_scale is None else state.before / grad_scale
         vectors = {index: None if overflow else state.vector(index, scale) for index in left}
-        return worker.step(vectors, hyperparameters.read(self.param_groups), most)
+        return worker.step(vectors, self._hyper(), most)
 
     def _bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
@@ -296,6 +296,9 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             [kind, *names, *(name for name, _ in held)],
             [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
         )
+
+    def _hyper(self) -> Hyper:
+        return hyperparameters.read(self.param_groups)
 
     def _finish(self, worker: EagerWorker, flush: bool) -> None:
         state, left = self._eager, 0

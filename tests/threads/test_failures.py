@@ -189,12 +189,12 @@ class _Broken(MemoryCollectives):
     sums = 0
     on: Callable[[], object] = staticmethod(lambda: None)
 
-    def sum(self, vector: Any, name: str, process_set: Any = None) -> Any:
+    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False) -> Any:
         self.sums += 1
         if self.sums > 1:
             self.on()
             raise InjectedError("the network is down")
-        return super().sum(vector, name, process_set)
+        return super().sum(vector, name, process_set, keep)
 
 
 def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[[MemoryCollectives], MemoryCollectives]:

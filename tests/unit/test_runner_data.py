@@ -3,9 +3,9 @@ import threading
 import numpy as np
 import pytest
 
-from hvd_async.runner import data
+from hvd_async.runner import data, sharding
 from hvd_async.runner.augment import augment
-from hvd_async.runner.batches import Batch
+from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.data import Digits, Synthetic, evaluation_data, stratified_split, training_data
 
 
@@ -133,3 +133,24 @@ def test_an_error_of_the_source_reaches_the_loop():
 
     with pytest.raises(RuntimeError, match="the disk is gone"):
         list(training_data(Broken(), plan_of([1], [2]), (0,), lockstep=False))
+
+
+@pytest.mark.parametrize(("images", "passes"), [(8, 1), (8, 2), (7, 3), (2, 3), (1, 4)])
+def test_the_passes_of_a_step_add_up_to_its_batch(images, passes):
+    batch = Batch(np.arange(images, dtype=np.float32).reshape(images, 1, 1, 1), np.arange(images))
+    found = parts(batch, passes)
+    assert len(found) == passes, "Horovod counts the backward passes"
+    assert all(len(part) for _, part in found)
+    assert sum(share * part.images.mean() for share, part in found) == pytest.approx(batch.images.mean())
+    assert sorted(label for share, part in found if share for label in part.labels) == list(range(images))
+    sizes = [len(part) for share, part in found if share]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_plan_from_its_middle_is_the_same_batches():
+    source = Digits(8, vary=True)
+    plan = sharding.training_batches(90, 0, 1, 20, seed=1, epoch=2, lockstep=False)
+    whole = [batch.images.tobytes() for batch in training_data(source, plan, (1, 2), lockstep=False)]
+    rest = [batch.images.tobytes() for batch in training_data(source, plan, (1, 2), lockstep=False, first=3)]
+    assert len(whole) == 5
+    assert rest == whole[3:]

@@ -29,7 +29,9 @@ def test_allreduce_has_no_quorum_and_runs_in_lockstep():
     assert (options.quorum, options.lockstep, options.image_size, options.augment) == (None, True, 224, False)
 
 
-@pytest.mark.parametrize(("text", "quorum"), [("majority", "majority"), ("3", 3), ("0.75", 0.75), ("all", "all")])
+@pytest.mark.parametrize(
+    ("text", "quorum"), [("majority", "majority"), ("auto", "auto"), ("3", 3), ("0.75", 0.75), ("all", "all")]
+)
 def test_quorums(text, quorum):
     value = parse("torch", ["--quorum", text]).quorum
     assert value == quorum
@@ -42,11 +44,12 @@ def test_everything_reaches_the_options(tmp_path):
         "--image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 --steps 5 --optimizer sgd "
         "--lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3,6 --momentum 0.8 --nesterov --weight-decay 0.1 "
         "--label-smoothing 0.1 --bn-momentum 0.99 --seed 7 --threads 1 --checkpoint-dir c --resume --log-dir l "
-        "--summary s.json --progress bar --eval-every 3"
+        "--summary s.json --progress bar --eval-every 3 --pace rounds --compression bf16 --backward-passes-per-step 4 "
+        "--preset sgp-imagenet --fp16"
     )
     options = parse("torch", line.split())
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
-    known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine"}
+    known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16"}
     assert {name.removeprefix("no_") for name in given} == known, "a flag is missing from this test"
     assert (options.max_staleness, options.grace, options.workers, options.augment) == (0, 0.01, 2, False)
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)
@@ -56,6 +59,41 @@ def test_everything_reaches_the_options(tmp_path):
     assert (options.checkpoint_dir, options.resume, options.log_dir) == (Path("c"), True, Path("l"))
     assert (options.summary, options.progress, options.eval_every) == (Path("s.json"), "bar", 3)
     assert (options.steps, options.label_smoothing, options.batch_size) == (5, 0.1, 8)
+    assert (options.pace, options.compression, options.passes, options.step_images) == ("rounds", "bf16", 4, 32)
+    assert (options.precision, options.lr_images, options.optimizer) == ("fp16", None, "sgd"), "--lr is as given"
+
+
+def test_precision():
+    assert [parse("torch", line.split()).precision for line in ("", "--fp16", "--bf16")] == ["fp32", "fp16", "bf16"]
+
+
+RECIPE = {"batch_size": 128, "epochs": 90, "momentum": 0.9, "weight_decay": 1e-4, "optimizer": "sgd", "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("preset", "nesterov", "warmup", "lr_images"),
+    [("eager-imagenet", False, 5, 256), ("sgp-imagenet", True, 5, 256), ("lsgd-imagenet", False, 0, None)],
+)
+def test_presets(preset, nesterov, warmup, lr_images):
+    options = parse("torch", ["--preset", preset])
+    assert {name: getattr(options, name) for name in RECIPE} == RECIPE
+    assert (options.nesterov, options.schedule.warmup, options.lr_images) == (nesterov, warmup, lr_images)
+    assert options.schedule.decay_epochs == (30, 60, 80)
+    at_eight = options.at(8)
+    assert at_eight.lr == at_eight.schedule.base == pytest.approx(0.4 if lr_images else 0.1)
+    assert at_eight.at(8) == at_eight, "scaled once"
+
+
+def test_a_flag_wins_over_the_preset():
+    line = "--preset sgp-imagenet --lr 0.3 --no-nesterov --momentum 0 --batch-size 2 --warmup-epochs 0 --epochs 7"
+    options = parse("torch", line.split()).at(8)
+    assert (options.lr, options.nesterov, options.momentum, options.batch_size) == (0.3, False, 0.0, 2)
+    assert (options.epochs, options.schedule.warmup, options.schedule.decay_epochs) == (7, 0, (30, 60, 80))
+    assert parse("torch", ["--preset", "eager-imagenet", "--cosine"]).schedule.decay_epochs == ()
+    adam = parse("torch", ["--preset", "sgp-imagenet", "--optimizer", "adam"])
+    assert (adam.optimizer, adam.nesterov, adam.weight_decay) == ("adam", False, 0.0)
+    lars = parse("torch", ["--preset", "eager-imagenet", "--optimizer", "lars"])
+    assert (lars.optimizer, lars.momentum, lars.weight_decay) == ("lars", 0.9, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +112,18 @@ def test_everything_reaches_the_options(tmp_path):
         ("--momentum 1", "below 1"),
         ("--algorithm allreduce --quorum solo", "--quorum only means something with --algorithm eager"),
         ("--algorithm allreduce --max-staleness 0", "--max-staleness only means something with --algorithm eager"),
-        ("--optimizer adam --momentum 0.9", "--momentum only means something with --optimizer sgd"),
-        ("--optimizer adam --weight-decay 0.1", "take adamw"),
+        ("--algorithm allreduce --pace rounds", "--pace only means something with --algorithm eager"),
+        ("--algorithm allreduce --compression bf16", "take fp16, or --algorithm eager --quorum all"),
+        ("--compression zip", "invalid choice"),
+        ("--pace walk", "invalid choice"),
+        ("--preset imagenet", "invalid choice"),
+        ("--backward-passes-per-step 0", "give 1 or more"),
+        ("--fp16 --bf16", "take one"),
+        ("--optimizer adam --momentum 0.9", "leave it out, or take sgd or lars"),
+        ("--optimizer lars --nesterov", "leave it out, or take sgd"),
+        ("--optimizer adam --weight-decay 0.1", "leave it out, or take sgd or adamw or lars"),
+        ("--preset sgp-imagenet --momentum 0", "say --no-nesterov"),
+        ("--preset eager-imagenet --epochs 4", "lower --warmup-epochs or raise --epochs"),
         ("--momentum 0 --nesterov", "--momentum above 0"),
         ("--cosine --lr-decay-epochs 3", "not both"),
         ("--lr-decay-epochs 6,3", "and rise"),
@@ -93,11 +141,11 @@ def test_a_wrong_line_says_how_to_mend_it(capsys, line, hint):
 
 
 def test_what_does_not_fit_the_number_of_ranks():
-    parse("torch", ["--quorum", "9"]).check_world(9)
+    parse("torch", ["--quorum", "9"]).at(9)
     with pytest.raises(ValueError, match="quorum=9 of 4 ranks"):
-        parse("torch", ["--quorum", "9"]).check_world(4)
+        parse("torch", ["--quorum", "9"]).at(4)
     with pytest.raises(ValueError, match="start at least 3 ranks"):
-        parse("torch", ["--inject", "random:3:0.1"]).check_world(2)
+        parse("torch", ["--inject", "random:3:0.1"]).at(2)
 
 
 def test_help_names_every_flag_with_its_default():

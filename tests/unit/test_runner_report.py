@@ -6,12 +6,17 @@ import sys
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
+from hvd_async.runner.figures import Outcome, Totals
 from hvd_async.runner.files import write_atomically
 from hvd_async.runner.report import EpochRow, Reporter
 
 
 def row(epoch=1, loss=0.5, accuracy=0.75):
-    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0)
+    ranks = [
+        Outcome(4, 3, 4, 0.5, {0: 2, 3: 1}, 1, {1: 3, 2: 1}, (0.25, 1.5), 100, 0.5, 7),
+        Outcome(4, 2, 4, 0.125, {0: 1}, 0, {1: 3, 2: 1}, (0.25, 1.5), 60, 1.5, 8),
+    ]
+    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0, Totals.of(ranks))
 
 
 def scalars_in(folder):
@@ -86,6 +91,38 @@ def test_tensorboard_events(tmp_path):
     assert (4, "train/learning_rate", 0.125) in scalars_in(tmp_path)
     assert (10, "test/accuracy", 0.75) in scalars_in(tmp_path)
     assert "train/loss" not in {tag for _, tag, _ in scalars_in(tmp_path)}
+
+
+COUNTED = {
+    "rounds": 4,
+    "contributors": 1.25,
+    "staleness_mean": 0.75,
+    "staleness_max": 3,
+    "fresh": 0.75,
+    "skipped": 1,
+    "latency_s": 0.25,
+    "bytes_sent": 160,
+}
+BY_RANK = {"wait_s": (0.5, 0.125), "held_s": (0.25, 1.5)}
+
+
+def test_tensorboard_has_what_the_optimizers_counted(tmp_path):
+    with Reporter(enabled=True, epochs=1, log_dir=tmp_path) as reporter:
+        reporter.end_epoch(row())
+    found = {tag: value for step, tag, value in scalars_in(tmp_path) if step == 10 and tag.startswith("rounds/")}
+    by_rank = {f"{name}/rank{rank}": v for name, values in BY_RANK.items() for rank, v in enumerate(values)}
+    assert found == {f"rounds/{name}": value for name, value in (COUNTED | by_rank).items()}
+
+
+def test_csv_has_what_the_optimizers_counted(tmp_path):
+    with Reporter(enabled=True, epochs=1, log_dir=tmp_path) as reporter:
+        reporter.end_epoch(row())
+    with (tmp_path / "metrics.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert {name: float(line[name]) for name in COUNTED} == COUNTED
+    assert {name: tuple(map(float, line[name].split(" "))) for name in BY_RANK} == BY_RANK
+    assert None not in line, "more values than columns"
+    assert None not in line.values(), "fewer"
 
 
 def test_neither_framework_is_needed(tmp_path):

@@ -3,13 +3,16 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 
+from hvd_async.runner.course import Course, Position
+from hvd_async.runner.data import open_source
+from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import parse
-from hvd_async.runner.run import Position, Run, World, start
-from hvd_async.runner.summary import Outcome, Replicas
+from hvd_async.runner.run import Run, World, start
 
 
 class Job:
@@ -45,8 +48,9 @@ class Counter:
 
     checkpoint_suffix = ".txt"
 
-    def __init__(self, clock, size, right=(1.0,)):
-        self.clock, self.size, self.right = clock, size, list(right)
+    def __init__(self, clock, size, right=(1.0,), pace=1):
+        """pace: rounds that this rank sees at each of its steps."""
+        self.clock, self.size, self.right, self.pace = clock, size, list(right), pace
         self.rates, self.sizes, self.drains, self.seen = [], [], 0, []
 
     def train_step(self, batch, rate):
@@ -56,6 +60,10 @@ class Counter:
         self.seen.append(batch.images.tobytes())
         return 1 / (1 + self.drains)
 
+    @property
+    def rounds(self):
+        return self.pace * len(self.rates)
+
     def drain(self):
         self.drains += 1
 
@@ -63,7 +71,7 @@ class Counter:
         return round(self.right[min(self.drains, len(self.right)) - 1] * len(batch))
 
     def save(self, path, position):
-        path.write_text(json.dumps([position.epoch, position.best_accuracy]))
+        path.write_text(json.dumps(astuple(position)))
 
     def restore(self, path):
         return Position(*json.loads(path.read_text())) if path.exists() else None
@@ -75,14 +83,14 @@ class Counter:
         return Replicas(True, 0.0, 0.0)
 
 
-def run_all(size, *line, right=(1.0,)):
+def run_all(size, *line, right=(1.0,), paces=()):
     """(summaries, trainers) of a whole job with digits at 8 x 8."""
     job, options = Job(size), parse("torch", ["--image-size", "8", *line])
 
     def rank(index):
         clock = Clock()
         run = Run(options, job.world(index), clock=lambda: clock.now, sleep=clock.sleep)
-        trainer = Counter(clock, size, right)
+        trainer = Counter(clock, size, right, paces[index] if paces else 1)
         return run.fit(trainer), trainer
 
     with ThreadPoolExecutor(size) as pool:
@@ -159,7 +167,7 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     run_all(2, *folder, "--epochs", "3", right=(0.5, 0.9, 0.7))
     assert "nothing to resume" in capsys.readouterr().out
     last, best = (json.loads((tmp_path / f"{name}.txt").read_text()) for name in ("last", "best"))
-    assert last == [3, best[1]]
+    assert last == [3, best[1], 0, 0]
     assert best[0] == 2
     assert best[1] == pytest.approx(0.9, abs=0.01)
     _, resumed = run_all(2, *folder, "--epochs", "5", right=(0.6,))
@@ -168,8 +176,91 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     assert [trainer.seen for trainer in resumed] == [trainer.seen[3:] for trainer in whole], (
         "the data go on where they were"
     )
-    assert json.loads((tmp_path / "last.txt").read_text()) == [5, best[1]]
+    assert json.loads((tmp_path / "last.txt").read_text()) == [5, best[1], 0, 0]
     assert json.loads((tmp_path / "best.txt").read_text()) == best, "0.6 is no new best"
+
+
+def run_in_parts(size, folder, line, *parts):
+    """The trainers of runs that each go on where the last one stopped, and of one that goes all the way."""
+    kept = [*line, "--checkpoint-dir", str(folder), "--resume"]
+    stopped = [run_all(size, *kept, "--steps", str(steps))[1] for steps in parts]
+    return stopped, run_all(size, *line, "--steps", str(parts[-1]))[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_with_the_next_batch(tmp_path, capsys, ranks):
+    # At 3 ranks: 480, 479 and 479 images in batches of 60, 8 steps an epoch; at 1 rank 24.
+    line = ["--epochs", "4", "--batch-size", "60", "--lr", "0.1", "--cosine", "--inject", "random:1:0.5"]
+    stopped, whole = run_in_parts(ranks, tmp_path, line, 3, 5, 13, 16, 29)
+    for rank in range(ranks):
+        parts = [run[rank] for run in stopped]
+        assert [len(trainer.rates) for trainer in parts] == [3, 2, 8, 3, 13]
+        assert [seen for trainer in parts for seen in trainer.seen] == whole[rank].seen, "the same images, varied alike"
+        assert [rate for trainer in parts for rate in trainer.rates] == whole[rank].rates
+        assert sum(trainer.clock.now for trainer in parts) == pytest.approx(whole[rank].clock.now), "the same delays"
+    text = capsys.readouterr().out
+    assert f"resumed after epoch 0 and 3 of {24 // ranks} steps" in text
+    if ranks == 3:
+        assert "resumed after epoch 2\n" in text
+
+
+def test_uneven_ranks_go_on_where_each_of_them_was(tmp_path):
+    line = ["--epochs", "9", "--batch-size", "479"]  # 2, 1 and 1 steps an epoch
+    stopped, whole = run_in_parts(3, tmp_path, line, 3, 4, 7)
+    for rank in range(3):
+        assert [seen for run in stopped for seen in run[rank].seen] == whole[rank].seen
+
+
+def test_resuming_in_mid_epoch_at_another_size_keeps_the_share(tmp_path, capsys):
+    line = ["--batch-size", "60", "--epochs", "1", "--checkpoint-dir", str(tmp_path), "--resume"]
+    run_all(1, *line, "--steps", "12")
+    _, trainers = run_all(3, *line)
+    assert "resumed after epoch 0 and 4 of 8 steps" in capsys.readouterr().out
+    assert [len(trainer.rates) for trainer in trainers] == [4, 4, 4]
+
+
+def test_in_pace_rounds_an_epoch_ends_by_rounds_and_a_slow_rank_gives_less():
+    # 480 images in batches of 60: an epoch is 8 rounds.
+    line = ["--pace", "rounds", "--epochs", "3", "--batch-size", "60", "--lr", "1", "--cosine"]
+    summaries, (fast, slow, _) = run_all(3, *line, paces=(1, 4, 1))
+    assert [len(fast.rates), len(slow.rates)] == [24, 6]
+    assert [fast.drains, slow.drains] == [3, 3]
+    expected = [0.5 * (1 + np.cos(np.pi * number / 24)) for number in range(24)]
+    assert fast.rates == pytest.approx(expected), "the rate follows the rounds"
+    assert slow.rates == pytest.approx(expected[::4])
+    assert summaries[0]["steps"] == 24
+
+
+def test_in_pace_rounds_a_rank_goes_round_its_images_in_ever_new_order():
+    _, trainers = run_all(1, "--pace", "rounds", "--epochs", "1", "--batch-size", "719", paces=(0.25,))
+    assert len(trainers[0].seen) == 8, "four laps of two batches"
+    assert len(set(trainers[0].seen)) == 8
+
+
+def test_in_pace_rounds_steps_are_rounds(tmp_path):
+    line = ["--pace", "rounds", "--epochs", "9", "--batch-size", "719", "--checkpoint-dir", str(tmp_path), "--resume"]
+    _, trainers = run_all(1, *line, "--steps", "3")
+    assert len(trainers[0].rates) == 3
+    assert json.loads((tmp_path / "last.txt").read_text()) == [1, 1.0, 1, 2]
+    _, trainers = run_all(1, *line, "--steps", "6")
+    assert len(trainers[0].rates) == 3
+
+
+def test_in_pace_rounds_a_rank_without_images_does_not_go_round_for_ever():
+    options = parse("torch", ["--pace", "rounds", "--image-size", "8"]).at(2000)
+    course = Course(options, open_source("digits", 8, vary=False, workers=1), 1999, 2000)
+    assert list(course.batches(0, lambda: 0)) == []
+
+
+def test_a_step_of_several_backward_passes_takes_their_images():
+    _, trainers = run_all(1, "--epochs", "1", "--batch-size", "100", "--backward-passes-per-step", "5")
+    assert trainers[0].sizes == [480, 479, 479]
+
+
+def test_a_preset_scales_the_rate_by_the_images_of_a_step():
+    line = ["--preset", "sgp-imagenet", "--batch-size", "64", "--epochs", "1", "--warmup-epochs", "0"]
+    _, trainers = run_all(2, *line, "--backward-passes-per-step", "4")
+    assert trainers[0].rates[0] == pytest.approx(0.1 * 2 * 256 / 256)
 
 
 def test_resuming_a_finished_run_only_tests(tmp_path):

@@ -60,3 +60,12 @@ def test_evaluation_sees_every_sample_exactly_once(samples, size, batch_size):
     batches = [batch for rank in range(size) for batch in evaluation_batches(samples, rank, size, batch_size)]
     assert sorted(int(index) for batch in batches for index in batch) == list(range(samples))
     assert all(1 <= len(batch) <= batch_size for batch in batches)
+
+
+def test_every_lap_of_an_epoch_has_its_own_order():
+    def order(**where):
+        return training_batches(50, 0, 1, 50, seed=1, lockstep=False, **where)[0].tolist()
+
+    orders = [order(epoch=0), order(epoch=0, lap=1), order(epoch=0, lap=2), order(epoch=1), order(epoch=1, lap=1)]
+    assert len({tuple(one) for one in orders}) == 5
+    assert order(epoch=0, lap=0) == orders[0]

@@ -2,19 +2,10 @@ import json
 
 import pytest
 
+from hvd_async.runner.figures import Figures, Learned, Outcome, Replicas, Totals
 from hvd_async.runner.inject import parse_inject
 from hvd_async.runner.options import parse
-from hvd_async.runner.summary import (
-    Figures,
-    Learned,
-    Outcome,
-    Replicas,
-    describe,
-    straggler_lines,
-    summarise,
-    synchronous_delay,
-    write_summary,
-)
+from hvd_async.runner.summary import describe, straggler_lines, summarise, synchronous_delay, write_summary
 
 # As the runner contract of DESIGN.md gives them: other programs read these.
 CONTRACT = {
@@ -38,16 +29,17 @@ CONTRACT = {
         "staleness",
     ),
     *("consensus_distance", "wait_s_by_rank"),
+    *("gradients_skipped", "fresh", "contributors", "held_s_by_rank", "bytes_sent", "latency_s", "peak_bytes"),
 }
 ALIKE = Replicas(True, 0.0, 0.0)
 WELL = Learned(0.5, 0.9, 0.95)
 
 
 def two_ranks():
-    return [
-        Figures(Outcome(5, 3, 5, 0.5, {0: 2, 4: 1}), 30, 10.0, 1.0, (1.0, 2.0, 3.0)),
-        Figures(Outcome(5, 2, 5, 1.5, {0: 1, 1: 1}), 20, 8.0, 0.0, (4.0, 5.0)),
-    ]
+    counted = {"contributors": {1: 4, 2: 1}, "held_s": (0.25, 0.5)}
+    ours = Outcome(5, 3, 5, 0.5, {0: 2, 4: 1}, bytes_sent=100, latency_s=0.5, peak_bytes=7, skipped=1, **counted)
+    other = Outcome(5, 2, 5, 1.5, {0: 1, 1: 1}, bytes_sent=50, latency_s=1.0, peak_bytes=8, **counted)
+    return [Figures(ours, 30, 10.0, 1.0, (1.0, 2.0, 3.0)), Figures(other, 20, 8.0, 0.0, (4.0, 5.0))]
 
 
 def summary_of(ranks, learned=WELL, replicas=ALIKE, line=()):
@@ -64,6 +56,11 @@ def test_the_figures_of_all_ranks_come_together():
     assert (summary["gradients_produced"], summary["gradients_applied"]) == (5, 5)
     assert summary["staleness"] == {"mean": 1.0, "max": 4}
     assert summary["wait_s_by_rank"] == [0.5, 1.5]
+    assert summary["held_s_by_rank"] == [0.25, 0.5]
+    assert summary["contributors"] == {"mean": 1.2}
+    assert summary["fresh"] == 0.6
+    assert (summary["bytes_sent"], summary["peak_bytes"], summary["gradients_skipped"]) == (150, 8, 1)
+    assert summary["latency_s"] == pytest.approx(0.15), "of a round: 0.1 and 0.2 s"
     assert (summary["train_loss"], summary["test_accuracy"]) == (0.5, 0.9)
 
 
@@ -91,6 +88,24 @@ def test_wrong_keys_are_refused(tmp_path):
 def test_a_synchronous_outcome():
     outcome = Outcome.synchronous(7, 3, 0.25)
     assert (outcome.rounds, outcome.produced, outcome.applied, outcome.staleness) == (7, 7, 21, {0: 7})
+    summary = summary_of([Figures(outcome, 1, 1.0, 0.0, (1.0,))] * 3)
+    assert (summary["fresh"], summary["contributors"]) == (1.0, {"mean": 3.0})
+    assert summary["held_s_by_rank"] is summary["bytes_sent"] is summary["latency_s"] is summary["peak_bytes"] is None
+
+
+def test_what_was_counted_since():
+    before = Outcome(2, 2, 4, 0.5, {0: 1, 3: 1}, 1, {1: 2}, (0.5, 1.0), 40, 0.25, 9)
+    now = Outcome(5, 4, 9, 2.0, {0: 2, 3: 1, 4: 1}, 1, {1: 3, 2: 2}, (0.75, 2.0), 100, 1.0, 11)
+    assert now.since(before) == Outcome(3, 2, 5, 1.5, {0: 1, 4: 1}, 0, {1: 1, 2: 2}, (0.25, 1.0), 60, 0.75, 11)
+    assert now.since(None) == now
+    assert now.since(Outcome(0, 0, 0, 0.0)).held_s == (0.75, 2.0), "nothing was counted before the first step"
+    assert now.since(now).staleness == {}
+
+
+def test_totals_of_an_epoch_in_which_nothing_happened():
+    totals = Totals.of([Outcome(0, 0, 0, 0.0)] * 2)
+    assert (totals.staleness_mean, totals.staleness_max, totals.fresh, totals.contributors) == (None,) * 4
+    assert (totals.latency_s, totals.bytes_sent, totals.held_s, totals.wait_s) == (None, None, None, (0.0, 0.0))
 
 
 def test_what_a_synchronous_run_cannot_do_without():
@@ -118,6 +133,11 @@ def test_the_end_for_people_says_whether_anything_was_lost():
     assert "5 produced, 5 applied: no gradient was lost" in text()
     assert "2 were LOST" in text(gradients_applied=3)
     assert "1 were applied TWICE" in text(gradients_applied=6)
+    assert "5 applied: no gradient was lost; 1 skipped, as they overflowed" in text()
+    assert "skipped" not in text(gradients_skipped=0)
+    assert "1.2 of 2 ranks had arrived on average; a round took 150.0 ms" in text()
+    assert "a round took" not in text(latency_s=None)
+    assert len(text().splitlines()) <= 10, "short"
     assert "bit-identical on all ranks" in text()
     assert "NOT identical: a weight differs by up to 0.250" in text(replicas_identical=False, max_replica_diff=0.25)
     assert "0.9000 (best 0.9500)" in text()

@@ -1,0 +1,170 @@
+"""What a rank counts and measures, and how it is put together over ranks and over time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's optimizer counted, after a drain; None where the optimizer does not say.
+
+    rounds, applied, contributors, held_s: the same on every rank. produced: this rank's gradients; skipped: those it
+    left out, as they overflowed. staleness: rounds late -> how many of this rank's gradients. contributors: ranks that
+    had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the
+    others. held_s: for each rank the seconds that it made all others wait, added up. bytes_sent: handed to collectives
+    by this rank. latency_s: from a round's start until this rank had it, all rounds added up. peak_bytes: the most
+    gradients held at once.
+    """
+
+    rounds: int
+    produced: int
+    applied: int
+    wait_s: float
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    skipped: int = 0
+    contributors: Mapping[int, int] = field(default_factory=dict)
+    held_s: tuple[float, ...] | None = None
+    bytes_sent: int | None = None
+    latency_s: float | None = None
+    peak_bytes: int | None = None
+
+    @classmethod
+    def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
+        """Of plain allreduce: a round a step, which carries every rank's fresh gradient."""
+        fresh, all_in = ({0: steps}, {size: steps}) if steps else ({}, {})
+        return cls(steps, steps, steps * size, wait_s, fresh, contributors=all_in)
+
+    @classmethod
+    def of(cls, stats: Any) -> Outcome:
+        """Of one of our optimizers' `stats()`."""
+        return cls(
+            stats.rounds,
+            stats.gradients_produced,
+            stats.gradients_applied,
+            stats.wait_s,
+            stats.staleness,
+            stats.gradients_skipped,
+            stats.contributors,
+            tuple(stats.held_s),
+            stats.bytes_sent,
+            stats.latency_s * stats.rounds,
+            stats.peak_bytes,
+        )
+
+    def since(self, before: Outcome | None) -> Outcome:
+        """What was counted after `before`, an earlier outcome of the same optimizer; peak_bytes stays as it is."""
+        if before is None:
+            return self
+        return Outcome(
+            self.rounds - before.rounds,
+            self.produced - before.produced,
+            self.applied - before.applied,
+            self.wait_s - before.wait_s,
+            dict(Counter(dict(self.staleness)) - Counter(dict(before.staleness))),
+            self.skipped - before.skipped,
+            dict(Counter(dict(self.contributors)) - Counter(dict(before.contributors))),
+            None if self.held_s is None else _each_minus(self.held_s, before.held_s or (0.0,) * len(self.held_s)),
+            _minus(self.bytes_sent, before.bytes_sent),
+            _minus(self.latency_s, before.latency_s),
+            self.peak_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the optimizers of all ranks did together; None where there was nothing, or where they do not say.
+
+    staleness_mean, staleness_max: rounds. fresh: share of the gradients that were no round late. contributors: ranks
+    that had arrived when a round fired, on average. latency_s: of a round, averaged over rounds and ranks. peak_bytes:
+    of the rank that held most. wait_s, held_s: by rank.
+    """
+
+    rounds: int
+    produced: int
+    applied: int
+    skipped: int
+    staleness_mean: float | None
+    staleness_max: int | None
+    fresh: float | None
+    contributors: float | None
+    wait_s: tuple[float, ...]
+    held_s: tuple[float, ...] | None
+    bytes_sent: int | None
+    latency_s: float | None
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Totals:
+        """Of all ranks' outcomes, in order of rank."""
+        late = sum((Counter(dict(outcome.staleness)) for outcome in outcomes), Counter[int]())
+        present = outcomes[0].contributors
+        rounds = max(outcome.rounds for outcome in outcomes)
+        latencies = [o.latency_s / o.rounds for o in outcomes if o.latency_s is not None and o.rounds]
+        sent = [outcome.bytes_sent for outcome in outcomes if outcome.bytes_sent is not None]
+        return cls(
+            rounds=rounds,
+            produced=sum(outcome.produced for outcome in outcomes),
+            applied=max(outcome.applied for outcome in outcomes),
+            skipped=sum(outcome.skipped for outcome in outcomes),
+            staleness_mean=_mean(late),
+            staleness_max=max(late, default=None),
+            fresh=late[0] / late.total() if late.total() else None,
+            contributors=_mean(present),
+            wait_s=tuple(outcome.wait_s for outcome in outcomes),
+            held_s=outcomes[0].held_s,
+            bytes_sent=sum(sent) if sent else None,
+            latency_s=sum(latencies) / len(latencies) if latencies else None,
+            peak_bytes=max((o.peak_bytes for o in outcomes if o.peak_bytes is not None), default=None),
+        )
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How alike the ranks' weights are: bytes equal; largest difference of a weight; root mean square distance of a
+    rank's weights (Euclidean, all weights as one vector) from the average over the ranks."""
+
+    identical: bool
+    max_diff: float
+    consensus_distance: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank did and measured. Times in seconds; step_times has one entry per step, delays included."""
+
+    outcome: Outcome
+    images: int
+    train_s: float
+    slept_s: float
+    step_times: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this rank."""
+        return len(self.step_times)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Mean training loss of the last epoch and accuracy of the last test, over all ranks; None where there was none."""
+
+    train_loss: float | None = None
+    test_accuracy: float | None = None
+    best_accuracy: float | None = None
+
+
+def _mean(histogram: Mapping[int, int]) -> float | None:
+    count = sum(histogram.values())
+    return sum(value * times for value, times in histogram.items()) / count if count else None
+
+
+def _each_minus(now: Sequence[float], then: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one - other for one, other in zip(now, then, strict=True))
+
+
+def _minus(now: Any, then: Any) -> Any:
+    return None if now is None else now - (then or 0)

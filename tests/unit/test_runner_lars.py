@@ -1,0 +1,122 @@
+"""LARS of both frameworks against a reference in float64 NumPy, with the runners' groups: kernels, and the rest."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ((4, 3), (3,), (3, 2), (2, 2), (3, 3, 2, 4))
+STEPS = 5
+MOMENTUM, DECAY, TRUST = 0.9, 0.01, 0.001
+
+
+def load(framework):
+    """The module of this name, of which there are two."""
+    spec = importlib.util.spec_from_file_location(f"{framework}_lars", ROOT / f"{framework}_models" / "lars.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start():
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal(shape) for shape in SHAPES]
+    weights[2][:] = 0.0  # |w| = 0: a layer that begins at nothing must move all the same
+    return weights
+
+
+def gradients(step):
+    rng = np.random.default_rng([1, step])
+    found = [rng.standard_normal(shape) for shape in SHAPES]
+    if step == 2:
+        found[3][:] = 0.0  # |g| = 0
+    return found
+
+
+def rate(step):
+    return 2.0 / (1 + step)
+
+
+def reference():
+    """You et al., 2017, algorithm 1; one-dimensional parameters by plain momentum without decay."""
+    weights = start()
+    velocities = [np.zeros_like(w) for w in weights]
+    for step in range(STEPS):
+        for w, v, g in zip(weights, velocities, gradients(step), strict=True):
+            adapts = w.ndim > 1
+            decay = DECAY if adapts else 0.0
+            norm, size = np.linalg.norm(w), np.linalg.norm(g)
+            local = TRUST * norm / (size + decay * norm) if adapts and norm > 0 and size > 0 else 1.0
+            v[:] = MOMENTUM * v + rate(step) * local * (g + decay * w)
+            w -= v
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5)])
+def test_torch(dtype, tolerance):
+    import torch
+
+    parameters = [torch.nn.Parameter(torch.tensor(w, dtype=getattr(torch, dtype))) for w in start()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.ndim <= 1], "adapt": False},
+    ]
+    optimizer = load("torch").LARS(groups, lr=1.0, momentum=MOMENTUM, trust=TRUST)
+    for step in range(STEPS):
+        for p, g in zip(parameters, gradients(step), strict=True):
+            p.grad = torch.tensor(g, dtype=p.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        kept = [p.grad.clone() for p in parameters]
+        optimizer.step()
+        assert all(torch.equal(p.grad, was) for p, was in zip(parameters, kept, strict=True)), "changed a gradient"
+    for p, expected in zip(parameters, reference(), strict=True):
+        np.testing.assert_allclose(p.detach().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_torch_skips_what_has_no_gradient_and_saves_its_state():
+    import torch
+
+    module = load("torch")
+    frozen, moving = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = module.LARS([frozen, moving], lr=1.0)
+    loss = optimizer.step(lambda: (optimizer.zero_grad(), moving.sum().backward(), 5.0)[-1])
+    assert loss == 5.0
+    assert torch.equal(frozen, torch.ones(2, 2))
+    assert not torch.equal(moving, torch.ones(2, 2))
+    again = module.LARS([frozen, moving], lr=1.0)
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.state[moving]["momentum_buffer"], optimizer.state[moving]["momentum_buffer"])
+    with pytest.raises(ValueError, match="a momentum in"):
+        module.LARS([moving], lr=1.0, momentum=1.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keras(compiled):
+    import keras
+    import tensorflow as tf
+
+    variables = [keras.Variable(w, dtype="float32") for w in start()]
+    optimizer = load("tf").LARS(1.0, momentum=MOMENTUM, decay=DECAY, trust=TRUST)
+    optimizer.build(variables)
+    apply = tf.function(lambda *found: optimizer.apply(list(found), variables))
+    for step in range(STEPS):
+        optimizer.learning_rate.assign(rate(step))
+        found = [tf.constant(g, tf.float32) for g in gradients(step)]
+        if compiled:
+            apply(*found)
+        else:
+            optimizer.apply(found, variables)
+    for variable, expected in zip(variables, reference(), strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keras_is_saved_with_its_settings():
+    lars = load("tf").LARS
+    config = lars(0.5, momentum=0.8, decay=0.1, trust=0.01).get_config()
+    again = lars.from_config(config)
+    assert (again.momentum, again.decay, again.trust, float(again.learning_rate)) == (0.8, 0.1, 0.01, 0.5)
+    with pytest.raises(ValueError, match="a momentum in"):
+        lars(0.5, momentum=1.0)
