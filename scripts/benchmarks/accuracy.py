@@ -1,0 +1,203 @@
+"""Test accuracy under delays at the same number of epochs: paired differences to synchronous over folds and seeds."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import numpy as np
+
+from . import plot
+from .intervals import Interval, mean_interval, spread
+from .launch import Block, Progress, Say, repetitions
+from .launch import run as run_job
+from .report import Column, Goal, Report, Row, row
+from .schedule import one_random, parse_arms
+
+HELP = "test accuracy with delays, all digits, 5 folds x 3 seeds: difference to synchronous with its 95%% interval"
+COLUMNS = (
+    Column("arm", "arm"),
+    Column("accuracy", "value", ".4f"),
+    Column("low", "low", ".4f"),
+    Column("high", "high", ".4f"),
+    Column("difference", "difference", "+.4f"),
+    Column("95% from", "difference_low", "+.4f"),
+    Column("to", "difference_high", "+.4f"),
+    Column("s/step", "step_s", ".4f"),
+    Column("speed-up", "speedup", ".2f"),
+    Column("staleness", "staleness", ".2f"),
+    Column("runs", "runs", "d"),
+)
+RATIOS = (2 / 3, 1.0, 4 / 3)
+"""Delay over computation, by seed: those of ``straggler``, 0.2, 0.3 and 0.4 s over 0.3 s."""
+TRAIN = 1437
+"""Images in the training part of a fold, at the least."""
+BATCH = 16
+POINT = 0.01
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The case's own options."""
+    parser.set_defaults(ranks=4, arms="horovod,majority,solo", repetitions=3)
+    parser.add_argument("--folds", type=int, default=5, choices=range(1, 6), help="of the images to test on")
+    parser.add_argument("--epochs", type=int, default=12, help="of each training")
+    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")
+    parser.add_argument(
+        "--compute", type=float, default=0.02, metavar="S", help="slept in each step; delays scale with it"
+    )
+
+
+def run(args: argparse.Namespace, say: Say) -> Report:
+    """Measure and judge. ``--repetitions`` is the number of seeds."""
+    quick(args)
+    baseline, *_ = arms = parse_arms(args.arms, args.ranks)
+    blocks = []
+    for fold in range(args.folds):
+        for seed, arm in repetitions(arms, args.repetitions):
+            delay = args.compute * RATIOS[seed % len(RATIOS)]
+            times = one_random(steps_of(args), args.ranks, args.compute, delay, 100 * fold + seed)
+            blocks.append(block_of(args, arm, fold, seed, "resnet", "even", times))
+    found = measure(args, blocks, say)
+    setting = {
+        "compute": args.compute,
+        "delay_over_compute": list(RATIOS),
+        "epochs": args.epochs,
+        "seed": "fold and run",
+        "scaled": "computation and delays are straggler's times compute / 0.3 s; the real work comes on top",
+    }
+    report = Report("accuracy", args.ranks, rows_of(found, setting, baseline), COLUMNS, draw=draw)
+    judge(report, baseline)
+    return report
+
+
+def quick(args: argparse.Namespace) -> None:
+    """Make it small if that is wanted."""
+    if args.quick:
+        args.folds, args.repetitions, args.epochs = 1, 1, min(args.epochs, 6)
+
+
+def steps_of(args: argparse.Namespace) -> int:
+    """Steps of each training."""
+    return int(args.epochs * (TRAIN // (BATCH * args.ranks)))
+
+
+def block_of(
+    args: argparse.Namespace, arm: str, fold: int, seed: int, model: str, split: str, times: Any
+) -> dict[str, Any]:
+    """One training, as ``jobs/accuracy.py`` reads it."""
+    return {
+        "arm": arm,
+        "fold": fold,
+        "seed": seed,
+        "model": model,
+        "split": split,
+        "batch": BATCH,
+        "epochs": args.epochs,
+        "lr": args.lr,
+        "times": np.asarray(times).tolist(),
+    }
+
+
+def measure(args: argparse.Namespace, blocks: list[Block], say: Say) -> list[Block]:
+    """Run the trainings in one job."""
+    progress = Progress(len(blocks), say)
+
+    def on_block(block: Block) -> None:
+        progress(
+            f"fold {block['fold'] + 1}, seed {block['seed']}, {block['arm']}: {block['by_rank'][0]['accuracy']:.4f}"
+        )
+
+    longest = sum(sum(max(row) for row in block["times"]) for block in blocks)
+    limit = args.limit * 60 if args.limit else 300 + 5 * longest
+    return run_job("accuracy", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+
+
+def rows_of(blocks: list[Block], setting: dict[str, Any], baseline: str) -> list[Row]:
+    """One row an arm, with its difference to the baseline on the same fold from the same seed."""
+    arms = list(dict.fromkeys(block["arm"] for block in blocks))
+    by_arm = {arm: {(b["fold"], b["seed"]): b for b in blocks if b["arm"] == arm} for arm in arms}
+    seconds = {arm: statistics.median(step_seconds(b) for b in mine.values()) for arm, mine in by_arm.items()}
+    rows = []
+    for arm, mine in by_arm.items():
+        found = [block["by_rank"][0]["accuracy"] for block in mine.values()]
+        pairs = [block["by_rank"][0]["accuracy"] - score(by_arm[baseline][key]) for key, block in mine.items()]
+        gap = mean_interval(pairs) if arm != baseline else Interval(0.0, 0.0, 0.0)
+        ends = spread(found)
+        mean = statistics.fmean(found)
+        late = [(int(k), n) for b in mine.values() for own in b["by_rank"] for k, n in own["staleness"].items()]
+        gradients = sum(n for _, n in late)
+        rows.append(
+            row(
+                arm,
+                {**setting, "delay": None},
+                *(mean, "share of test images, mean", ends.low, ends.high),
+                accuracy=mean,
+                speedup=seconds[baseline] / seconds[arm],
+                difference=gap.value,
+                difference_low=gap.low,
+                difference_high=gap.high,
+                pairs=pairs,
+                step_s=seconds[arm],
+                staleness=sum(k * n for k, n in late) / gradients if gradients else None,
+                skipped=sum(own["skipped"] for block in mine.values() for own in block["by_rank"]),
+                identical=all(own["identical"] for block in mine.values() for own in block["by_rank"]),
+                runs=len(found),
+            )
+        )
+    return rows
+
+
+def score(block: Block) -> float:
+    """A training's test accuracy."""
+    return float(block["by_rank"][0]["accuracy"])
+
+
+def step_seconds(block: Block) -> float:
+    """Seconds a step of the slowest rank."""
+    steps = block["epochs"] * (TRAIN // (BATCH * len(block["by_rank"])))
+    return float(max(own["elapsed"] for own in block["by_rank"])) / steps
+
+
+def judge(report: Report, baseline: str) -> None:
+    """Add what must show."""
+    for each in report.rows:
+        if each["arm"] == baseline:
+            value = each["value"]
+            report.goals.append(Goal(f"{baseline}'s accuracy", value, ">= 0.95", value >= 0.95))
+        elif each["arm"] != "drops_late":
+            judge_close(report, each, baseline)
+
+
+def judge_close(report: Report, each: Row, baseline: str) -> None:
+    """The interval of an arm's difference lies within a point."""
+    interval = Interval(each["difference"], each["difference_low"], each["difference_high"])
+    text = f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f} points"
+    what = f"{each['arm']}'s accuracy less {baseline}'s, 95% interval"
+    report.goals.append(Goal(what, text, "within 1 point", interval.within(-POINT, POINT)))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    """Differences with their intervals, every pair a point, and accuracies."""
+    axes = figure.subplots(1, 2)
+    names = [each["arm"] for each in rows]
+    for place, each in enumerate(rows[1:]):
+        fill, _ = plot.colour(each["arm"], names)
+        shift = np.linspace(-0.15, 0.15, len(each["pairs"]))
+        axes[0].plot(place + shift, [100 * pair for pair in each["pairs"]], ".", color=fill, markeredgecolor="black")
+        middle, low, high = (100 * each[key] for key in ("difference", "difference_low", "difference_high"))
+        axes[0].errorbar(place + 0.3, middle, [[middle - low], [high - middle]], fmt="D", color="black", capsize=5)
+    axes[0].axhspan(-1, 1, color="#56B4E9", alpha=0.2, label="within a point")
+    axes[0].plot([], [], "k.", label="a fold and seed")
+    axes[0].plot([], [], "kD", label="mean and 95% interval")
+    axes[0].set_xticks(range(len(names) - 1), names[1:])
+    plot.label(axes[0], f"test accuracy less {names[0]}'s", "arm", "percentage points")
+    plot.legend(figure, axes[0])
+    for place, each in enumerate(rows):
+        fill, hatch = plot.colour(each["arm"], names)
+        sides = [[each["value"] - each["low"]], [each["high"] - each["value"]]]
+        edge = "white" if fill == "#000000" else "black"
+        axes[1].bar(place, each["value"], 0.7, yerr=sides, color=fill, hatch=hatch, edgecolor=edge, capsize=4)
+    axes[1].set_xticks(range(len(names)), names)
+    axes[1].set_ylim(bottom=max(0.0, min(each["low"] for each in rows) - 0.02))
+    plot.label(axes[1], "test accuracy: mean, least and greatest", "arm", "share of test images (axis cut off)")

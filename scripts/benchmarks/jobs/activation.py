@@ -1,0 +1,193 @@
+"""The job of ``activation``: messages alone, without tensors; and the engine thread's CPU time with 100 MB of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_async.engine import Engine
+from hvd_async.events import Agreed, Arrived, Command, Done, Drained, EagerConfig, Go, Opened, Stepped
+from hvd_async.torch.collectives import LIFECYCLE
+
+from . import arms
+from .common import Job
+
+GAP = 0.02
+"""Seconds of silence before each round, so that rounds do not share messages."""
+PATIENCE = 60.0
+"""Seconds to wait for a round before giving up."""
+
+
+class Listener:
+    """A participant of the engine that takes part in rounds by messages and has no tensors.
+
+    Attributes:
+        went: for each round when its command came here, and when its first arrival reached the coordinator (s on
+            CLOCK_MONOTONIC, which all processes of a host share).
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._number = engine.register(self)
+        self._changed = threading.Condition()
+        self._agreed = self._drained = False
+        self.went: dict[int, tuple[float, float]] = {}
+        config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
+        self._send(Opened(self._number, config, ["nothing"], [0]))
+        self._wait(lambda: self._agreed)
+
+    def arrive(self, step: int) -> None:
+        """Say that this rank's step is there."""
+        number = self._number
+
+        def say() -> None:
+            self._engine.send(Stepped(number, step, []))
+            self._engine.send(Arrived(number, 0, step))
+
+        self._engine.post(say)
+
+    def wait_for(self, round_: int) -> None:
+        """Sleep until a round's command is here."""
+        self._wait(lambda: round_ in self.went)
+
+    def close(self, rounds: int) -> None:
+        """Meet the others once more and be forgotten by the engine."""
+        self._send(Done(self._number, [rounds]))
+        self._wait(lambda: self._drained)
+        self._engine.unregister(self._number)
+
+    # -- what the engine asks of a participant ----------------------------------------------------------------
+
+    def obey(self, command: Command) -> None:
+        """Note when a round's command came."""
+        now = time.monotonic()
+        with self._changed:
+            match command:
+                case Go():
+                    self.went[command.round] = (now, command.firing.first)
+                case Agreed():
+                    self._agreed = True
+                case Drained():
+                    self._drained = True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Wake the waiting thread, which asks the engine."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def announce(self, flush: bool) -> None:
+        """Nothing to say: ``close`` has."""
+
+    @property
+    def finish(self) -> Callable[[bool], object]:
+        """Nothing to finish."""
+        return lambda flush: None
+
+    def _send(self, event: Any) -> None:
+        self._engine.post(lambda: self._engine.send(event))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        with self._changed:
+            while not ready():
+                self._engine.check()
+                if not self._changed.wait(1.0) and time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {self._engine.rank} waited {PATIENCE:g} s for a round without tensors")
+
+
+def latency(job: Job, rounds: int, busy: bool) -> None:
+    """Rounds by messages alone; each is begun by another rank."""
+    listener = Listener(LIFECYCLE.engine())
+    job.barrier()
+    sent = []
+    for round_ in range(1, rounds + 1):
+        first = round_ % job.size == job.rank
+        pause(GAP if first else 0.0, busy)
+        if first:
+            sent.append(round_)
+            listener.arrive(round_)
+        if busy:
+            while round_ not in listener.went:
+                spin()
+        else:
+            listener.wait_for(round_)
+        if not first:
+            listener.arrive(round_)  # late: the round has gone
+    went = [listener.went[round_] for round_ in range(1, rounds + 1)]
+    listener.close(rounds)
+    own = {"received": [now for now, _ in went], "first": [first for _, first in went]}
+    job.record({"what": "latency", "busy": busy, "rounds": rounds}, own)
+
+
+def pause(seconds: float, busy: bool) -> None:
+    """Let time pass, asleep or at work."""
+    if not busy:
+        time.sleep(seconds)
+        return
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        spin()
+
+
+def spin() -> None:
+    """Some work such as a trainer does: NumPy, which lets go of the interpreter, and Python, which does not."""
+    matrix = np.ones((96, 96), np.float32)
+    matrix @= matrix
+    sum(range(2000))
+
+
+def engine_cpu(job: Job, arm_name: str, rounds: int, megabytes: float) -> None:
+    """CPU seconds of the engine's thread in rounds of so many megabytes of gradients."""
+    torch.manual_seed(0)
+    elements = int(megabytes * 1e6 / 4 / 16)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(16)])
+    arm = arms.Arm(arm_name, model, torch.optim.SGD(model.parameters(), lr=0.0), job)
+
+    def loss(trained: torch.nn.Module) -> torch.Tensor:
+        total: torch.Tensor = sum(parameter.sum() for parameter in trained.parameters())  # type: ignore[assignment]
+        return total
+
+    for _ in range(2):
+        arm.train(loss)
+    arm.drain()
+    clock = engine_clock()
+    before, process = time.clock_gettime(clock), time.process_time()
+    rounds_before = int(arm.stats()["rounds"])
+    job.barrier()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        arm.train(loss)
+    elapsed = time.perf_counter() - started
+    done = int(arm.stats()["rounds"]) - rounds_before
+    used, process = time.clock_gettime(clock) - before, time.process_time() - process
+    arm.drain()
+    own = {"engine_s": used / done, "process_s": process / done, "step_s": elapsed / rounds}
+    job.record({"what": "engine", "arm": arm_name, "megabytes": megabytes, "rounds": rounds}, own)
+
+
+def engine_clock() -> int:
+    """The CPU clock of this process's engine thread."""
+    thread = next(t for t in threading.enumerate() if t.name.startswith("hvd_async-engine"))
+    assert thread.ident is not None
+    return time.pthread_getcpuclockid(thread.ident)
+
+
+def main() -> None:
+    """Run the plan."""
+    job = arms.start()
+    for block in job.plan["blocks"]:
+        if block["what"] == "latency":
+            latency(job, block["rounds"], block["busy"])
+        else:
+            engine_cpu(job, block["arm"], block["rounds"], block["megabytes"])
+    arms.finish(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A torch model trained by one of the arms: Horovod's optimizer, torch's DDP, or ours with one of its quorums."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+import hvd_async.torch as hvd
+from hvd_async.torch.collectives import LIFECYCLE
+
+from ..schedule import quorum_of
+from .common import Job, counted
+
+POLL = 0.0005
+"""Seconds between two looks at a barrier: Horovod's own waiting keeps a core busy, which others need here."""
+
+Loss = Callable[[torch.nn.Module], torch.Tensor]
+
+
+def start() -> Job:
+    """This rank of a torch job."""
+    hvd.init()
+    torch.set_num_threads(1)
+    return Job(hvd, barrier)
+
+
+def finish(job: Job) -> None:
+    """The job has come to its end: call it last."""
+    job.finish()
+    hvd.shutdown()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    handle = hvd.allreduce_async(torch.zeros(1), name="bench.barrier")
+    while not hvd.poll(handle):
+        time.sleep(POLL)
+    hvd.synchronize(handle)
+
+
+def resnet50(classes: int = 10) -> torch.nn.Module:
+    """The runner's own ResNet-50."""
+    sys.path.append(str(Path(__file__).resolve().parents[3] / "torch_models"))
+    import vision
+
+    model: torch.nn.Module = vision.build("resnet50", classes, 0.9)
+    return model
+
+
+class Arm:
+    """A model and the optimizer that an arm stands for.
+
+    Args:
+        name: of the arm.
+        model: the same on all ranks.
+        optimizer: of the model's parameters; not wrapped.
+        job: this rank.
+        eager: further arguments of ``EagerOptimizer``.
+
+    Attributes:
+        waited: seconds that this rank's training thread has waited for others, in all.
+    """
+
+    def __init__(
+        self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, **eager: Any
+    ) -> None:
+        self.name, self.model = name, model
+        self.ours = name not in ("horovod", "ddp")
+        self.optimizer: Any = optimizer
+        self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
+        self._before: dict[str, Any] = {}
+        if name == "horovod":
+            self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        elif name == "ddp":
+            _start_ddp(job)
+            self.model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        else:
+            self.optimizer = hvd.EagerOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                named_buffers=model.named_buffers(),
+                quorum=quorum_of(name),
+                **eager,
+            )
+
+    def train(self, loss: Loss, delay: float = 0.0) -> None:
+        """One step; ``delay`` s of sleep stand for computation, before the gradients are there."""
+        self.optimizer.zero_grad()
+        value = loss(self.model)
+        if delay > 0:
+            time.sleep(delay)
+        started = time.perf_counter()
+        value.backward()
+        if self.name == "ddp":
+            self._waited += time.perf_counter() - started  # where DDP waits for its allreduces
+        if self.name == "horovod":
+            started = time.perf_counter()
+            self.optimizer.synchronize()
+            self._waited += time.perf_counter() - started
+            with self.optimizer.skip_synchronize():
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+
+    @property
+    def waited(self) -> float:
+        """As above."""
+        return float(self.optimizer.stats().wait_s) if self.ours else self._waited
+
+    def drain(self) -> None:
+        """Apply every gradient everywhere, and let batch-norm statistics agree."""
+        if self.ours:
+            self.optimizer.drain()
+            return
+        for name, buffer in self._buffers.items():
+            if buffer.is_floating_point():
+                hvd.allreduce_(buffer, name=f"bench.buffer.{name}")
+
+    def close(self) -> None:
+        """Collective: drain, and stop the engine, so that the next arm starts with its own."""
+        if self.ours:
+            LIFECYCLE.shutdown()
+
+    def stats(self) -> dict[str, Any]:
+        """Ours: ``stats()``, as JSON. Others: nothing."""
+        return counted(self.optimizer.stats()) if self.ours else {}
+
+    def identical(self) -> bool:
+        """Collective: whether all ranks have the same weights, bit for bit."""
+        flat = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+        return len(set(self._job.gather(hashlib.sha256(flat.numpy().tobytes()).hexdigest()))) == 1
+
+
+def _start_ddp(job: Job) -> None:
+    """torch's own process group, beside Horovod's, once."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{job.folder / 'ddp'}", rank=job.rank, world_size=job.size
+        )

@@ -1,0 +1,78 @@
+"""What the jobs share: the plan, meeting the other ranks, recording blocks. No framework here.
+
+The binding's module (``hvd_async.torch`` or ``hvd_async.tensorflow``) is handed in.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # to see where a job hangs
+
+
+class Job:
+    """One rank of a job.
+
+    Args:
+        hvd: the binding's module, initialised.
+        barrier: waits for all ranks without keeping a core busy.
+    """
+
+    def __init__(self, hvd: Any, barrier: Callable[[], None]) -> None:
+        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+        self.folder = Path(os.environ["HVD_ASYNC_BENCH_FOLDER"])
+        self.plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
+        self.barrier = barrier
+        self._hvd, self._gathered = hvd, 0
+        if self.rank == 0:
+            (self.folder / "unfinished").touch()
+        (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        gathered: list[Any] = self._hvd.allgather_object(value, name="bench.gather")
+        return gathered
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return self._hvd.broadcast_object(value, root_rank=0, name="bench.agree")
+
+    def record(self, block: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Write a block: what it was, and what every rank found. Returns the latter."""
+        found = self.gather(own)
+        if self.rank == 0:
+            with (self.folder / "blocks.jsonl").open("a") as results:
+                results.write(json.dumps({**block, "by_rank": found}) + "\n")
+        return found
+
+    def finish(self) -> None:
+        """The job has come to its end: call it last."""
+        self.barrier()
+        if self.rank == 0:
+            (self.folder / "unfinished").unlink()
+
+
+def counted(stats: Any) -> dict[str, Any]:
+    """What ``stats()`` says, as JSON."""
+    return {key: _plain(value) for key, value in vars(stats).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+def resident_mb() -> float:
+    """This process's memory, in MB (10^6 bytes)."""
+    return float(psutil.Process().memory_info().rss) / 1e6

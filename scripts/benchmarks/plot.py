@@ -1,0 +1,109 @@
+"""Plots to PNG: what the cases' drawings share. matplotlib is imported only when a plot is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import Report, Row
+
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+"""Okabe and Ito's: they can be told apart whatever colours one sees. Hatches tell arms apart without colour."""
+HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
+WIDTH = 0.85
+"""Of a group of bars; groups are 1 apart."""
+ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
+
+
+def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
+    others = [each for each in arms if each not in ORDER]
+    place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
+    return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
+
+
+def bars(
+    axes: Any,
+    rows: Sequence[Row],
+    groups: Sequence[str],
+    group_of: Callable[[Row], str],
+    key: str = "value",
+) -> None:
+    """Bars side by side, one group a setting, one bar an arm; ``value`` with its spread."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    width = WIDTH / len(arms)
+    for arm in arms:
+        mine = [row for row in rows if row["arm"] == arm and row.get(key) is not None]
+        if not mine:
+            continue
+        fill, hatch = colour(arm, arms)
+        places = [_place(row, arms, groups, group_of) for row in mine]
+        errors = None
+        if key == "value":
+            errors = [[row["value"] - row["low"] for row in mine], [row["high"] - row["value"] for row in mine]]
+        axes.bar(
+            places,
+            [row[key] for row in mine],
+            width,
+            yerr=errors,
+            label=arm,
+            color=fill,
+            hatch=hatch,
+            edgecolor="white" if fill == "#000000" else "black",
+            linewidth=0.6,
+            error_kw={"elinewidth": 1.2, "capsize": 2, "ecolor": "#555555"},
+        )
+    axes.set_xticks(range(len(groups)), groups)
+
+
+def marks(
+    axes: Any,
+    rows: Sequence[Row],
+    groups: Sequence[str],
+    group_of: Callable[[Row], str],
+    key: str,
+    marker: str,
+    text: str,
+) -> None:
+    """White marks on the bars that ``bars`` has drawn of the same rows: a second figure of each."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    look = {"color": "white", "markeredgecolor": "black", "markersize": 7}
+    for row in rows:
+        if row.get(key) is not None:
+            axes.plot(_place(row, arms, groups, group_of), row[key], marker, **look)
+    axes.plot([], [], marker, label=text, **look)
+
+
+def _place(row: Row, arms: Sequence[str], groups: Sequence[str], group_of: Callable[[Row], str]) -> float:
+    return groups.index(group_of(row)) + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * WIDTH / len(arms)
+
+
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """Title and axes' labels, and a light grid to read values by."""
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def legend(figure: Any, *axes: Any) -> None:
+    """One legend for the figure, below it, of all that these axes name."""
+    named: dict[str, Any] = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=min(6, len(named)), frameon=False)
+
+
+def save(report: Report, path: Path) -> None:
+    """Draw a report and write it as PNG."""
+    from matplotlib.figure import Figure
+
+    assert report.draw is not None
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    report.draw(figure, report.rows)
+    figure.suptitle(f"{report.case}: {report.ranks} ranks, {report.transport}, one machine")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,38 @@
+"""Ratios of arms measured in alternation, cycle by cycle. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from .intervals import Interval, mean_interval, median_interval
+
+
+class Ratios:
+    """Each arm's time over the baseline's in the same cycle: what disturbs a cycle disturbs both.
+
+    Args:
+        baseline: the arm that is compared with.
+    """
+
+    def __init__(self, baseline: str) -> None:
+        self._baseline = baseline
+        self._found: dict[str, list[float]] = {}
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """One cycle's times, by arm."""
+        for arm, value in seconds.items():
+            self._found.setdefault(arm, []).append(value / seconds[self._baseline])
+
+    def median(self, arm: str) -> Interval:
+        """The median ratio, with an interval that supposes nothing of its distribution."""
+        return median_interval(self._found[arm])
+
+    def mean(self, arm: str) -> Interval:
+        """The mean ratio, with Student's interval."""
+        return mean_interval(self._found[arm])
+
+    def wide(self, arms: Sequence[str]) -> float:
+        """The longest side of these arms' intervals of the median, as a share of the median."""
+        intervals = [self.median(arm) for arm in arms if arm in self._found]
+        return max((each.wide / each.value for each in intervals), default=math.inf)

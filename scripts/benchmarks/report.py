@@ -1,0 +1,154 @@
+"""What a case found: rows, goals, and their table and JSON. Pure but for the machine's description."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """A column of the table: its heading, the row's key (``a.b`` for a key of a key), and the format of its values."""
+
+    heading: str
+    key: str
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Something that the figures must show.
+
+    Attributes:
+        what: in words.
+        value: as measured.
+        wanted: the limit, in words.
+        met: whether it was.
+    """
+
+    what: str
+    value: float | str
+    wanted: str
+    met: bool
+
+    def __str__(self) -> str:
+        shown = self.value if isinstance(self.value, str) else f"{self.value:.4g}"
+        return f"{'met' if self.met else 'MISSED':6}  {self.what}: {shown} ({self.wanted})"
+
+
+@dataclass
+class Report:
+    """What a case found.
+
+    Attributes:
+        case, ranks, transport: of the jobs.
+        rows: one for each arm and setting; ``arm``, ``setting``, ``value``, ``unit``, ``low``, ``high``, ``speedup``,
+            ``bound`` and ``accuracy`` in all of them.
+        columns: of the table.
+        goals: as above.
+        notes: remarks on the run, such as "the machine was too busy".
+        draw: draws the rows on a matplotlib figure.
+    """
+
+    case: str
+    ranks: int
+    rows: list[Row]
+    columns: Sequence[Column]
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    transport: str = "gloo"
+    draw: Callable[[Any, list[Row]], None] | None = None
+
+    def text(self) -> str:
+        """For people."""
+        parts = [table(self.rows, self.columns), *(f"note: {note}" for note in self.notes)]
+        return "\n".join([*parts, *(str(goal) for goal in self.goals)])
+
+    def content(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "case": self.case,
+            "ranks": self.ranks,
+            "transport": self.transport,
+            "machine": machine(),
+            "goals": [vars(goal) for goal in self.goals],
+            "notes": self.notes,
+            "rows": self.rows,
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(finite(self.content()), indent=2) + "\n")
+
+
+def row(
+    arm: str,
+    setting: dict[str, Any],
+    value: float,
+    unit: str,
+    low: float | None = None,
+    high: float | None = None,
+    **more: Any,
+) -> Row:
+    """A row with all the keys that every row has."""
+    common: Row = {"arm": arm, "setting": setting, "value": value, "unit": unit}
+    common |= {"low": value if low is None else low, "high": value if high is None else high}
+    return common | {"speedup": None, "bound": None, "accuracy": None} | more
+
+
+def find(row_: Row, key: str) -> Any:
+    """The value of a dotted key; None if it is not there."""
+    value: Any = row_
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The rows in columns: text to the left, numbers to the right, a dash where there is none."""
+    cells = [[column.heading for column in columns]]
+    cells += [[_shown(find(each, column.key), column.form) for column in columns] for each in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    left = [all(isinstance(find(each, column.key), str) for each in rows) for column in columns]
+    lines = []
+    for line in cells:
+        padded = [c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(line, widths, left, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool | str):
+        return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else value
+    return format(value, form)
+
+
+def finite(value: Any) -> Any:
+    """JSON knows no infinity: such numbers become null."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def machine() -> str:
+    """The machine in words, with the load of the last minute: figures of a busy machine are worth less."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
