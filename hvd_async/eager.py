@@ -6,7 +6,6 @@ coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allr
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -44,12 +43,21 @@ class EagerWorker:
         engine: this rank's.
         config: the same on all ranks.
         wire: how the binding's vectors look and travel.
-        finish: drains (True) or cuts (False); the binding's, for all of a process's optimizers to do so together.
+        finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
+        apply: applies a round that comes while this rank drains.
     """
 
-    def __init__(self, engine: Engine, config: EagerConfig, wire: Wire, finish: Callable[[bool], object]) -> None:
-        self.engine, self.config, self.wire, self.finish = engine, config, wire, finish
-        self._condition = threading.Condition()
+    def __init__(
+        self,
+        engine: Engine,
+        config: EagerConfig,
+        wire: Wire,
+        finish: Callable[[bool], object],
+        apply: Apply = lambda round_: None,
+    ) -> None:
+        self.engine, self.config, self.wire = engine, config, wire
+        self._end, self._apply = finish, apply
+        self._condition = engine.changed
         self._tally = Tally(wire.members or range(engine.size))
         self._transit = Transit(engine, wire, self._deliver, self._tally)
         # Training thread's:
@@ -120,7 +128,7 @@ class EagerWorker:
         Raises:
             ReplicaMismatchError: as ``open``.
         """
-        self.engine.wait(lambda: self._agreed or self._refused is not None, self._condition)
+        self.engine.wait(lambda: self._agreed or self._refused is not None)
         if self._refused is not None:
             self.engine.unregister(self._opened_number())
             raise ReplicaMismatchError(self._refused)
@@ -138,7 +146,7 @@ class EagerWorker:
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
         self._handed.add(bucket)
-        self._release()
+        self.release()
         version, step = self._version, self._steps + 1 + self._base
         self._prepare(bucket, vector)
         self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
@@ -159,7 +167,7 @@ class EagerWorker:
         self._await(lambda: self._version + len(self._ready) >= self._steps + self._base)
         if sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
-        self._release()
+        self.release()
         version, step = self._version, self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
@@ -208,43 +216,65 @@ class EagerWorker:
             number, produced = self._opened_number(), list(self._produced)
             self.engine.post(lambda: self.engine.send(Done(number, produced, flush)))
 
-    def drain(self, apply: Apply) -> None:
-        """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
+    def drain(self, apply: Apply | None = None) -> None:
+        """Say "done", apply what comes until all ranks are done, and check that no gradient was lost. (Of a process
+        with several optimizers, ``Engine.drain`` drains all at once.)
+
+        Args:
+            apply: in place of the one that was given at the start.
 
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        drained = self._finish(True, apply)
-        if self._applied != drained.produced:
-            raise GradientLossError(
-                f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
-                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
-            )
+        self._wind_up(True, apply)
 
-    def cut(self, apply: Apply) -> None:
+    def cut(self, apply: Apply | None = None) -> None:
         """As ``drain``, but what no round has carried yet stays pending (unless a rank drains)."""
-        self._finish(False, apply)
+        self._wind_up(False, apply)
 
-    def _finish(self, flush: bool, apply: Apply) -> Drained:
+    def _wind_up(self, flush: bool, apply: Apply | None) -> None:
+        self._apply = apply or self._apply
         self.announce(flush)
+        while not self.serve():
+            self._await(lambda: self.served)
+        self.conclude(flush)
 
-        def complete() -> bool:
-            return self._drained is not None and self._version >= self._drained.rounds
+    @property
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+        drained = self._drained
+        last = float("inf") if drained is None else drained.rounds
+        return self._version >= last or (bool(self._ready) and self._ready[0].index <= last)
 
-        while not complete():
-            self._await(lambda: bool(self._ready) or complete())
-            for round_ in self._take(None):
-                apply(round_)
+    def serve(self) -> bool:
+        """Apply what has come, without waiting; whether all ranks are done and all of it is applied."""
+        rounds = deque(self._take(None))
+        while rounds:
+            self._apply(rounds.popleft())
+        self.release()
+        drained = self._drained
+        return drained is not None and self._version >= drained.rounds
+
+    def conclude(self, flush: bool) -> None:
+        """All ranks are done: re-base the counters, check that no gradient was lost, and let the binding end it.
+
+        Raises:
+            GradientLossError: gradients applied are not gradients produced.
+        """
         with self._condition:
             drained, self._drained = self._drained, None
         assert drained is not None
-        self._release()
         self._announced = False
         self._settled_at = self._steps
         self._base = drained.rounds - self._steps
         self._total_produced = max(drained.produced)
         self.last_done = drained.last
-        return drained
+        if drained.flushed and self._applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
+                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
+            )
+        self._end(flush)
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
@@ -260,7 +290,7 @@ class EagerWorker:
                 self._condition.notify_all()
 
         self.engine.post(look)
-        self.engine.wait(found.done, self._condition)
+        self.engine.wait(found.done)
         return found.result()
 
     def restore(self, held: list[Held]) -> None:
@@ -295,7 +325,7 @@ class EagerWorker:
             last = float("inf") if self._drained is None else self._drained.rounds
             while self._ready and self._ready[0].index <= last and (most is None or len(rounds) < most):
                 rounds.append(self._ready.popleft())
-        self._release()
+        self.release()
         self._unreleased = len(rounds) * sum(self.wire.nbytes)
         for round_ in rounds:
             if self._transit.timeline is not None:
@@ -305,8 +335,8 @@ class EagerWorker:
             self._rounds_applied += round_.gradients > 0
         return rounds
 
-    def _release(self) -> None:
-        """The rounds that were taken last have been applied."""
+    def release(self) -> None:
+        """The rounds that were taken last have been applied: they are no longer counted as held."""
         if self._unreleased:
             self._tally.hold(-self._unreleased)
             self._unreleased = 0
@@ -314,7 +344,7 @@ class EagerWorker:
     def _await(self, ready: Callable[[], bool]) -> None:
         started = time.perf_counter()
         try:
-            self.engine.wait(ready, self._condition)
+            self.engine.wait(ready)
         finally:
             self._wait_s += time.perf_counter() - started
 
@@ -348,11 +378,6 @@ class EagerWorker:
             lengths = zip(kept or [], self.wire.nbytes, strict=False)
             self._tally.hold(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
         self._at_cut = held
-
-    def fail(self, error: Exception) -> None:
-        """The engine failed: wake the training thread, which finds out from the engine."""
-        with self._condition:
-            self._condition.notify_all()
 
     def _deliver(self, rounds: list[Round]) -> None:
         with self._condition:

@@ -31,15 +31,18 @@ class Participant(Protocol):
     def obey(self, command: Command) -> None:
         """Carry out a command for this optimizer (engine thread)."""
 
-    def fail(self, error: Exception) -> None:
-        """Wake whoever waits: the engine has failed with ``error`` (any thread)."""
-
     def announce(self, flush: bool) -> None:
-        """Say that this rank is done with this optimizer (training thread)."""
+        """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
+
+    def serve(self) -> bool:
+        """Apply what has come, without waiting; whether that is all (training thread, as the rest)."""
 
     @property
-    def finish(self) -> Callable[[bool], object]:
-        """Drain (``flush``) or cut this optimizer alone (training thread)."""
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+
+    def conclude(self, flush: bool) -> None:
+        """All has come: end the drain or cut."""
 
 
 class Engine:
@@ -63,7 +66,8 @@ class Engine:
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Held while what ``wait`` looks at changes, and notified then."""
         self._stopping = self._stop_called = False
         self._leaving = False
         self._left = threading.Event()
@@ -82,12 +86,16 @@ class Engine:
 
     def drain(self, flush: bool = True) -> None:
         """Drain (or, without ``flush``, cut) every optimizer that has opened: a rank is done with all of them or with
-        none. If it waited in the first one's drain for ranks that are busy with both, its second would keep those
-        waiting."""
-        for participant in self.participants():
+        none, and serves all at once. If it waited in the first one's drain for ranks that are busy with both, its
+        second would keep those waiting, and pile up rounds."""
+        participants = self.participants()
+        for participant in participants:
             participant.announce(flush)
-        for participant in self.participants():
-            participant.finish(flush)
+        left = participants
+        while left := [participant for participant in left if not participant.serve()]:
+            self.wait(lambda: any(participant.served for participant in left))
+        for participant in participants:
+            participant.conclude(flush)
 
     def register(self, participant: Participant, process_set: int = 0) -> int:
         """Enter an optimizer; returns its number, the same on all ranks if they open those of a process set (its
@@ -131,24 +139,21 @@ class Engine:
         """Rank ``root``'s ``vector``; every rank must call it. ``vector`` is given away."""
         return self._run_collective(lambda: self.collectives.broadcast(vector, root, name, process_set))
 
-    def wait(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
+    def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until ``ready()``; a failure of the engine ends the wait with its error.
 
         Args:
-            ready: checked after every change that the engine makes.
-            condition: held by the caller and notified by whoever makes ``ready`` true; None to be notified by
-                any completion.
+            ready: checked after every change that the engine makes; the lock of ``changed`` is held then.
 
         Raises:
             WaitTimeoutError: the opt-in limit ran out. Otherwise the wait goes on as long as the engine lives:
                 a slow rank is warned about by the coordinator, a lost one makes the engine fail.
         """
         started = time.monotonic()
-        condition = condition or self._changed
-        with condition:
+        with self.changed:
             while not ready():
                 self.check()
-                if not condition.wait(timeout=1.0) and time.monotonic() - started > self.timeout:
+                if not self.changed.wait(timeout=1.0) and time.monotonic() - started > self.timeout:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
 
     @property
@@ -251,8 +256,8 @@ class Engine:
         self._flights = [flight for flight in self._flights if flight not in landed]
         for handle, done in landed:
             done(handle.result())
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     def _obey(self, message: Command | Gone) -> None:
         match message:
@@ -286,7 +291,5 @@ class Engine:
         self.failure = error
         if self._channel is not None and not isinstance(error, RankLostError):
             self._channel.send(Failed(f"{type(error).__name__}: {error}"))
-        for participant in self.participants():
-            participant.fail(error)
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()

@@ -30,7 +30,8 @@ class Stats:
         bytes_sent: what this rank has given to collectives.
         latency_s: mean seconds from a round's first command until all of it was back.
         latency_max_s: the longest.
-        peak_bytes: the most bytes of gradients that were held at once, apart from the framework's own.
+        held_bytes: bytes of gradients that are held now, apart from the framework's own.
+        peak_bytes: the most that were.
     """
 
     steps: int = 0
@@ -47,6 +48,7 @@ class Stats:
     bytes_sent: int = 0
     latency_s: float = 0.0
     latency_max_s: float = 0.0
+    held_bytes: int = 0
     peak_bytes: int = 0
 
 
@@ -102,5 +104,6 @@ class Tally:
                 bytes_sent=self._sent,
                 latency_s=self._latency / self._rounds if self._rounds else 0.0,
                 latency_max_s=self._longest,
+                held_bytes=self._bytes,
                 peak_bytes=self._peak,
             )

@@ -13,7 +13,7 @@ from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.events import Hyper
 from hvd_async.lifecycle import Lifecycle, local_engine
 from hvd_async.stats import Stats
-from hvd_async.wire import Held
+from hvd_async.wire import Held, Round
 
 
 class WrapperState:
@@ -103,7 +103,7 @@ class Wrapped:
         self.drain()
         yield
 
-    def _new_worker(self, engine: Any, finish: Any) -> EagerWorker:
+    def _new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
         """A worker for this optimizer's parameters as they are."""
         raise TypeError(f"{type(self).__name__} does not say how its worker is made")
 
@@ -115,8 +115,12 @@ class Wrapped:
         """This rank's hyperparameters now, as its rounds carry them."""
         raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
 
+    def _apply(self, round_: Round) -> None:
+        """Apply a round."""
+        raise TypeError(f"{type(self).__name__} does not say how a round is applied")
+
     def _finish(self, worker: EagerWorker, flush: bool) -> None:
-        """Drain (``flush``) or cut this optimizer alone."""
+        """End a drain (``flush``) or a cut: all rounds are applied."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
     def _offer(self) -> None:
@@ -223,13 +227,17 @@ class Wrapped:
     def _attach(self, engine: Any) -> EagerWorker:
         reference = weakref.ref(self)
 
+        def apply(round_: Round) -> None:
+            optimizer = reference()
+            if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
+                optimizer._worker()  # raises if this rank's replica is none any more
+                optimizer._apply(round_)
+
         def finish(flush: bool) -> None:
             optimizer = reference()
             if optimizer is not None:
                 optimizer._worker()
                 optimizer._finish(worker, flush)
-            else:  # nobody holds its weights any more, but the others still wait
-                (worker.drain if flush else worker.cut)(lambda _: None)
 
-        worker = self._new_worker(engine, finish)
+        worker = self._new_worker(engine, finish, apply)
         return worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -70,11 +71,15 @@ class Layout:
     def zeros(self, index: int) -> torch.Tensor:
         """A vector of a bucket that holds no gradient, always the same one: read only.
 
-        On a CPU it takes no memory: zeroed pages that are never written to are all the same one.
+        On a CPU it takes no memory: pages of private memory that are never written to are all the same one.
         """
         if index not in self._zeros:
-            bucket = self.buckets[index]
-            self._zeros[index] = torch.zeros(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+            bucket, elements = self.buckets[index], self.buckets[index].elements + self._slots
+            if bucket.device.type == "cpu":
+                memory = mmap.mmap(-1, self.nbytes[index], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._zeros[index] = torch.frombuffer(memory, dtype=bucket.dtype, count=elements)
+            else:
+                self._zeros[index] = torch.zeros(elements, device=bucket.device, dtype=bucket.dtype)
         return self._zeros[index]
 
     @torch.no_grad()

@@ -48,6 +48,8 @@ class Settings(WrapperState):
         self.shown: Round | None = None
         """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
         self.skip = self.one_by_one = False
+        self.unshown = 0
+        """Rounds applied since ``synchronize()`` last showed one."""
 
     def lay_out(self, parameters: Sequence[torch.Tensor], bucket_ready: Callable[[int], None]) -> None:
         """Part the parameters into buckets, and hook them."""

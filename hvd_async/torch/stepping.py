@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -75,8 +76,10 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                     "step() after synchronize() would hand over the round that is in p.grad once more: write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`"
                 )
-            for round_ in self._hand_over(None, grad_scale, overflow):
-                self._apply(round_)
+            rounds = deque(self._hand_over(None, grad_scale, overflow))
+            while rounds:
+                self._apply(rounds.popleft())
+            self._worker().release()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
@@ -121,7 +124,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 "round_transform=, and call scaler.step(optimizer)"
             )
         rounds = self._hand_over(1, None, False)
-        state.one_by_one = True
+        state.one_by_one, state.unshown = True, 0
         state.shown = rounds[0] if rounds else None
         if state.shown is not None and state.shown.gradients:
             self._show(state.shown)
@@ -189,9 +192,10 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
 
     def _apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
+        state = self._eager
+        state.unshown += 1
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
-        state = self._eager
         parameters = self._parameters()
         own = [p.grad for p in parameters]
         try:
@@ -262,12 +266,14 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
         )
 
-    def _new_worker(self, engine: Engine, finish: Callable[[bool], None]) -> EagerWorker:
+    def _new_worker(
+        self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]
+    ) -> EagerWorker:
         self._lay_out()  # groups may have been added since the wrapper was made
         state = self._eager
         config = EagerConfig(**state.config, buckets=len(state.layout))
         wire = make_wire(state.layout, state.compression, state.slots, state.process_set, state.members)
-        return EagerWorker(engine, config, wire, finish)
+        return EagerWorker(engine, config, wire, finish, apply)
 
     def _lay_out_if_new(self) -> None:
         if self._eager.worker is None:
@@ -301,15 +307,8 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         return hyperparameters.read(self.param_groups)
 
     def _finish(self, worker: EagerWorker, flush: bool) -> None:
-        state, left = self._eager, 0
-
-        def apply(round_: Round) -> None:
-            nonlocal left
-            left += 1
-            self._apply(round_)
-
-        state.shown = None
-        (worker.drain if flush else worker.cut)(apply)
+        state = self._eager
+        left, state.unshown, state.shown = state.unshown, 0, None
         if left and state.one_by_one and state.round_transform is None:
             warnings.warn(
                 f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "

@@ -45,7 +45,7 @@ class ScriptedWorker:
     """
 
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
-        self.engine = SimpleNamespace(size=size, replaced=False, rank=0)
+        self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
         self.agreed = self.settled = True
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
@@ -79,6 +79,9 @@ class ScriptedWorker:
             rounds.append(Round(self.version, (self.convert(sums),), own, (gradients,)))
         return rounds
 
+    def release(self) -> None:
+        """Rounds have been applied."""
+
     def pending(self) -> list[Held]:
         """Nothing."""
         return [Held(None, [])]
@@ -90,7 +93,7 @@ class ScriptedWorker:
 
 def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
     """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
-    opt._new_worker(worker.engine, lambda: None)  # (the binding lays out its buckets there)
+    opt._new_worker(worker.engine, lambda flush: None, lambda round_: None)  # (the binding lays out its buckets there)
     opt._eager.worker = worker
     return worker
 
@@ -175,7 +178,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
 
 def wait_for_rounds(worker: EagerWorker, count: int) -> None:
     """Until so many rounds wait for this rank."""
-    worker.engine.wait(lambda: len(worker._ready) >= count, worker._condition)
+    worker.engine.wait(lambda: len(worker._ready) >= count)
 
 
 def check_late_rank(

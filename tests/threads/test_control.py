@@ -321,7 +321,7 @@ def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):
             assert lifecycle.engine() is engine
             drained: list[Any] = []
             worker = one.worker(engine)
-            worker.finish = lambda _, worker=worker, drained=drained: worker.drain(drained.append)  # type: ignore[misc]
+            worker._apply = drained.append
             worker.open(["w"], [1])
             rounds = worker.step(one.rows(collectives.rank, 1), [])
             lifecycle.shutdown()

@@ -337,7 +337,7 @@ def test_two_optimizers_of_one_engine():
             for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
                 rounds.extend(worker.step(each.rows(rank, step), [{"lr": 1.0}]))
         for worker, rounds in zip(workers, taken, strict=True):
-            worker.finish = lambda flush, worker=worker, rounds=rounds: worker.drain(rounds.append)
+            worker._apply = rounds.append
         workers[rank % 2].engine.drain()
         return taken
 
