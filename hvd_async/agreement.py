@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from hvd_async.errors import ranks_text
 from hvd_async.events import Opened
 
@@ -26,10 +28,13 @@ def disagreement(opened: dict[int, Opened]) -> str | None:
                 f"has {other.config}. Pass the same arguments on every rank."
             )
         if other.names != first.names:
+            pairs = zip_longest(first.names, other.names, fillvalue="nothing")
+            own, others = next(pair for pair in pairs if pair[0] != pair[1])
             return (
-                f"the ranks train different parameters: rank {lowest} has {len(first.names)}, rank {rank} has "
-                f"{len(other.names)}, or they have other names or shapes. Build the same model on every rank, and "
-                f"let every rank's optimizers take their first step in the same order."
+                f"the ranks train different parameters, or with other settings: rank {lowest} has {own!r} where rank "
+                f"{rank} has {others!r} (of {len(first.names)} and {len(other.names)} entries). Build the same model "
+                f"on every rank, with the same optimizer, and let every rank's optimizers take their first step in "
+                f"the same order."
             )
     differing = [rank for rank in sorted(opened) if opened[rank].checksums != first.checksums]
     if not differing:

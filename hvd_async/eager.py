@@ -367,9 +367,8 @@ class EagerWorker:
             case Refused(_, problem):
                 self._tell(refused=problem)
             case Drained():
-                if not command.flushed:
-                    copied = [Held(None if v is None else v + 0, at) for v, at in self._transit.pending()]
-                    self._keep(copied)
+                held = [] if command.flushed else self._transit.pending()
+                self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)
                 self._tell(drained=command)
 
     def _keep(self, held: list[Held] | None) -> None:

@@ -84,11 +84,17 @@ class Engine:
         with self._lock:
             self._participants.pop(number, None)
 
-    def drain(self, flush: bool = True) -> None:
-        """Drain (or, without ``flush``, cut) every optimizer that has opened: a rank is done with all of them or with
-        none, and serves all at once. If it waited in the first one's drain for ranks that are busy with both, its
-        second would keep those waiting, and pile up rounds."""
-        participants = self.participants()
+    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+        """Drain (or, without ``flush``, cut) every optimizer that has opened, or all of a process set (Horovod's id).
+
+        A rank is done with all of them or with none, and serves all at once. If it waited in the first one's drain for
+        ranks that are busy with both, its second would keep those waiting, and pile up rounds.
+        """
+        participants = [
+            participant
+            for number, participant in self._participants.items()
+            if process_set is None or number // OPTIMIZERS == process_set
+        ]
         for participant in participants:
             participant.announce(flush)
         left = participants

@@ -59,8 +59,8 @@ class Wrapped:
         """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
 
         Afterwards every gradient is applied everywhere, the replicas are identical, and batch-norm statistics agree by
-        the ``buffers=`` policy. All of this process's optimizers that have begun to train are drained together. A
-        collective: every rank calls it equally often, also a rank that had no batch.
+        the ``buffers=`` policy. All optimizers of this process that have begun to train with the same process set are
+        drained together. A collective: every rank calls it equally often, also a rank that had no batch.
 
         Returns:
             The rank that was last to be done.
@@ -70,7 +70,7 @@ class Wrapped:
             ReplicaStateError: an earlier round could not be applied here.
         """
         worker = self._worker()
-        worker.engine.drain()
+        worker.engine.drain(True, worker.wire.process_set_id)
         return worker.last_done
 
     def cut(self) -> None:
@@ -83,7 +83,8 @@ class Wrapped:
         Raises:
             ReplicaStateError: an earlier round could not be applied here.
         """
-        self._worker().engine.drain(flush=False)
+        worker = self._worker()
+        worker.engine.drain(False, worker.wire.process_set_id)
 
     @property
     def rounds(self) -> int:

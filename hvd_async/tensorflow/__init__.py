@@ -3,9 +3,18 @@
 from horovod.tensorflow import *  # noqa: F403
 from horovod.tensorflow import elastic  # noqa: F401
 
+from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
 
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (DistributedGradientTape, DistributedOptimizer, EagerOptimizer, broadcast_variables, join, shutdown)
+_ours = (
+    Compression,
+    DistributedGradientTape,
+    DistributedOptimizer,
+    EagerOptimizer,
+    broadcast_variables,
+    join,
+    shutdown,
+)

@@ -1,10 +1,12 @@
-"""Keras variables and flat vectors: gradients out, rounds in, checksums, batch-norm statistics, replicas' distance."""
+"""Keras variables and flat vectors: gradients into buckets, rounds out of them; checksums, batch-norm statistics."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -17,60 +19,182 @@ def raw(variable: Any) -> Any:
     return variable if value is None or callable(value) else value
 
 
-class Layout:
-    """Where each variable lies in the buckets: one bucket for each accumulation dtype.
+def accumulated(variable: Any) -> tf.DType:
+    """In which dtype a variable's gradients are added up: half precision in float32."""
+    return tf.float64 if raw(variable).dtype == tf.float64 else tf.float32
 
-    Half-precision gradients accumulate and travel as float32; a bucket's last element counts gradients.
+
+class Bucket(NamedTuple):
+    """Variables whose gradients travel together.
+
+    Attributes:
+        dtype: of the flat vector.
+        indices: of the variables, ascending, as they lie in the vector.
+        sizes: how many elements each of them has.
+    """
+
+    dtype: tf.DType
+    indices: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence[Sequence[Any]] | None) -> list[Bucket]:
+    """Which variables share a bucket, all in one dtype; the bucket that backward fills first comes first.
+
+    Args:
+        variables: in the order of the forward pass.
+        cap_bytes: at which a bucket is full, unless ``groups`` says what is in it. A larger variable has its own.
+        groups: Horovod's: a number of groups of about equally many variables, or lists of variables; variables in no
+            list are put together as without groups. None: buckets by size.
+
+    Raises:
+        ValueError: a list names a variable that is not there, or one twice.
+    """
+    backwards = range(len(variables) - 1, -1, -1)
+    if groups is None:
+        parts = _by_size(variables, backwards, cap_bytes)
+    elif isinstance(groups, int):
+        each, more = divmod(len(variables), groups)
+        ends = [i * each + min(i, more) for i in range(groups + 1)]
+        parts = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+    else:
+        listed = [[_place(v, variables) for v in group] for group in groups]
+        flat = [i for part in listed for i in part]
+        if len(flat) != len(set(flat)):
+            raise ValueError("groups: a variable is listed twice; each can be in one group only")
+        parts = listed + _by_size(variables, [i for i in backwards if i not in flat], cap_bytes)
+    buckets = []
+    for part in parts:
+        by_dtype: dict[tf.DType, list[int]] = {}
+        for index in part:
+            by_dtype.setdefault(accumulated(variables[index]), []).append(index)
+        for dtype, indices in by_dtype.items():
+            ordered = tuple(sorted(indices))
+            buckets.append(Bucket(dtype, ordered, tuple(int(variables[i].shape.num_elements()) for i in ordered)))
+    return sorted(buckets, key=lambda bucket: -min(bucket.indices))
+
+
+def _place(variable: Any, variables: Sequence[Any]) -> int:
+    for index, one in enumerate(variables):
+        if one is raw(variable):
+            return index
+    raise ValueError(f"groups: {signature(variable)} is not among the optimizer's variables: list trainable ones only")
+
+
+def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -> list[list[int]]:
+    parts: list[list[int]] = []
+    filled: dict[tf.DType, tuple[list[int], float]] = {}
+    for index in order:
+        dtype = accumulated(variables[index])
+        nbytes = variables[index].shape.num_elements() * dtype.size
+        part, used = filled.get(dtype, ([], float("inf")))
+        if used + nbytes > cap_bytes:
+            part, used = [], 0.0
+            parts.append(part)
+        part.append(index)
+        filled[dtype] = (part, used + nbytes)
+    return parts
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a layout needs to know beside the variables.
+
+    Attributes:
+        before, after: factors of a gradient before and of a sum after the ranks' gradients are added up.
+        slots, slot: elements that count gradients at a vector's end, and this rank's among them.
+        device: where vectors are put together ("": wherever TensorFlow likes).
+    """
+
+    before: float = 1.0
+    after: float = 1.0
+    slots: int = 1
+    slot: int = 0
+    device: str = ""
+
+
+class Layout:
+    """Where each variable's gradient lies in the buckets.
 
     Args:
         variables: in the same order on all ranks.
+        buckets: of these.
+        terms: see there.
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[Any], buckets: Sequence[Bucket], terms: Terms) -> None:
         self._variables = [raw(v) for v in variables]
-        self._buckets: dict[tf.DType, list[int]] = {}
-        for index, variable in enumerate(self._variables):
-            dtype = tf.float64 if variable.dtype == tf.float64 else tf.float32
-            self._buckets.setdefault(dtype, []).append(index)
+        self.buckets, self._terms = list(buckets), terms
+
+    def __len__(self) -> int:
+        return len(self.buckets)
 
     @property
     def dtypes(self) -> list[tf.DType]:
         """Of the buckets, in order."""
-        return list(self._buckets)
+        return [bucket.dtype for bucket in self.buckets]
+
+    @property
+    def elements(self) -> list[int]:
+        """Of each bucket's vector."""
+        return [sum(bucket.sizes) + self._terms.slots for bucket in self.buckets]
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Of each bucket's vector."""
+        return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
 
     def specs(self) -> list[tf.TensorSpec]:
         """Shape and dtype of each bucket's vector."""
-        return [
-            tf.TensorSpec([sum(self._variables[i].shape.num_elements() for i in indices) + 1], dtype)
-            for dtype, indices in self._buckets.items()
-        ]
+        return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
 
     def zeros(self, bucket: int) -> tf.Tensor:
         """A vector of bucket ``bucket`` that holds no gradient."""
-        spec = self.specs()[bucket]
-        return tf.zeros(spec.shape, spec.dtype)
+        return tf.zeros([self.elements[bucket]], self.dtypes[bucket])
 
-    def flatten(self, gradients: dict[int, tf.Tensor]) -> list[tf.Tensor]:
-        """Every bucket's gradients (by the variable's index), copied once; a missing one counts as zero."""
-        vectors = []
-        for dtype, indices in self._buckets.items():
-            parts = [tf.reshape(tf.cast(gradients[i], dtype), [-1]) if i in gradients else self._nothing(i, dtype)
-                     for i in indices]  # fmt: skip
-            vectors.append(tf.concat([*parts, tf.ones([1], dtype)], axis=0))
-        return vectors
+    def has_any(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> bool:
+        """Whether a variable of the bucket has a gradient."""
+        return any(index in gradients for index in self.buckets[bucket].indices)
 
-    def _nothing(self, index: int, dtype: tf.DType) -> tf.Tensor:
-        return tf.zeros([self._variables[index].shape.num_elements()], dtype)
+    def flatten(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """A bucket's gradients (by the variable's index), copied once; a missing one counts as zero.
 
-    def averages(self, sums: Sequence[tf.Tensor], scale: float) -> list[tf.Tensor]:
-        """``sums`` x ``scale`` as one gradient a variable, in the variables' order, shapes and dtypes."""
+        Returns:
+            Shape (elements,); the last ``slots`` count one gradient.
+        """
+        dtype, indices, sizes = self.buckets[bucket]
+        with tf.device(self._terms.device or None):
+            parts = []
+            for index, size in zip(indices, sizes, strict=True):
+                part = tf.zeros([size], dtype)
+                if index in gradients:
+                    part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
+                    part = part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype)
+                parts.append(part)
+            return tf.concat([*parts, self._tail(dtype)], axis=0)
+
+    def nothing(self, bucket: int) -> tf.Tensor:
+        """A vector of one gradient that is zero."""
+        return self.flatten(bucket, {})
+
+    def recounted(self, bucket: int, vector: tf.Tensor, factor: float) -> tf.Tensor:
+        """``vector`` x ``factor`` as one gradient, however many it counts."""
+        dtype = self.dtypes[bucket]
+        gradients = vector[: -self._terms.slots] * tf.constant(factor, dtype)
+        return tf.concat([gradients, self._tail(dtype)], axis=0)
+
+    def _tail(self, dtype: tf.DType) -> tf.Tensor:
+        return tf.one_hot(self._terms.slot, self._terms.slots, dtype=dtype)
+
+    def averages(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What a round's sums over the ranks mean: a gradient for each variable, in their order, shapes and dtypes."""
         gradients: dict[int, tf.Tensor] = {}
-        for vector, (dtype, indices) in zip(sums, self._buckets.items(), strict=True):
-            sizes = [self._variables[i].shape.num_elements() for i in indices]
-            average = tf.reshape(vector, [sum(sizes) + 1])[:-1] * tf.constant(scale, dtype)
-            for i, part in zip(indices, tf.split(average, sizes), strict=True):
-                variable = self._variables[i]
-                gradients[i] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
+        for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
+            flat = tf.reshape(vector, [sum(sizes) + self._terms.slots])[: -self._terms.slots]
+            flat = flat * tf.constant(self._terms.after, dtype)
+            for index, part in zip(indices, tf.split(flat, sizes), strict=True):
+                variable = self._variables[index]
+                gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in range(len(self._variables))]
 
 
@@ -85,8 +209,35 @@ def signature(variable: Any) -> str:
     return f"{name} {tuple(variable.shape)} {raw(variable).dtype.name}"
 
 
-def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str) -> None:
-    """Make batch-norm statistics agree on all ranks: their ``average``, or those of the ``root`` (rank 0).
+def own_name(variable: Any) -> str:
+    """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
+    return str(variable.path).rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that share an optimizer.
+
+    Attributes:
+        process_set: as Horovod knows them; None for all ranks.
+        ranks: in order.
+        index: which of them this one is.
+        id: Horovod's number of the process set.
+    """
+
+    process_set: Any
+    ranks: tuple[int, ...]
+    index: int
+    id: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.ranks)
+
+
+def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers: Sharers) -> None:
+    """Make batch-norm statistics agree: the ``average`` of ranks whose own are finite, or the first rank's (``root``).
 
     Integer variables (random seeds of dropout layers) stay each rank's own. A collective.
     """
@@ -95,18 +246,26 @@ def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str) -> None
         if variable.dtype.is_floating:
             by_dtype.setdefault(variable.dtype, []).append(variable)
     for dtype, group in by_dtype.items():
-        flat = tf.concat([tf.reshape(v, [-1]) for v in group], axis=0)
-        name = f"hvd_async.buffers.{policy}.{dtype.name}"
-        average = policy == "average"
-        unified = engine.sum(flat, name) / engine.size if average else engine.broadcast(flat, 0, name)
+        flat = tf.concat([*(tf.reshape(v, [-1]) for v in group), tf.ones([1], dtype)], axis=0)
+        name = f"hvd_async.buffers.{policy}.{dtype.name}.{sharers.id}"
+        if policy == "average":
+            # A rank whose batch held NaN has nothing to say; the last element counts those that have.
+            finite = tf.reduce_all(tf.math.is_finite(flat))
+            total = engine.sum(flat if finite else tf.zeros_like(flat), name, sharers.process_set)
+            if total[-1] == 0:
+                continue
+            unified = total[:-1] / total[-1]
+        else:
+            unified = engine.broadcast(flat, sharers.ranks[0], name, sharers.process_set)[:-1]
         for variable, part in zip(group, tf.split(unified, [v.shape.num_elements() for v in group]), strict=True):
             variable.assign(tf.reshape(part, variable.shape))
 
 
-def consensus_distance(engine: Engine, variables: Sequence[Any]) -> float:
+def consensus_distance(engine: Engine, variables: Sequence[Any], sharers: Sharers) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
+    name = f"hvd_async.consensus.{sharers.id}"
     flat = tf.concat([tf.reshape(tf.cast(raw(v), tf.float64), [-1]) for v in variables], axis=0)
-    mean = engine.sum(flat, "hvd_async.consensus.mean") / engine.size
+    mean = engine.sum(flat, f"{name}.mean", sharers.process_set) / sharers.size
     square = tf.reshape(tf.reduce_sum((flat - mean) ** 2), [1])
-    total = engine.sum(square, "hvd_async.consensus.square")
-    return float((total[0] / engine.size) ** 0.5)
+    total = engine.sum(square, f"{name}.square", sharers.process_set)
+    return float((total[0] / sharers.size) ** 0.5)

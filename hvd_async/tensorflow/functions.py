@@ -7,9 +7,12 @@ from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 
+from hvd_async import timeline
 from hvd_async.errors import ReplicaStateError
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
+
+timeline.watch_exit(hvd.shutdown)
 
 BROADCASTABLE = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
 
@@ -51,3 +54,4 @@ def shutdown() -> None:
     """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
     LIFECYCLE.shutdown()
     hvd.shutdown()
+    timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew

@@ -79,4 +79,4 @@ def test_empty_rounds_move_nothing(graph):
         trainer.train(0, range(1, 2))  # an empty round
         assert trainer.weights().tolist() == weights.tolist()
         for path, value in trainer.opt.get_state().items():
-            assert np.array_equal(value, state[path]), path
+            assert path == "hvd_async.rounds" or np.array_equal(value, state[path]), path

@@ -18,7 +18,7 @@ from hvd_async.errors import NotInitializedError, ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import KerasTrainer, flat
+from tests.conformance.keras_ranks import KerasTrainer, flat, ranks
 
 SGD = Case("sgd", "sgd", 0.1)
 
@@ -49,17 +49,20 @@ def test_the_result_is_an_instance_of_the_wrapped_class(kind):
         ({"max_staleness": -1}, "not a number of rounds"),
         ({"grace": "long"}, "seconds"),
         ({"buffers": "mean"}, "'average', 'local', 'root'"),
-        ({"compression": horovod.tensorflow.Compression.fp16}, "compression="),
-        ({"backward_passes_per_step": 2}, "backward_passes_per_step=2 is not supported"),
-        ({"average_aggregated_gradients": True}, "average_aggregated_gradients"),
-        ({"op": horovod.tensorflow.Sum}, "op="),
-        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
-        ({"num_groups": 1}, "num_groups"),
-        ({"groups": 2}, "groups"),
-        ({"process_set": object()}, "process_set"),
-        ({"device_dense": "/gpu:0"}, "device_dense"),
-        ({"device_sparse": "/cpu:0"}, "device_sparse"),
-        ({"scale_local_gradients": False}, "scale_local_gradients"),
+        ({"compression": "fp16"}, r"take hvd.Compression.none, .fp16, .bf16"),
+        ({"compression": hvd_async.tensorflow.Compression.bf16, "max_staleness": 256}, "lower max_staleness"),
+        ({"backward_passes_per_step": 0}, "take 1 or more"),
+        ({"op": horovod.tensorflow.Adasum}, "take hvd.Average or hvd.Sum"),
+        ({"gradient_predivide_factor": 2.0, "op": horovod.tensorflow.Sum}, "leave it out with Sum"),
+        ({"gradient_predivide_factor": 0.0}, "a number above 0"),
+        ({"groups": 0}, "list of lists of variables"),
+        ({"groups": ["dense"]}, "list of lists of variables"),
+        ({"process_set": horovod.tensorflow.ProcessSet([0, 1])}, r"pass it to hvd.init\(process_sets"),
+        ({"process_set": ranks(1, 2)}, r"rank 0 is not in the process set of ranks \[1, 2\]"),
+        ({"bucket_cap_mb": 0}, "a number above 0"),
+        ({"pace": "minutes"}, "'steps', 'rounds'"),
+        ({"pace": "rounds", "quorum": "all"}, "a quorum that does not wait for all"),
+        ({"nonfinite": "ignore"}, "'skip', 'raise'"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_hint(options, hint):

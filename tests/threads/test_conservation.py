@@ -47,6 +47,14 @@ def test_conservation_in_every_bucket(quorum, buckets):
     check_promises(one, run(one))
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.003])
+@pytest.mark.parametrize("slow", SLOW.values())
+@pytest.mark.parametrize("quorum", QUORUMS)
+def test_conservation_with_buckets_that_leave_before_the_step(quorum, slow, jitter):
+    one = plan(quorum, 2, [6, 6, 6], None if slow is None else slow % 3, buckets=3, early=True)
+    check_promises(one, run(one, jitter=jitter))
+
+
 @pytest.mark.parametrize("quorum", QUORUMS)
 @pytest.mark.parametrize("steps", [(5, 0), (0, 5), (0, 0), (1, 7, 3), (6, 0, 0), (0, 4, 9, 2)])
 def test_uneven_and_zero_batches(quorum, steps):

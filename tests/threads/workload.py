@@ -6,6 +6,7 @@ of all rounds must be 1 at every place: 0 is a gradient lost, 2 one counted twic
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,12 +60,14 @@ class Plan:
     Attributes:
         steps: for each drain, for each rank, how many steps come before it.
         slow: this rank takes its step s when another has entered step s + lag.
+        early: another thread hands some buckets over before each step.
     """
 
     config: EagerConfig
     steps: Sequence[Sequence[int]]
     slow: int | None = None
     lag: int = 0
+    early: bool = False
 
     @property
     def size(self) -> int:
@@ -92,7 +95,7 @@ class Plan:
     def worker(self, engine: Engine) -> EagerWorker:
         """One that is not open yet."""
         empty = self.row(0, 1, 0) * 0
-        wire = Wire(zeros=lambda bucket: empty.copy(), nbytes=(empty.nbytes,) * self.config.buckets)
+        wire = Wire(zeros=lambda bucket: empty, nbytes=(empty.nbytes,) * self.config.buckets)
         return EagerWorker(engine, self.config, wire, lambda flush: None)
 
 
@@ -114,7 +117,20 @@ def plan(
     config = EagerConfig(quorum, staleness, options.get("grace", 0.0), options.get("seed", 0), buckets)
     size = len(steps)
     waits_for_slow = quorum in ("all", "majority") or (quorum != "solo" and int(quorum) >= size)
-    return Plan(config, [steps], slow, 0 if waits_for_slow else staleness)
+    return Plan(config, [steps], slow, 0 if waits_for_slow else staleness, options.get("early", False))
+
+
+def hand_over_some(worker: EagerWorker, rows: dict[int, Vector], chance: random.Random) -> None:
+    """Some of the buckets in any order, from another thread, as autograd's; they are taken out of ``rows``."""
+    early = chance.sample(sorted(rows), chance.randint(0, len(rows)))
+
+    def backward() -> None:
+        for bucket in early:
+            worker.hand_over(bucket, rows.pop(bucket))
+
+    thread = threading.Thread(target=backward, name=f"rank-{worker.engine.rank}-backward")
+    thread.start()
+    thread.join(GATE_TIMEOUT)
 
 
 def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None) -> Callable[[int], Record]:
@@ -135,7 +151,10 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
                     progress.others_at(rank, done + 1 + plan.lag)
                 done += 1
                 progress.enter(rank, done)
-                rounds = worker.step(plan.rows(rank, done), [{"lr": rank + done / 1024}])
+                rows = plan.rows(rank, done)
+                if plan.early:
+                    hand_over_some(worker, rows, random.Random(f"{rank}:{done}"))
+                rounds = worker.step(rows, [{"lr": rank + done / 1024}])
                 record.rounds += rounds
                 record.per_step.append(len(rounds))
             progress.enter(rank, float("inf"))

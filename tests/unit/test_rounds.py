@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,22 +10,20 @@ from hypothesis import strategies as st
 
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
-    Agreed,
     Arrived,
-    Command,
     Done,
     Drained,
     EagerConfig,
     Firing,
     Go,
-    Hyper,
     Opened,
     Refused,
     Settle,
     Stepped,
 )
 from hvd_async.rounds import Rounds
-from tests.unit.simulation import Job, Simulation, snapshot
+from tests.unit.moves import SOLO, kinds, opened, step, whys
+from tests.unit.simulation import Job, Simulation
 
 HINT_TORCH = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
@@ -120,32 +117,6 @@ def test_simulation_tries_illegal_moves_and_late_hypers():
 
 
 # -- examples, move by move -----------------------------------------------------------------------------------
-
-
-def opened(config: EagerConfig, size: int) -> Rounds:
-    """A machine whose ranks have all opened."""
-    rounds = Rounds(7, range(size))
-    commands = [c for rank in range(size) for c in rounds.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Agreed(7)]
-    return rounds
-
-
-def step(rounds: Rounds, rank: int, number: int, now: float = 0.0) -> list[Command]:
-    """One whole step of a rank in a one-bucket job."""
-    told = rounds.handle(rank, Stepped(7, number, [{"lr": rank}]), now)
-    return told + rounds.handle(rank, Arrived(7, 0, number), now)
-
-
-def kinds(commands: Sequence[Command]) -> list[str]:
-    return [type(command).__name__ for command in commands]
-
-
-def whys(commands: Sequence[Command]) -> list[tuple[int, int, Hyper | None, str]]:
-    """Of rounds that fire: (bucket, round, hyperparameters, reason)."""
-    return [(c.bucket, c.round, c.hyper, c.firing.reason) for c in commands if isinstance(c, Go)]
-
-
-SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 
 
 def test_solo_fires_for_the_first_with_its_hyperparameters():
@@ -273,74 +244,6 @@ def test_drains_with_nothing_to_do():
         assert rounds.handle(1, Done(7, [0]), 0.0) == [Drained(7, 0, [0], 1)]
 
 
-# -- what is not allowed --------------------------------------------------------------------------------------
-
-ILLEGAL = {
-    "opened twice": (lambda: opened(SOLO, 2), Opened(7, SOLO, ["w"], [1])),
-    "stepped before opening": (lambda: Rounds(7, range(2)), Stepped(7, 1, [])),
-    "arrived before opening": (lambda: Rounds(7, range(2)), Arrived(7, 0, 1)),
-    "done before opening": (lambda: Rounds(7, range(2)), Done(7, [0])),
-    "bucket too high": (lambda: opened(SOLO, 2), Arrived(7, 1, 1)),
-    "bucket negative": (lambda: opened(SOLO, 2), Arrived(7, -1, 1)),
-    "step skipped": (lambda: opened(SOLO, 2), Arrived(7, 0, 2)),
-    "step zero": (lambda: opened(SOLO, 2), Arrived(7, 0, 0)),
-    "step again": (lambda: _after(step, 0, 1), Arrived(7, 0, 1)),
-    "ahead of the rounds": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Arrived(7, 0, 2)),
-    "hyper again": (lambda: _after(step, 0, 1), Stepped(7, 1, [])),
-    "done while waiting": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Done(7, [1])),
-    "step after done": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Arrived(7, 0, 1)),
-    "hyper after done": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Stepped(7, 1, [])),
-    "done twice": (lambda: _after(Rounds.handle, 0, Done(7, [0]), 0.0), Done(7, [0])),
-}
-
-
-def _after(move, *args, config=SOLO):  # type: ignore[no-untyped-def]
-    rounds = opened(config, 2)
-    move(rounds, *args)
-    return rounds
-
-
-@pytest.mark.parametrize("name", ILLEGAL)
-def test_illegal_moves_raise_and_change_nothing(name):
-    make, event = ILLEGAL[name]
-    rounds = make()
-    before = snapshot(rounds)
-    with pytest.raises(ProtocolError, match=r"^rank 0 "):
-        rounds.handle(0, event, 1.0)
-    assert snapshot(rounds) == before
-
-
-def test_events_before_all_have_opened_are_illegal():
-    rounds = Rounds(7, range(2))
-    rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
-    before = snapshot(rounds)
-    for event in (Stepped(7, 1, []), Arrived(7, 0, 1)):
-        with pytest.raises(ProtocolError, match="before all ranks had opened"):
-            rounds.handle(0, event, 0.0)
-    assert snapshot(rounds) == before
-    assert rounds.waiting_for() == ("the first step or drain", {1})
-
-
-def test_a_rank_may_be_done_before_the_others_have_opened():
-    rounds = Rounds(7, range(2))
-    rounds.handle(0, Opened(7, SOLO, ["w"], [1]), 0.0)
-    assert rounds.handle(0, Done(7, [0]), 0.0) == []
-    with pytest.raises(ProtocolError, match="although it is done"):
-        rounds.handle(0, Done(7, [0]), 0.0)
-    assert rounds.handle(1, Opened(7, SOLO, ["w"], [1]), 0.0) == [Agreed(7)]
-    rounds.handle(1, Stepped(7, 1, []), 0.0)
-    assert [type(c) for c in rounds.handle(1, Arrived(7, 0, 1), 0.0)] == [Go]
-    assert rounds.handle(1, Done(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
-
-
-def test_gradients_cannot_be_unproduced():
-    rounds = opened(SOLO, 1)
-    step(rounds, 0, 1)
-    rounds.handle(0, Done(7, [1]), 0.0)
-    with pytest.raises(ProtocolError, match=r"has produced \[0\] gradients a bucket, earlier \[1\]"):
-        rounds.handle(0, Done(7, [0]), 0.0)
-
-
 # -- ranks that do not fit together ---------------------------------------------------------------------------
 
 
@@ -381,4 +284,5 @@ def test_other_settings_are_told():
 def test_other_parameters_are_told(names):
     text = refusal(Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Opened(7, SOLO, names, [1] * len(names)))
     assert "different parameters" in text
-    assert f"rank 1 has {len(names)}" in text
+    first = next(pair for pair in itertools.zip_longest(["a (2,)", "b (3,)"], names) if pair[0] != pair[1])
+    assert f"where rank 1 has {first[1] or 'nothing'!r}" in text

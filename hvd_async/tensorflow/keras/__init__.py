@@ -7,6 +7,7 @@ import keras
 from horovod.tensorflow.keras import *  # noqa: F403
 from horovod.tensorflow.keras import elastic  # noqa: F401
 
+from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
 
@@ -30,4 +31,4 @@ def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **op
 
 
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (DistributedOptimizer, EagerOptimizer, broadcast_variables, callbacks, join, shutdown)
+_ours = (Compression, DistributedOptimizer, EagerOptimizer, broadcast_variables, callbacks, join, shutdown)

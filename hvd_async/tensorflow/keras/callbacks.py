@@ -17,8 +17,8 @@ from horovod.tensorflow.functions import allgather_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
 
 from hvd_async.tensorflow.buffers import raw
-from hvd_async.tensorflow.eager import EagerMixin
 from hvd_async.tensorflow.functions import broadcast_variables
+from hvd_async.tensorflow.mixin import EagerMixin
 
 
 def eager_optimizer(model: Any) -> Any:
@@ -120,6 +120,34 @@ class MetricAverageCallback(_Draining):
         for key in sorted({key for one in everyone for key in one}):
             values = [one[key] for one in everyone if key in one]
             logs[key] = math.fsum(values) / len(values)
+
+
+class StopAtRounds(_Draining):
+    """End ``fit()`` when the weights have seen so many rounds: how a job with ``pace="rounds"`` comes to its end.
+
+    Ranks then take different numbers of steps, so there is no epoch that all of them end: give ``fit()`` one epoch of a
+    data set that repeats, and no callbacks that meet at epochs (metric average).
+
+    Args:
+        rounds: of the optimizer, those before a resumed checkpoint included.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        if rounds < 1:
+            raise ValueError(f"rounds={rounds!r} is not a number of rounds: take 1 or more")
+        self.rounds = rounds
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        optimizer = eager_optimizer(self.model)
+        if optimizer is not None and optimizer.rounds >= self.rounds:
+            self.model.stop_training = True
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Nothing: other ranks may not come here."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing: other ranks may not come here."""
 
 
 class LearningRateScheduleCallback(_Draining):

@@ -1,0 +1,97 @@
+"""Gradient compression: Horovod's names and one more, and what the engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_async.wire import EXACT, count_slots
+
+
+class BF16Compressor:
+    """Floating point gradients as bfloat16: the range of float32 in half the bytes, with 8 bits of precision."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """The tensor as bfloat16 (if it is floating point), and the dtype it had."""
+        return (tf.cast(tensor, tf.bfloat16) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The tensor in the dtype it had."""
+        return tf.cast(tensor, dtype) if dtype.is_floating else tensor
+
+
+class Compression(hvd.Compression):
+    """``none``, ``fp16`` and ``bf16``, for ``EagerOptimizer(compression=...)``."""
+
+    bf16 = BF16Compressor
+
+
+def check_compression(compression: Any, size: int, max_staleness: int) -> None:
+    """Refuse what cannot compress, or cannot count as far as is needed; arguments as of ``Codec``.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
+            f"compress(tensor) and decompress(tensor, ctx)"
+        )
+    Codec(compression, [tf.float32], size, max_staleness)
+
+
+class Codec:
+    """What vectors look like on the wire.
+
+    Args:
+        compression: a class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``. Sums of
+            what it makes must be what it would make of the sums, and the context must follow from the dtype alone.
+        dtypes: in which gradients are accumulated.
+        size: ranks that share the optimizer.
+        max_staleness: rounds.
+
+    Raises:
+        ValueError: the compression makes no float type, or one that cannot count as far as ``max_staleness`` asks.
+    """
+
+    def __init__(self, compression: Any, dtypes: Iterable[tf.DType], size: int, max_staleness: int) -> None:
+        self._compression, self._size = compression, size
+        self._contexts: dict[tf.DType, Any] = {}
+        self.wire: dict[tf.DType, tf.DType] = {}
+        """What each of ``dtypes`` becomes while it travels."""
+        for dtype in dtypes:
+            sample, context = compression.compress(tf.ones([1], dtype))
+            if sample.dtype.name not in EXACT:
+                raise ValueError(
+                    f"compression={compression!r} makes {sample.dtype.name} of {dtype.name}: a round adds gradients up "
+                    f"and counts them, which takes one of {', '.join(EXACT)}"
+                )
+            self._contexts[dtype], self.wire[dtype] = context, sample.dtype
+        counted = [count_slots(size, max_staleness, dtype.name) for dtype in self.wire.values()]
+        self.slots = max(counted, default=1)
+        """Elements at a vector's end that count gradients."""
+
+    def nbytes(self, dtype: tf.DType) -> int:
+        """Of one element on the wire."""
+        return int(self.wire[dtype].size)
+
+    def encode(self, vector: tf.Tensor) -> tf.Tensor:
+        """A vector as it travels.
+
+        float16 ends at 65504: what could overflow in the sum over the ranks is brought to the largest number that
+        cannot, since an infinity would reach every rank's weights.
+        """
+        if self.wire[vector.dtype] == tf.float16 and vector.dtype != tf.float16:
+            limit = tf.constant(float(tf.float16.max) / self._size, vector.dtype)
+            vector = tf.clip_by_value(vector, -limit, limit)
+        encoded, _ = self._compression.compress(vector)
+        return encoded
+
+    def decode(self, vector: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """A sum over the ranks, in the dtype that gradients are accumulated in."""
+        return self._compression.decompress(vector, self._contexts[dtype])

@@ -1,0 +1,93 @@
+"""``EagerOptimizer(keras.optimizers.LossScaleOptimizer(...))``: loss scaling whose overflows count as steps.
+
+Keras leaves a step out when a gradient overflows, and the other ranks would wait for it. Here the scale is this rank's
+own: gradients are unscaled before anybody else sees them, and an overflowing step is handed over empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.stats import Stats
+from hvd_async.tensorflow.buffers import own_name, raw
+
+
+class LossScaleMixin:
+    """What ``EagerOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is an EagerOptimizer too."""
+
+    inner_optimizer: Any
+    built: bool
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Unscale the gradients and take a step with them; move the scale.
+
+        Args:
+            grads: of the scaled loss, one a variable.
+            trainable_variables: as in Keras.
+        """
+        if not self.built:
+            with tf.init_scope():
+                self.build(list(trainable_variables))
+                self.built = True
+        finite = self.inner_optimizer._take(list(grads), trainable_variables, raw(self.dynamic_scale) + 0.0)
+        scale, counter = raw(self.dynamic_scale), raw(self.step_counter)
+        grown = tf.equal(counter, tf.cast(self.dynamic_growth_steps - 1, counter.dtype))
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        scale.assign(scale * tf.cast(factor, scale.dtype))
+        counter.assign(tf.where(tf.logical_and(finite, tf.logical_not(grown)), counter + 1, tf.zeros_like(counter)))
+
+    @property
+    def _eager(self) -> Any:
+        return self.inner_optimizer._eager
+
+    @property
+    def rounds(self) -> int:
+        """As the inner optimizer's."""
+        return int(self.inner_optimizer.rounds)
+
+    def drain(self) -> int:
+        """As the inner optimizer's."""
+        return int(self.inner_optimizer.drain())
+
+    def cut(self) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.cut()
+
+    def stats(self) -> Stats:
+        """As the inner optimizer's; overflows are in ``gradients_skipped``."""
+        stats: Stats = self.inner_optimizer.stats()
+        return stats
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """As the inner optimizer's."""
+        context: contextlib.AbstractContextManager[None] = self.inner_optimizer.consensus()
+        return context
+
+    def consensus_distance(self) -> float:
+        """As the inner optimizer's."""
+        return float(self.inner_optimizer.consensus_distance())
+
+    def register_local_var(self, variable: Any) -> None:
+        """Refused, as by the inner optimizer."""
+        self.inner_optimizer.register_local_var(variable)
+
+    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The inner optimizer's, and this rank's scale."""
+        return self.inner_optimizer.get_state() | {name: raw(v).numpy() for name, v in self._scale().items()}
+
+    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Take back what ``get_state`` gave; raises as the inner optimizer's."""
+        own = self._scale()
+        self.inner_optimizer.set_state({name: value for name, value in state.items() if name not in own})
+        for name, variable in own.items():
+            if name in state:
+                variable.assign(state[name])
+
+    def _scale(self: Any) -> dict[str, Any]:
+        """What the scale consists of, by name."""
+        return {own_name(v): v for v in (self.dynamic_scale, self.step_counter)}

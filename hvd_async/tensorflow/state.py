@@ -1,0 +1,61 @@
+"""What a wrapped Keras optimizer keeps between calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hvd_async.eager import EagerWorker
+from hvd_async.tensorflow.buffers import Layout, Sharers
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow.feed import Feed
+from hvd_async.tensorflow.update import RoundTransform, Update
+from hvd_async.wire import Round
+from hvd_async.wrapping import WrapperState
+
+
+class State(WrapperState):
+    """What the wrapper was given, and what it keeps between calls; Keras does not track it.
+
+    Args:
+        sharers: the ranks that share the optimizer.
+        options: see the attributes.
+    """
+
+    def __init__(self, sharers: Sharers, **options: Any) -> None:
+        super().__init__(LIFECYCLE, sharers.size, sharers.index)
+        self.sharers = sharers
+        self.options: dict[str, Any] = options["config"]
+        """Of ``EagerConfig``, but for the number of buckets."""
+        self.scales: tuple[float, float] = options["scales"]
+        self.compression: Any = options["compression"]
+        self.cap_bytes: float = options["cap_bytes"]
+        self.groups: Any = options["groups"]
+        self.passes: int = options["passes"]
+        self.average_passes: bool = options["average_passes"]
+        self.nonfinite: str = options["nonfinite"]
+        self.devices: tuple[str, str] = options["devices"]
+        """For dense and for sparse gradients."""
+        self.sparse_as_dense: bool = options["sparse_as_dense"]
+        self.round_transform: RoundTransform | None = options["round_transform"]
+        self.model: Any = options["model"]
+        self.buffer_policy: str = options["buffers"]
+        self.scaled_outside = False
+        """Whether a LossScaleOptimizer that is not ours was put around this optimizer."""
+        self.momentum_correction = False
+        self.codec: Codec | None = None
+        self.layout: Layout | None = None
+        self.feed: Feed | None = None
+        self.update: Update | None = None
+        self.fetched: deque[Round] = deque()
+        """Rounds that this step has taken and its loop has not applied yet."""
+        self.fetching: int | None = None
+        """The round that the loop is applying."""
+
+    @property
+    def met(self) -> EagerWorker | None:
+        """The worker if the ranks have met and all is well."""
+        worker = self.worker
+        fine = worker is not None and worker.agreed and not worker.engine.replaced and self.broken is None
+        return worker if fine else None

@@ -1,0 +1,210 @@
+"""What an optimizer counts of itself: who was there, who held others up, what travelled, what was held in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.eager import EagerWorker
+from hvd_async.events import EagerConfig
+from hvd_async.lifecycle import local_engine
+from hvd_async.stats import Stats
+from hvd_async.testing import Cluster
+from hvd_async.wire import Round, Wire
+from tests.threads.workload import plan as make_plan
+from tests.threads.workload import run, work
+
+ELEMENTS = 1000
+NBYTES = 4 * (ELEMENTS + 1)
+HYPER: list[dict[str, Any]] = [{"lr": 1.0}]
+
+
+def worker(quorum: Any, staleness: int = 16, buckets: int = 1, **wire: Any) -> EagerWorker:
+    """One that is open, with buckets of 1000 float32 elements."""
+    engine = local_engine()
+    assert engine is not None
+    layout = {"zeros": lambda bucket: np.zeros(ELEMENTS + 1, np.float32), "nbytes": (NBYTES,) * buckets, **wire}
+    one = EagerWorker(engine, EagerConfig(quorum, staleness, 0.0, 0, buckets), Wire(**layout), lambda flush: None)
+    one.open(["w"], [1])
+    return one
+
+
+def rows(buckets: int = 1) -> dict[int, Any]:
+    return {bucket: np.ones(ELEMENTS + 1, np.float32) for bucket in range(buckets)}
+
+
+def drop(round_: Round) -> None:
+    """Applies nothing."""
+
+
+# -- contributors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quorum", "there"), [("all", 3), (3, 3)])
+def test_contributors_of_synchronous_rounds(quorum, there):
+    records = run(make_plan(quorum, 4, [5, 5, 5], buckets=2))
+    assert [record.stats.contributors for record in records if record.stats] == [{there: 5}] * 3
+
+
+def test_contributors_count_those_in_time_and_not_the_gradients():
+    """Rank 1 takes its three steps when rank 0 has taken five: these rounds had one rank each, the last has none."""
+    ahead = threading.Event()
+
+    def train(rank: int) -> Stats:
+        one = worker("solo")
+        assert rank == 0 or ahead.wait(30)
+        for _ in range((5, 3)[rank]):
+            one.step(rows(), HYPER)
+        ahead.set()
+        one.drain(drop)
+        return one.stats()
+
+    for stats in Cluster(2).run(train):
+        assert stats.contributors == {0: 1, 1: 5}
+        assert stats.rounds == 6
+
+
+def test_contributors_have_one_entry_a_round():
+    for record in run(make_plan("majority", 3, [6, 4, 5], buckets=3), jitter=0.001):
+        assert record.stats is not None
+        assert sum(record.stats.contributors.values()) == record.stats.rounds
+
+
+# -- seconds --------------------------------------------------------------------------------------------------
+
+DELAY, STEPS = 0.1, 4
+
+
+def delayed(quorum: Any, size: int = 3) -> list[Stats]:
+    """Rank 1 comes late to every step; the others wait for it, or do not."""
+    together = threading.Barrier(size)
+
+    def train(rank: int) -> Stats:
+        one = worker(quorum)
+        for _ in range(STEPS):
+            together.wait(30)
+            if rank == 1:
+                time.sleep(DELAY)
+            one.step(rows(), HYPER)
+        one.drain(drop)
+        return one.stats()
+
+    return Cluster(size).run(train)
+
+
+def test_a_rank_that_others_wait_for_is_named_with_the_time_it_took_them():
+    outcomes = delayed("all")
+    for rank, stats in enumerate(outcomes):
+        assert stats.held_s == outcomes[0].held_s  # every rank knows
+        assert 0.9 * 2 * DELAY * STEPS < stats.held_s[1] < 4 * DELAY * STEPS
+        assert max(stats.held_s[0], stats.held_s[2]) < 0.2 * DELAY * STEPS
+        if rank != 1:
+            assert stats.wait_s > 0.9 * DELAY * STEPS
+    assert outcomes[1].wait_s < min(outcomes[0].wait_s, outcomes[2].wait_s)
+
+
+def test_in_solo_nobody_holds_anybody():
+    for stats in delayed("solo"):
+        assert sum(stats.held_s) < 0.3 * DELAY * STEPS
+
+
+def test_latency_is_from_the_first_command_until_all_is_back():
+    """Rank 1's engine is held up for a while by its collective: every rank's round takes that long."""
+
+    def train(rank: int) -> Stats:
+        def slowly(vector: Any) -> Any:
+            time.sleep(DELAY if rank == 1 else 0.0)
+            return vector
+
+        one = worker("all", encode=slowly)
+        for _ in range(2):
+            one.step(rows(), HYPER)
+        one.drain(drop)
+        return one.stats()
+
+    for stats in Cluster(2).run(train):
+        assert 0.9 * DELAY < stats.latency_s <= stats.latency_max_s < 10 * DELAY
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [(), (100, 20)])
+def test_bytes_sent(sent):
+    def train(rank: int) -> Stats:
+        one = worker("all", buckets=2, sent=sent)
+        for _ in range(3):
+            one.step(rows(2), HYPER)
+        one.drain(drop)
+        return one.stats()
+
+    for stats in Cluster(2).run(train):
+        assert stats.bytes_sent == 3 * (120 if sent else 2 * NBYTES)
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority", "all"])
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_at_most_two_vectors_are_held_and_one_for_each_round_that_waits(quorum, buckets):
+    """The slow rank finds as many rounds as the bound lets the others go ahead."""
+    staleness = 4
+    one = make_plan(quorum, staleness, [12, 12, 12], slow=2, buckets=buckets, early=True)
+    whole = buckets * one.row(0, 1, 0).nbytes
+    for rank, record in enumerate(Cluster(3).run(work(one))):
+        assert record.stats is not None
+        most = max(record.per_step)
+        assert record.stats.peak_bytes <= (2 + most) * whole
+        assert record.stats.held_bytes == 0, f"rank {rank} keeps {record.stats.held_bytes} bytes"
+        if quorum == "all":
+            assert record.stats.peak_bytes <= 3 * whole
+        elif quorum == "solo" and rank == 2:
+            assert most >= staleness
+            assert record.stats.peak_bytes >= most * whole
+
+
+def test_a_rank_that_serves_others_holds_what_comes_back_and_then_nothing():
+    """Rank 1 never steps: round by round it holds what came back until it has applied it, and then nothing."""
+    applied: list[tuple[int, int]] = []
+    next_step = threading.Semaphore(1)
+
+    def train(rank: int) -> Stats:
+        one = worker("solo")
+        if rank == 0:
+            for _ in range(6):
+                assert next_step.acquire(timeout=30)
+                one.step(rows(), HYPER)
+            one.drain(drop)
+        else:
+
+            def note(round_: Round) -> None:
+                applied.append((round_.index, one.stats().held_bytes))
+                next_step.release()
+
+            one.drain(note)
+        return one.stats()
+
+    for stats in Cluster(2).run(train):
+        assert stats.held_bytes == 0
+        assert stats.peak_bytes <= 2 * NBYTES
+    assert applied == [(index, NBYTES) for index in range(1, 7)]
+
+
+def test_a_cut_holds_what_is_pending_twice_until_the_next_step():
+    """What is pending at a cut is for its checkpoint, and also still on its way."""
+    ahead = threading.Event()
+
+    def train(rank: int) -> list[int]:
+        one, held = worker("solo"), []
+        assert rank == 0 or ahead.wait(30)
+        one.step(rows(), HYPER)
+        ahead.set()
+        for _ in range(2):
+            one.cut(drop)
+            held.append(one.stats().held_bytes)
+        one.drain(drop)
+        return [*held, one.stats().held_bytes]
+
+    assert Cluster(2).run(train) == [[0, 0, 0], [2 * NBYTES, 2 * NBYTES, 0]]
