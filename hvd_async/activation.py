@@ -7,6 +7,7 @@ half of the ranks are in on average). A count or a fraction is a real quorum; "a
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -64,9 +65,14 @@ def initiator(round: int, seed: int, active: AbstractSet[int], ranks: Sequence[i
 
     A permutation, so that a rank that finishes changes the draw only of the rounds that were its own.
     """
+    return next(rank for rank in _order(round, seed, tuple(ranks)) if rank in active)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(round: int, seed: int, ranks: tuple[int, ...]) -> list[int]:
     order = list(ranks)
     random.Random(f"{seed}:{round}").shuffle(order)
-    return next(rank for rank in order if rank in active)
+    return order
 
 
 def decide(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 WINDOW = 48
@@ -42,11 +43,10 @@ class AutoQuorum:
 
     def __init__(self, ranks: Sequence[int], max_staleness: int, pace: str) -> None:
         self._max_staleness, self._pace = max_staleness, pace
-        self._size = len(ranks)
         self._free: dict[int, float] = {}
         self._waiting: set[int] = set()
         self._durations: dict[int, deque[float]] = {rank: deque(maxlen=WINDOW) for rank in ranks}
-        self._choice = Choice(self._size, "auto: learning how long the ranks take")
+        self._choice = Choice(len(ranks), "auto: learning how long the ranks take")
         self._renew_at = 0
         self._news: str | None = self._choice.why
 
@@ -69,12 +69,13 @@ class AutoQuorum:
         self._free.clear()
         self._waiting.clear()
 
-    def choose(self, round_: int) -> Choice:
-        """The count for a round, renewed every few rounds."""
-        known = min(len(durations) for durations in self._durations.values())
+    def choose(self, round_: int, active: AbstractSet[int] | None = None) -> Choice:
+        """The count for a round, renewed every few rounds, from what the ``active`` ranks (all if None) have needed."""
+        measured = [durations for rank, durations in self._durations.items() if active is None or rank in active]
+        known = min((len(durations) for durations in measured), default=0)
         if round_ >= self._renew_at and known >= LEARN:
             self._renew_at = round_ + RENEW
-            self._renew([list(durations)[-known:] for durations in self._durations.values()])
+            self._renew([list(durations)[-known:] for durations in measured])
         return self._choice
 
     def news(self) -> str | None:
@@ -83,16 +84,16 @@ class AutoQuorum:
         return news
 
     def _renew(self, durations: list[list[float]]) -> None:
-        rates = {
-            count: fresh_rate(durations, count, self._max_staleness, self._pace) for count in candidates(self._size)
-        }
+        size = len(durations)
+        held = min(self._choice.quorum, size)
+        counts = {*candidates(size), held}
+        rates = {count: fresh_rate(durations, count, self._max_staleness, self._pace) for count in counts}
         best = max(rates, key=lambda count: (rates[count], count))
-        held = self._choice.quorum
         if rates[best] <= MARGIN * rates[held]:
             best = held
         others = ", ".join(f"{count}: {rate:.1f}" for count, rate in sorted(rates.items()))
         steps = len(durations[0])
-        why = f"auto: {best} of {self._size} ranks; fresh gradients per second by the last {steps} steps are {others}"
+        why = f"auto: {best} of {size} ranks; fresh gradients per second by the last {steps} steps are {others}"
         if best != held or self._choice.why.startswith("auto: learning"):
             self._news = why
         self._choice = Choice(best, why)

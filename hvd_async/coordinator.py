@@ -43,6 +43,7 @@ class Coordinator:
         self._left: set[int] = set()
         self._rounds: dict[int, Rounds] = {}
         self._waits: dict[int, tuple[object, float]] = {}
+        self._looked_at = float("-inf")
         self._stopping = threading.Event()
         self._over = False
         self._thread = threading.Thread(target=self._run, name="hvd_async-coordinator", daemon=True)
@@ -101,6 +102,9 @@ class Coordinator:
                     self._send_all([Welcome()])
             case Leaving():
                 self._left.add(rank)
+                self._check_left()
+                if self._over:
+                    return
                 if len(self._left) == self._size:
                     self._send_all([Bye()])
                     self._over = True
@@ -119,8 +123,16 @@ class Coordinator:
             self._lose(rank, f"broke the protocol: {error}")
         else:
             self._send(commands, rounds.ranks)
+            self._check_left()
             if (news := rounds.news()) is not None:
                 notice(f"optimizer {event.optimizer}, {news}")
+
+    def _check_left(self) -> None:
+        """A rank that has left will never open what others wait for."""
+        for number, rounds in self._rounds.items():
+            for rank in self._left:
+                if rounds.lacks(rank) and not self._over:
+                    self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
 
     def _send_all(self, commands: list[Command]) -> None:
         self._send(commands, range(self._size))
@@ -155,6 +167,9 @@ class Coordinator:
                 missing = min(set(range(self._size)) - self._connected)
                 self._lose(missing, f"did not connect within {self._connect_timeout:.0f} s")
             return
+        if now - self._looked_at < self._warn_after / 8:
+            return
+        self._looked_at = now
         for number, rounds in self._rounds.items():
             waiting = rounds.waiting_for()
             seen, since = self._waits.get(number, (None, now))

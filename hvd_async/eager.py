@@ -28,6 +28,7 @@ from hvd_async.events import (
     Stepped,
     Took,
 )
+from hvd_async.inbox import Inbox
 from hvd_async.protocols import Vector
 from hvd_async.stats import Stats, Tally
 from hvd_async.transit import Transit
@@ -57,9 +58,9 @@ class EagerWorker:
     ) -> None:
         self.engine, self.config, self.wire = engine, config, wire
         self._end, self._apply = finish, apply
-        self._condition = engine.changed
+        self._inbox = Inbox(engine.changed)
         self._tally = Tally(wire.members or range(engine.size))
-        self._transit = Transit(engine, wire, self._deliver, self._tally)
+        self._transit = Transit(engine, wire, self._inbox.deliver, self._tally)
         # Training thread's:
         self._number: int | None = None
         self._steps = self._base = 0
@@ -79,11 +80,6 @@ class EagerWorker:
         self._settled_at = 0
         """Steps at the last drain or cut."""
         self.last_done = -1
-        # Passed from the engine to the training thread, under the condition:
-        self._ready: deque[Round] = deque()
-        self._agreed = False
-        self._refused: str | None = None
-        self._drained: Drained | None = None
         self._at_cut: list[Held] | None = None
         """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
 
@@ -92,12 +88,25 @@ class EagerWorker:
     @property
     def agreed(self) -> bool:
         """Whether the ranks have met over this optimizer and fit together."""
-        return self._agreed
+        return self._inbox.agreed
 
     @property
     def version(self) -> int:
         """Rounds this rank's weights have seen."""
         return self._version
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
+        return (
+            self._inbox.agreed
+            and not self._announced
+            and self._version + len(self._inbox.ready) >= self._steps + self._base
+        )
+
+    def _caught_up(self, round_: int) -> bool:
+        """Whether a round is here, applied or waiting."""
+        return self._version + len(self._inbox.ready) >= round_
 
     @property
     def settled(self) -> bool:
@@ -128,10 +137,13 @@ class EagerWorker:
         Raises:
             ReplicaMismatchError: as ``open``.
         """
-        self.engine.wait(lambda: self._agreed or self._refused is not None)
-        if self._refused is not None:
+        self.engine.wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        if self._inbox.refused is not None:
             self.engine.unregister(self._opened_number())
-            raise ReplicaMismatchError(self._refused)
+            raise ReplicaMismatchError(self._inbox.refused)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -143,6 +155,7 @@ class EagerWorker:
             vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
         """
         number = self._opened_number()
+        self._check_drained()
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
         self._handed.add(bucket)
@@ -163,8 +176,9 @@ class EagerWorker:
             Rounds in order, to be applied one after the other; none if this step's round was applied before.
         """
         number = self._opened_number()
+        self._check_drained()
         # A step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) was handed over all the same: its round comes first.
-        self._await(lambda: self._version + len(self._ready) >= self._steps + self._base)
+        self._await(lambda: self._caught_up(self._steps + self._base))
         if sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
         self.release()
@@ -183,7 +197,7 @@ class EagerWorker:
                 self._arrive(number, bucket, vector, version, step)
 
         self.engine.post(hand_over)
-        self._await(lambda: self._version + len(self._ready) >= step)
+        self._await(lambda: self._caught_up(step))
         rounds = self._take(most)
         if self.config.pace == "rounds":
             taken = Took(number, self._version)
@@ -201,8 +215,12 @@ class EagerWorker:
 
     # -- draining (training thread) ---------------------------------------------------------------------------
 
-    def announce(self, flush: bool) -> None:
-        """Say "done" to the coordinator, once.
+    def _check_drained(self) -> None:
+        if self._announced:
+            raise ReplicaStateError("a drain() or cut() was broken off: call it again before the next step")
+
+    def check_done(self) -> None:
+        """Raise, if this rank cannot be done now.
 
         Raises:
             ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow.
@@ -211,6 +229,10 @@ class EagerWorker:
             raise ReplicaStateError(
                 "backward() has handed gradients over and no step() has followed: call optimizer.step() before this"
             )
+
+    def announce(self, flush: bool) -> None:
+        """Say "done" to the coordinator, once; raises as ``check_done``."""
+        self.check_done()
         if not self._announced:
             self._announced = True
             number, produced = self._opened_number(), list(self._produced)
@@ -242,18 +264,21 @@ class EagerWorker:
     @property
     def served(self) -> bool:
         """Whether ``serve`` would do something, or has done all."""
-        drained = self._drained
-        last = float("inf") if drained is None else drained.rounds
-        return self._version >= last or (bool(self._ready) and self._ready[0].index <= last)
+        inbox = self._inbox
+        return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
 
     def serve(self) -> bool:
-        """Apply what has come, without waiting; whether all ranks are done and all of it is applied."""
+        """Apply what has come, without waiting; whether all ranks are done and all of it is applied.
+
+        Raises:
+            ReplicaMismatchError: the ranks did not fit together.
+        """
+        self._check_refused()
         rounds = deque(self._take(None))
         while rounds:
             self._apply(rounds.popleft())
         self.release()
-        drained = self._drained
-        return drained is not None and self._version >= drained.rounds
+        return self._inbox.complete(self._version)
 
     def conclude(self, flush: bool) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost, and let the binding end it.
@@ -261,9 +286,7 @@ class EagerWorker:
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        with self._condition:
-            drained, self._drained = self._drained, None
-        assert drained is not None
+        drained = self._inbox.take_drained()
         self._announced = False
         self._settled_at = self._steps
         self._base = drained.rounds - self._steps
@@ -282,12 +305,14 @@ class EagerWorker:
         """What no round has carried yet, by bucket; complete after a cut."""
         if self._at_cut is not None and self.settled:
             return self._at_cut
+        if self.engine.replaced and self.settled:  # it was shut down, and drained before
+            return [Held(None, []) for _ in range(self.config.buckets)]
         found: Future[list[Held]] = Future()
 
         def look() -> None:
             found.set_result(self._transit.pending())
-            with self._condition:
-                self._condition.notify_all()
+            with self.engine.changed:
+                self.engine.changed.notify_all()
 
         self.engine.post(look)
         self.engine.wait(found.done)
@@ -319,12 +344,7 @@ class EagerWorker:
         return self._number
 
     def _take(self, most: int | None) -> list[Round]:
-        rounds: list[Round] = []
-        with self._condition:
-            # In drain(): a rank that is out of it already may have fired rounds since; they belong to the next step.
-            last = float("inf") if self._drained is None else self._drained.rounds
-            while self._ready and self._ready[0].index <= last and (most is None or len(rounds) < most):
-                rounds.append(self._ready.popleft())
+        rounds = self._inbox.take(most)
         self.release()
         self._unreleased = len(rounds) * sum(self.wire.nbytes)
         for round_ in rounds:
@@ -363,13 +383,13 @@ class EagerWorker:
             case Settle(_, round_, hyper):
                 self._transit.settle(round_, hyper)
             case Agreed():
-                self._tell(agreed=True)
+                self._inbox.tell(agreed=True)
             case Refused(_, problem):
-                self._tell(refused=problem)
+                self._inbox.tell(refused=problem)
             case Drained():
                 held = [] if command.flushed else self._transit.pending()
                 self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)
-                self._tell(drained=command)
+                self._inbox.tell(drained=command)
 
     def _keep(self, held: list[Held] | None) -> None:
         """Hold what was pending at a cut, or no more of it."""
@@ -377,15 +397,3 @@ class EagerWorker:
             lengths = zip(kept or [], self.wire.nbytes, strict=False)
             self._tally.hold(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
         self._at_cut = held
-
-    def _deliver(self, rounds: list[Round]) -> None:
-        with self._condition:
-            self._ready.extend(rounds)
-            self._condition.notify_all()
-
-    def _tell(self, agreed: bool = False, refused: str | None = None, drained: Drained | None = None) -> None:
-        with self._condition:
-            self._agreed = self._agreed or agreed
-            self._refused = refused or self._refused
-            self._drained = drained or self._drained
-            self._condition.notify_all()

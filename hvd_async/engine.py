@@ -31,6 +31,9 @@ class Participant(Protocol):
     def obey(self, command: Command) -> None:
         """Carry out a command for this optimizer (engine thread)."""
 
+    def check_done(self) -> None:
+        """Raise, if this rank cannot be done now (training thread)."""
+
     def announce(self, flush: bool) -> None:
         """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
 
@@ -92,9 +95,11 @@ class Engine:
         """
         participants = [
             participant
-            for number, participant in self._participants.items()
+            for number, participant in sorted(self._participants.items())  # in one order on all ranks: ends communicate
             if process_set is None or number // OPTIMIZERS == process_set
         ]
+        for participant in participants:
+            participant.check_done()
         for participant in participants:
             participant.announce(flush)
         left = participants
@@ -159,8 +164,10 @@ class Engine:
         with self.changed:
             while not ready():
                 self.check()
-                if not self.changed.wait(timeout=1.0) and time.monotonic() - started > self.timeout:
+                left = started + self.timeout - time.monotonic()
+                if left <= 0:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
+                self.changed.wait(min(1.0, left))
 
     @property
     def stopped(self) -> bool:

@@ -25,7 +25,7 @@ from hvd_async.protocols import Channel, Collectives
 class Drainable(Protocol):
     """A wrapped optimizer."""
 
-    def _offer(self) -> None:
+    def _eager_offer(self) -> None:
         """Tell the others that this rank's optimizer is there, without waiting for them."""
 
     def drain(self) -> int:
@@ -103,7 +103,7 @@ class Lifecycle:
         """
         optimizers = [optimizer for _, optimizer in sorted(self._wrapped.items())]
         for optimizer in optimizers:
-            optimizer._offer()  # before the first waits: other ranks may be waiting for this one to open the second
+            optimizer._eager_offer()  # before the first waits: others may be waiting for this rank to open the second
         # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
         # and wait for the garbage collector on another, which would then drain once more often.
         return optimizers[-1].drain() if optimizers else None

@@ -143,6 +143,10 @@ class Rounds:
         """When ``tick`` should be called next: the earliest end of a grace, None if there is none."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
 
+    def lacks(self, rank: int) -> bool:
+        """Whether ranks wait for ``rank`` to open."""
+        return bool(self._opened) and rank in self.ranks and rank not in self._opened
+
     def news(self) -> str | None:
         """What people should know and were not told yet: another quorum was chosen, and why."""
         return None if self._auto is None else self._auto.news()
@@ -223,7 +227,7 @@ class Rounds:
             bucket.waiting[rank] = now
         if self._auto is not None and all(b.position[rank] >= event.step for b in self._buckets):
             self._auto.arrived(rank, now, late=self._all_fired(event.step))
-        return self._advance(rank, now)
+        return self._advance(rank, now, event.bucket)
 
     def _took(self, rank: int, event: Took, now: float) -> list[Command]:
         config = self._running(rank, event)
@@ -267,21 +271,23 @@ class Rounds:
     def _round(self, number: int) -> _Round:
         if number not in self._rounds:
             assert self._config is not None
-            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number)
+            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number, self._active())
             self._rounds[number] = _Round(quorum, why)
         return self._rounds[number]
 
-    def _advance(self, by: int | None, now: float) -> list[Command]:
+    def _advance(self, by: int | None, now: float, only: int | None = None) -> list[Command]:
         """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)
 
         Args:
+            only: look at this bucket alone.
             by: the rank whose event it was; None if only time has passed.
         """
         if self._config is None or self._refused:
             return []
         commands: list[Command] = []
         active = self._active()
-        for index, bucket in enumerate(self._buckets):
+        for index in range(len(self._buckets)) if only is None else [only]:
+            bucket = self._buckets[index]
             bucket.wake_at = None
             if not bucket.waiting:
                 bucket.quorum_at = None

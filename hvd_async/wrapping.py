@@ -39,6 +39,13 @@ class WrapperState:
         self.rounds_before = 0
         """Rounds of earlier workers and runs."""
 
+    @property
+    def met(self) -> EagerWorker | None:
+        """The worker, if gradients can be handed over to it now: the ranks have met and all is well."""
+        worker = self.worker
+        fine = worker is not None and worker.ready and not worker.engine.replaced and self.broken is None
+        return worker if fine else None
+
     @contextlib.contextmanager
     def applying(self, round_index: int) -> Iterator[None]:
         """Around the application of a round: if it fails, this rank's weights are no longer the others'."""
@@ -50,8 +57,9 @@ class WrapperState:
 
 
 class Wrapped:
-    """Methods of every wrapped optimizer. A binding supplies ``_new_worker``, ``_fingerprint``, ``_hyper``
-    and ``_finish``."""
+    """Methods of every wrapped optimizer. Private ones begin with ``_eager_``: the class that is wrapped may have an
+    ``_update`` or ``_apply`` of its own. A binding supplies ``_eager_new_worker``, ``_eager_fingerprint``,
+    ``_eager_hyper``, ``_eager_apply`` and ``_eager_finish``."""
 
     _eager: Any
 
@@ -69,7 +77,7 @@ class Wrapped:
             GradientLossError: gradients produced and applied differ.
             ReplicaStateError: an earlier round could not be applied here.
         """
-        worker = self._worker()
+        worker = self._eager_worker()
         worker.engine.drain(True, worker.wire.process_set_id)
         return worker.last_done
 
@@ -83,7 +91,7 @@ class Wrapped:
         Raises:
             ReplicaStateError: an earlier round could not be applied here.
         """
-        worker = self._worker()
+        worker = self._eager_worker()
         worker.engine.drain(False, worker.wire.process_set_id)
 
     @property
@@ -104,40 +112,39 @@ class Wrapped:
         self.drain()
         yield
 
-    def _new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
+    def _eager_new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
         """A worker for this optimizer's parameters as they are."""
         raise TypeError(f"{type(self).__name__} does not say how its worker is made")
 
-    def _fingerprint(self) -> tuple[list[str], list[int]]:
+    def _eager_fingerprint(self) -> tuple[list[str], list[int]]:
         """Names and checksums of everything that must be the same on all ranks."""
         raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
 
-    def _hyper(self) -> Hyper:
+    def _eager_hyper(self) -> Hyper:
         """This rank's hyperparameters now, as its rounds carry them."""
         raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
 
-    def _apply(self, round_: Round) -> None:
+    def _eager_apply(self, round_: Round) -> None:
         """Apply a round."""
         raise TypeError(f"{type(self).__name__} does not say how a round is applied")
 
-    def _finish(self, worker: EagerWorker, flush: bool) -> None:
+    def _eager_finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
-    def _offer(self) -> None:
+    def _eager_offer(self) -> None:
         """Tell the other ranks that this optimizer is there, without waiting for them."""
         state = self._eager
         with state.lock:
             if state.worker is None or state.worker.engine.replaced:
                 engine = state.engine or state.lifecycle.engine()
                 state.rounds_before = self.rounds
-                state.worker = self._attach(engine)
+                state.worker = self._eager_attach(engine)
                 if state.restored is not None:
                     state.worker.restore(state.restored)
-                    state.restored = None
-                state.worker.offer(*self._fingerprint(), self._hyper())
+                state.worker.offer(*self._eager_fingerprint(), self._eager_hyper())
 
-    def _worker(self) -> EagerWorker:
+    def _eager_worker(self) -> EagerWorker:
         """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
         state = self._eager
         with state.lock:
@@ -146,18 +153,19 @@ class Wrapped:
                     f"{state.broken}. This rank's weights are no longer the other ranks': restart from a checkpoint."
                 )
             if state.worker is None or not state.worker.agreed or state.worker.engine.replaced:
-                self._offer()
+                self._eager_offer()
                 try:
                     state.worker.meet()
                 except ReplicaMismatchError:
                     state.worker = None  # once it is mended, the next call meets anew
                     raise
+                state.restored = None
             worker: EagerWorker = state.worker
             return worker
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def _share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+    def _eager_share(self, nbytes: Sequence[int]) -> dict[str, Any]:
         """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
 
         Args:
@@ -188,8 +196,8 @@ class Wrapped:
             "versions": [[v - version for v in versions] for _, versions in held],
         }
 
-    def _take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
-        """Take back what ``_share`` gave, before the ranks meet.
+    def _eager_take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+        """Take back what ``_eager_share`` gave, before the ranks meet.
 
         Args:
             share: of this rank.
@@ -201,7 +209,7 @@ class Wrapped:
         """
         state = self._eager
         lost = max((len(versions) for versions in share["versions"]), default=0)
-        if state.worker is not None and not (state.worker.settled and self._nothing_pending(state.worker)):
+        if state.worker is not None and not (state.worker.settled and self._eager_nothing_pending(state.worker)):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
         if lost and (share["size"], share["index"]) != (state.size, state.index):
             raise ValueError(
@@ -222,23 +230,23 @@ class Wrapped:
             state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
 
     @staticmethod
-    def _nothing_pending(worker: EagerWorker) -> bool:
+    def _eager_nothing_pending(worker: EagerWorker) -> bool:
         return not any(versions for _, versions in worker.pending())
 
-    def _attach(self, engine: Any) -> EagerWorker:
+    def _eager_attach(self, engine: Any) -> EagerWorker:
         reference = weakref.ref(self)
 
         def apply(round_: Round) -> None:
             optimizer = reference()
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
-                optimizer._worker()  # raises if this rank's replica is none any more
-                optimizer._apply(round_)
+                optimizer._eager_worker()  # raises if this rank's replica is none any more
+                optimizer._eager_apply(round_)
 
         def finish(flush: bool) -> None:
             optimizer = reference()
             if optimizer is not None:
-                optimizer._worker()
-                optimizer._finish(worker, flush)
+                optimizer._eager_worker()
+                optimizer._eager_finish(worker, flush)
 
-        worker = self._new_worker(engine, finish, apply)
+        worker = self._eager_new_worker(engine, finish, apply)
         return worker

@@ -190,9 +190,11 @@ class Layout:
         """What a round's sums over the ranks mean: a gradient for each variable, in their order, shapes and dtypes."""
         gradients: dict[int, tf.Tensor] = {}
         for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
-            flat = tf.reshape(vector, [sum(sizes) + self._terms.slots])[: -self._terms.slots]
-            flat = flat * tf.constant(self._terms.after, dtype)
-            for index, part in zip(indices, tf.split(flat, sizes), strict=True):
+            flat, factor = tf.reshape(vector, [sum(sizes) + self._terms.slots]), tf.constant(self._terms.after, dtype)
+            starts = itertools.accumulate(sizes, initial=0)
+            for index, start, size in zip(indices, starts, sizes, strict=False):
+                # A slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it.
+                part = tf.slice(flat, [start], [size]) * factor
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in range(len(self._variables))]

@@ -55,7 +55,7 @@ class EagerMixin(Stepping, Wrapped):
 
     def consensus_distance(self: Any) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._worker().engine, self._trainable_variables, self._eager.sharers)
+        return consensus_distance(self._eager_worker().engine, self._trainable_variables, self._eager.sharers)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
@@ -64,9 +64,9 @@ class EagerMixin(Stepping, Wrapped):
         Raises:
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
-        self._need_built()
+        self._eager_need_built()
         own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | checkpoint.pack(self._share(self._eager.layout.nbytes))
+        return own | checkpoint.pack(self._eager_share(self._eager.layout.nbytes))
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
@@ -74,7 +74,7 @@ class EagerMixin(Stepping, Wrapped):
         Raises:
             ValueError: the state is of another optimizer, or holds gradients of another rank.
         """
-        self._need_built()
+        self._eager_need_built()
         share = checkpoint.unpack(state, self._eager.layout.dtypes)
         state = {name: value for name, value in state.items() if not checkpoint.is_share(name)}
         own = {own_name(v): v for v in self.variables}
@@ -82,22 +82,22 @@ class EagerMixin(Stepping, Wrapped):
             differing = ", ".join(sorted(own.keys() ^ state.keys())[:3])
             raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
         if share is not None:
-            self._take_share(share, self._eager.layout.nbytes)
+            self._eager_take_share(share, self._eager.layout.nbytes)
         for name, variable in own.items():
             variable.assign(state[name])
 
-    def _need_built(self: Any) -> None:
+    def _eager_need_built(self: Any) -> None:
         state = self._eager
         if not self.built and state.model is not None:
             self.build(state.model.trainable_variables)
         if not self.built:
             raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
-        self._prepare(self._trainable_variables)
+        self._eager_prepare(self._trainable_variables)
 
-    def _new_worker(
+    def _eager_new_worker(
         self: Any, engine: Engine, finish: Callable[[bool], object], apply: Callable[[Round], None]
     ) -> EagerWorker:
-        self._need_built()
+        self._eager_need_built()
         state = self._eager
         layout, codec, sharers = state.layout, state.codec, state.sharers
         wire = Wire(
@@ -113,7 +113,7 @@ class EagerMixin(Stepping, Wrapped):
         )
         return EagerWorker(engine, EagerConfig(**state.options, buckets=len(layout)), wire, finish, apply)
 
-    def _fingerprint(self: Any) -> tuple[list[str], list[int]]:
+    def _eager_fingerprint(self: Any) -> tuple[list[str], list[int]]:
         state = self._eager
         own_rate = id(self._learning_rate)
         held = [v for v in self.variables if id(v) != own_rate]
@@ -127,32 +127,32 @@ class EagerMixin(Stepping, Wrapped):
         names += [f"{STATE}{own_name(v)} {tuple(v.shape)}" for v in held]
         return names, [0] * len(kinds) + [checksum(v) for v in [*self._trainable_variables, *held]]
 
-    def _hyper(self: Any) -> Hyper:
+    def _eager_hyper(self: Any) -> Hyper:
         update = self._eager.update
         group: dict[str, Any] = {"frozen": [], "settings": update.digest}
         if not update.scheduled:
-            group["learning_rate"] = float(self._own_rate())
+            group["learning_rate"] = float(self._eager_own_rate())
         return [group]
 
-    def _apply(self: Any, round_: Round) -> None:
+    def _eager_apply(self: Any, round_: Round) -> None:
         """Apply a round outside of a step."""
         state = self._eager
-        self._check_applied()
-        self._worker()  # raises if that found a round broken off
+        self._eager_check_applied()
+        self._eager_worker()  # raises if that found a round broken off
         if round_.gradients:
             with state.applying(round_.index), tf.init_scope():
                 state.update(*state.update.parts(round_.hyper, round_.sums))
 
-    def _finish(self: Any, worker: EagerWorker, flush: bool) -> None:
+    def _eager_finish(self: Any, worker: EagerWorker, flush: bool) -> None:
         state = self._eager
-        self._check_applied()
-        self._worker()
+        self._eager_check_applied()
+        self._eager_worker()
         with tf.init_scope():
             if flush and state.feed.done:
                 warnings.warn(
                     f"drain(): {state.feed.done} backward pass(es) short of a step of {state.passes} "
                     f"(backward_passes_per_step) stay on this rank and go on with its next ones",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
             if flush and state.model is not None and state.buffer_policy != "local":
                 variables = state.model.non_trainable_variables

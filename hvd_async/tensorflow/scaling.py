@@ -34,7 +34,7 @@ class LossScaleMixin:
             with tf.init_scope():
                 self.build(list(trainable_variables))
                 self.built = True
-        finite = self.inner_optimizer._take(list(grads), trainable_variables, raw(self.dynamic_scale) + 0.0)
+        finite = self.inner_optimizer._eager_take(list(grads), trainable_variables, raw(self.dynamic_scale) + 0.0)
         scale, counter = raw(self.dynamic_scale), raw(self.step_counter)
         grown = tf.equal(counter, tf.cast(self.dynamic_growth_steps - 1, counter.dtype))
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from hvd_async.eager import EagerWorker
 from hvd_async.tensorflow.buffers import Layout, Sharers
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
@@ -52,10 +51,3 @@ class State(WrapperState):
         """Rounds that this step has taken and its loop has not applied yet."""
         self.fetching: int | None = None
         """The round that the loop is applying."""
-
-    @property
-    def met(self) -> EagerWorker | None:
-        """The worker if the ranks have met and all is well."""
-        worker = self.worker
-        fine = worker is not None and worker.agreed and not worker.engine.replaced and self.broken is None
-        return worker if fine else None

@@ -49,40 +49,40 @@ class Stepping:
                 "leaves steps out when a gradient overflows, and other ranks would wait for them: write "
                 "EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
-        self._take(list(grads), trainable_variables, None)
+        self._eager_take(list(grads), trainable_variables, None)
 
-    def _take(self: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
+    def _eager_take(self: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
         """A step with gradients of a loss that was multiplied by ``scale``; returns whether all were finite (bool)."""
         if not grads:
             return tf.constant(True)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        layout = self._prepare(variables)
-        gradients = self._indexed(grads, variables, scale)
+        layout = self._eager_prepare(variables)
+        gradients = self._eager_indexed(grads, variables, scale)
         frozen = [i for i, v in enumerate(self._trainable_variables) if not v.trainable and not _among(v, variables)]
         vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}
         update: Update = self._eager.update
-        give = functools.partial(self._give, scale is not None)
-        step = functools.partial(self._step, scale is not None, frozen, update.digest)
-        rate = [] if update.scheduled else [self._own_rate()]
+        give = functools.partial(self._eager_give, scale is not None)
+        step = functools.partial(self._eager_step, scale is not None, frozen, update.digest)
+        rate = [] if update.scheduled else [self._eager_own_rate()]
         if tf.executing_eagerly():
             for bucket, vector in vectors.items():
                 give(bucket, vector)
             rounds, finite = step(*rate)
             for _ in range(int(rounds)):
-                self._applied(update(*self._fetch(update)))
+                self._eager_applied(update(*self._eager_fetch(update)))
             return tf.constant(bool(finite))
         given = [_py(functools.partial(give, bucket), [vector], tf.int32) for bucket, vector in vectors.items()]
         with tf.control_dependencies(given):
             outcome = tf.reshape(_py(step, rate, tf.int32), [2])
 
         def one_round(done: tf.Tensor) -> tf.Tensor:
-            finished = update(*_py(functools.partial(self._fetch, update), [done], update.types))
-            return done + tf.reshape(_py(self._applied, [finished], tf.int32), [])
+            finished = update(*_py(functools.partial(self._eager_fetch, update), [done], update.types))
+            return done + tf.reshape(_py(self._eager_applied, [finished], tf.int32), [])
 
         tf.while_loop(lambda done: done < outcome[0], one_round, [tf.constant(0)], parallel_iterations=1)
         return outcome[1] > 0
 
-    def _prepare(self: Any, variables: list[Any]) -> Layout:
+    def _eager_prepare(self: Any, variables: list[Any]) -> Layout:
         """Build the wrapped optimizer, once, outside of any graph."""
         state = self._eager
         with tf.init_scope():
@@ -90,13 +90,13 @@ class Stepping:
                 self.build(variables)
                 self.built = True
             if state.layout is None:
-                self._lay_out()
+                self._eager_lay_out()
             if state.update is None or state.update.stale():
                 state.update = Update(self, state.layout, state.round_transform, lambda: state.momentum_correction)
         layout: Layout = state.layout
         return layout
 
-    def _lay_out(self: Any) -> None:
+    def _eager_lay_out(self: Any) -> None:
         state, variables = self._eager, self._trainable_variables
         overwritten = [v for v in variables if self._overwrite_variable_with_gradient(v)]
         if overwritten:
@@ -112,7 +112,7 @@ class Stepping:
         state.codec, state.layout = codec, Layout(variables, buckets, terms)
         state.feed = Feed(state.layout, state.passes, state.average_passes, state.nonfinite)
 
-    def _indexed(self: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:
+    def _eager_indexed(self: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:
         """Gradients by their variable's index, dense and unscaled."""
         self._check_variables_are_known(variables)
         indexed = {}
@@ -137,36 +137,36 @@ class Stepping:
             raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
         return indexed
 
-    def _own_rate(self: Any) -> tf.Tensor:
+    def _eager_own_rate(self: Any) -> tf.Tensor:
         """This rank's learning rate now."""
         return tf.cast(raw(self._get_current_learning_rate()), tf.float32) + 0.0
 
     # -- the Python side of a step ----------------------------------------------------------------------------
 
-    def _give(self: Any, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
+    def _eager_give(self: Any, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
         state = self._eager
         state.feed.give(bucket, vector, state.met, scaled)
         return np.int32(0)
 
-    def _step(self: Any, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
+    def _eager_step(self: Any, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
         """Returns int32 of shape (2,): how many rounds are to be applied, whether this rank's gradients were finite."""
         state = self._eager
-        self._check_applied()
+        self._eager_check_applied()
         group: dict[str, Any] = {"frozen": frozen, "settings": digest}
         if rate:
             group["learning_rate"] = float(rate[0])
-        rounds, finite = state.feed.take(self._worker, [group], scaled)
+        rounds, finite = state.feed.take(self._eager_worker, [group], scaled)
         state.fetched.extend(round_ for round_ in rounds if round_.gradients)
         return np.array([len(state.fetched), finite], np.int32)
 
-    def _fetch(self: Any, update: Update, _: Any = None) -> list[Any]:
+    def _eager_fetch(self: Any, update: Update, _: Any = None) -> list[Any]:
         """The next round of this step, as ``update`` takes it."""
         state = self._eager
         round_ = state.fetched.popleft()
         state.fetching = round_.index
         return list(update.parts(round_.hyper, round_.sums))
 
-    def _applied(self: Any, _: Any = None) -> np.int32:
+    def _eager_applied(self: Any, _: Any = None) -> np.int32:
         """The round that was fetched last is applied: one more is done."""
         state = self._eager
         state.fetching = None
@@ -174,7 +174,7 @@ class Stepping:
             state.worker.release()
         return np.int32(1)
 
-    def _check_applied(self: Any) -> None:
+    def _eager_check_applied(self: Any) -> None:
         state = self._eager
         if state.fetching is not None or state.fetched:
             index = state.fetching if state.fetching is not None else state.fetched[0].index

@@ -8,7 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.torch.layout import Layout
+from hvd_async.torch.layout import Layout, Zeros
 from hvd_async.wire import Wire, count_slots
 
 
@@ -67,16 +67,23 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     return needed
 
 
-def make_wire(layout: Layout, compression: Any, slot_count: int, process_set: Any, members: tuple[int, ...]) -> Wire:
+def make_wire(
+    layout: Layout, compression: Any, slot_count: int, size: int, process_set: Any, members: tuple[int, ...]
+) -> Wire:
     """How the layout's vectors travel.
 
     Args:
+        size: ranks that are summed over. float16 is cut off at 65,504 / size.
         process_set: Horovod's, None for all ranks.
         members: its ranks, empty for all.
     """
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
 
+    limit = torch.finfo(torch.float16).max / size
+
     def encode(vector: torch.Tensor) -> torch.Tensor:
+        if wire_dtype(compression, vector.dtype) == torch.float16:
+            vector = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
         compressed: torch.Tensor = compression.compress(vector)[0]
         return compressed
 
@@ -86,7 +93,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, process_set: An
 
     widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
     return Wire(
-        zeros=layout.zeros,
+        zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
         slots=slot_count,
         encode=encode,

@@ -132,7 +132,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "buffers": buffers,
     }
     wrapped._eager = Settings(size, index, parameter_names(parameters, named_parameters), options)
-    wrapped._lay_out()
+    wrapped._eager_lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
 

@@ -35,6 +35,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if optimizer._eager.worker is not None:
         optimizer.drain()  # no round may be on its way
     state = optimizer.state_dict()
+    state.pop("hvd_async")  # each rank's own
     tensors: list[torch.Tensor] = []
 
     def hollow(value: Any) -> Any:

@@ -50,6 +50,16 @@ def write(groups: list[dict[str, Any]], hyper: Hyper) -> None:
                 group[key] = tuple(value) if isinstance(held, tuple) else value
 
 
+def put_back(groups: list[dict[str, Any]], own: Hyper, written: Hyper) -> None:
+    """Undo ``write``, which left ``written``, but for what has changed since: an optimizer that counts in its groups
+    means it, and so does a scheduler in a step hook."""
+    kept = [
+        {key: value for key, value in mine.items() if now.get(key) == wrote.get(key)}
+        for mine, now, wrote in zip(own, read(groups), written, strict=True)
+    ]
+    write(groups, kept)
+
+
 def frozen(groups: list[dict[str, Any]], hyper: Hyper) -> set[int]:
     """The ids of the parameters that a round with ``hyper`` leaves alone."""
     return {id(group["params"][i]) for group, values in zip(groups, hyper, strict=True) for i in values[FROZEN]}

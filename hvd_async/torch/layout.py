@@ -49,7 +49,6 @@ class Layout:
     ) -> None:
         self.parameters = list(parameters)
         self._slots, self._slot = slots, slot
-        self._zeros: dict[int, torch.Tensor] = {}
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise ValueError(
@@ -67,20 +66,6 @@ class Layout:
     def nbytes(self) -> tuple[int, ...]:
         """Of each bucket's vector."""
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
-
-    def zeros(self, index: int) -> torch.Tensor:
-        """A vector of a bucket that holds no gradient, always the same one: read only.
-
-        On a CPU it takes no memory: pages of private memory that are never written to are all the same one.
-        """
-        if index not in self._zeros:
-            bucket, elements = self.buckets[index], self.buckets[index].elements + self._slots
-            if bucket.device.type == "cpu":
-                memory = mmap.mmap(-1, self.nbytes[index], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._zeros[index] = torch.frombuffer(memory, dtype=bucket.dtype, count=elements)
-            else:
-                self._zeros[index] = torch.zeros(elements, device=bucket.device, dtype=bucket.dtype)
-        return self._zeros[index]
 
     @torch.no_grad()
     def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:
@@ -124,6 +109,30 @@ class Layout:
                 if sparse:
                     view = view.to_sparse(1)
                 parameter.grad = None if id(parameter) in frozen else view
+
+
+class Zeros:
+    """For each bucket a vector that holds no gradient, always the same one: read only. (It knows no parameters: the
+    engine keeps it for longer than the model may live.)
+
+    Args:
+        nbytes, devices, dtypes: of the buckets' vectors.
+    """
+
+    def __init__(self, nbytes: Sequence[int], devices: Sequence[torch.device], dtypes: Sequence[torch.dtype]) -> None:
+        self._kinds = list(zip(nbytes, devices, dtypes, strict=True))
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, index: int) -> torch.Tensor:
+        """A bucket's. On a CPU it takes no memory: private pages that are never written to are all the same one."""
+        if index not in self._made:
+            nbytes, device, dtype = self._kinds[index]
+            if device.type == "cpu":
+                memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._made[index] = torch.frombuffer(memory, dtype=dtype)
+            else:
+                self._made[index] = torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype)
+        return self._made[index]
 
 
 def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.compression import slots, wire_dtype
+from hvd_async.torch.compression import slots
 from hvd_async.torch.layout import MIB, Layout
 from hvd_async.torch.overlap import Overlap
 from hvd_async.wire import Round
 from hvd_async.wrapping import WrapperState
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
-HALF_LARGEST = torch.finfo(torch.float16).max
 
 
 class Settings(WrapperState):
@@ -28,8 +27,6 @@ class Settings(WrapperState):
         self.config: dict[str, Any] = options["config"]
         self.layout = Layout([])
         self.slots = 1
-        self.narrow = False
-        """Whether gradients travel as float16, which ends at 65,504."""
         self.overlap: Overlap | None = None
         self.passes: int = options["backward_passes_per_step"]
         self.bucket_cap_mb: float = options["bucket_cap_mb"]
@@ -54,35 +51,29 @@ class Settings(WrapperState):
     def lay_out(self, parameters: Sequence[torch.Tensor], bucket_ready: Callable[[int], None]) -> None:
         """Part the parameters into buckets, and hook them."""
         self.slots = slots(self.compression, parameters, self.size, self.config["max_staleness"])
-        dtypes = {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}
-        self.narrow = any(wire_dtype(self.compression, dtype) == torch.float16 for dtype in dtypes)
         slot = self.index % self.slots
         self.layout = Layout(parameters, self.bucket_cap_mb * MIB, self.groups, self.slots, slot)
         if self.overlap is not None:
             self.overlap.remove()
         # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
-        early = self.scaler is None and self.nonfinite == "skip"
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        early = not scaled and self.nonfinite == "skip"
         self.overlap = Overlap(self.layout, self.passes, bucket_ready) if early else None
 
     def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor | None:
-        """A bucket's gradients x ``scale``, or None if other ranks must not see them: NaN, an infinity, too large.
+        """A bucket's gradients x ``scale``, or None if other ranks must not see them: NaN, an infinity.
 
         Raises:
             FloatingPointError: as None, if the user asked for it.
         """
         vector = self.layout.vector(index, scale, self.sparse_as_dense)
-        if self.narrow:
-            low, high = torch.aminmax(vector)  # float16 would make an infinity of more
-            finite = bool(torch.maximum(-low, high) <= HALF_LARGEST)
-        else:
-            # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
-            finite = bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
-        if finite:
+        # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
+        if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return vector
         if self.nonfinite == "raise":
             every = self.names(self.layout.parameters)
             names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _finite(p.grad)]
-            raise FloatingPointError(f"not finite, or too large for float16: the gradients of {', '.join(names[:5])}")
+            raise FloatingPointError(f"not finite: the gradients of {', '.join(names[:5])}")
         return None
 
     def names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
@@ -92,4 +83,4 @@ class Settings(WrapperState):
 
 
 def _finite(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or bool((gradient.abs() <= HALF_LARGEST).all())
+    return gradient is None or bool(torch.isfinite(gradient).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             ReplicaStateError: between backward() and step(), when gradients are on their way.
         """
         state = self._eager
-        if state.overlap is not None and state.worker is not None and state.worker.agreed:
+        if state.overlap is not None and state.met is not None:
             state.overlap.arm()
         super().zero_grad(set_to_none)
 
@@ -67,25 +68,25 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         state = self._eager
-        with self._scaling_hidden() as (grad_scale, overflow):
+        with self._eager_scaling_hidden() as (grad_scale, overflow):
             if state.skip:
-                self._step_shown()
+                self._eager_step_shown()
                 return loss
             if state.shown is not None:
                 raise ReplicaStateError(
                     "step() after synchronize() would hand over the round that is in p.grad once more: write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`"
                 )
-            rounds = deque(self._hand_over(None, grad_scale, overflow))
+            rounds = deque(self._eager_hand_over(None, grad_scale, overflow))
             while rounds:
-                self._apply(rounds.popleft())
-            self._worker().release()
+                self._eager_apply(rounds.popleft())
+            self._eager_worker().release()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
 
     @contextlib.contextmanager
-    def _scaling_hidden(self) -> Iterator[tuple[torch.Tensor | None, bool]]:
+    def _eager_scaling_hidden(self) -> Iterator[tuple[torch.Tensor | None, bool]]:
         """What a GradScaler has put into attributes: (scale of the gradients or None, overflow?). Meanwhile the wrapped
         optimizer must not see it: fused ones would unscale rounds, which are unscaled, and skip them.
 
@@ -123,11 +124,11 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
                 "round_transform=, and call scaler.step(optimizer)"
             )
-        rounds = self._hand_over(1, None, False)
+        rounds = self._eager_hand_over(1, None, False)
         state.one_by_one, state.unshown = True, 0
         state.shown = rounds[0] if rounds else None
         if state.shown is not None and state.shown.gradients:
-            self._show(state.shown)
+            self._eager_show(state.shown)
         else:
             super().zero_grad(set_to_none=True)
 
@@ -146,21 +147,21 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         if self._eager.overlap is not None:
             self._eager.overlap.passes = passes
 
-    def _step_shown(self) -> None:
+    def _eager_step_shown(self) -> None:
         state = self._eager
         if state.shown is None:
             raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
         shown, state.shown = state.shown, None
         if shown.gradients:
             with state.applying(shown.index):
-                self._update(shown.hyper)
+                self._eager_update(shown.hyper)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
-    def _hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
+    def _eager_hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
         """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
         state = self._eager
-        worker = self._worker()
+        worker = self._eager_worker()
         gone: set[int] = set() if state.overlap is None else state.overlap.handed
         left = [index for index in range(len(state.layout)) if index not in gone]
         if state.overlap is not None:
@@ -171,53 +172,54 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 raise
         scale = state.before if grad_scale is None else state.before / grad_scale
         vectors = {index: None if overflow else state.vector(index, scale) for index in left}
-        return worker.step(vectors, self._hyper(), most)
+        return worker.step(vectors, self._eager_hyper(), most)
 
-    def _bucket_ready(self, index: int) -> None:
+    def _eager_bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
         state = self._eager
         assert state.worker is not None
         state.worker.hand_over(index, state.vector(index, state.before))
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _eager_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
     # -- rounds in --------------------------------------------------------------------------------------------
 
-    def _show(self, round_: Round) -> None:
+    def _eager_show(self, round_: Round) -> None:
         """Put a round's average into every ``p.grad``."""
         frozen = hyperparameters.frozen(self.param_groups, round_.hyper)
         sparse = issubclass(self._wrapped_class, torch.optim.SparseAdam)
         self._eager.layout.set_gradients(round_.sums, self._eager.after, frozen, sparse)
 
-    def _apply(self, round_: Round) -> None:
+    def _eager_apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         state = self._eager
         state.unshown += 1
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
-        parameters = self._parameters()
+        parameters = self._eager_parameters()
         own = [p.grad for p in parameters]
         try:
             with state.applying(round_.index):
-                self._show(round_)
+                self._eager_show(round_)
                 if state.round_transform is not None:
                     state.round_transform([p for p in parameters if p.grad is not None])
-                self._update(round_.hyper)
+                self._eager_update(round_.hyper)
         finally:
             for parameter, gradient in zip(parameters, own, strict=True):
                 parameter.grad = gradient
 
-    def _update(self, hyper: Hyper) -> None:
+    def _eager_update(self, hyper: Hyper) -> None:
         own = hyperparameters.read(self.param_groups)
         if own == hyper:
             self._wrapped_class.step(self)
             return
         hyperparameters.write(self.param_groups, hyper)
+        written = hyperparameters.read(self.param_groups)  # (a tensor may have rounded it)
         try:
             self._wrapped_class.step(self)
         finally:
-            hyperparameters.write(self.param_groups, own)
+            hyperparameters.put_back(self.param_groups, own, written)
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         Raises:
             ReplicaStateError: gradients are on their way.
         """
-        return {**super().state_dict(), "hvd_async": self._share(self._eager.layout.nbytes)}
+        return {**super().state_dict(), "hvd_async": self._eager_share(self._eager.layout.nbytes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
@@ -252,45 +254,52 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)
         if share is not None:
-            self._lay_out_if_new()
-            self._take_share(share, self._eager.layout.nbytes)
+            self._eager_lay_out_if_new()
+            self._eager_take_share(share, self._eager.layout.nbytes)
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # a scheduler that was made before the wrapper holds these very objects
 
     def consensus_distance(self) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        worker = self._worker()
-        return consensus_distance(worker.engine, self._parameters(), worker.wire)
+        worker = self._eager_worker()
+        return consensus_distance(worker.engine, self._eager_parameters(), worker.wire)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReplicaStateError(
             "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
         )
 
-    def _new_worker(
+    def _eager_new_worker(
         self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]
     ) -> EagerWorker:
-        self._lay_out()  # groups may have been added since the wrapper was made
+        self._eager_lay_out()  # groups may have been added since the wrapper was made
         state = self._eager
         config = EagerConfig(**state.config, buckets=len(state.layout))
-        wire = make_wire(state.layout, state.compression, state.slots, state.process_set, state.members)
+        wire = make_wire(state.layout, state.compression, state.slots, state.size, state.process_set, state.members)
         return EagerWorker(engine, config, wire, finish, apply)
 
-    def _lay_out_if_new(self) -> None:
+    def _eager_lay_out_if_new(self) -> None:
         if self._eager.worker is None:
-            self._lay_out()
+            self._eager_lay_out()
 
-    def _lay_out(self) -> None:
-        self._eager.lay_out(self._parameters(), self._bucket_ready)
+    def _eager_lay_out(self) -> None:
+        self._eager.lay_out(self._eager_parameters(), self._eager_bucket_ready)
 
-    def _fingerprint(self) -> tuple[list[str], list[int]]:
-        parameters = self._parameters()
+    def _eager_fingerprint(self) -> tuple[list[str], list[int]]:
+        parameters = self._eager_parameters()
         every = self._eager.names(parameters)
         names = [signature(every[id(p)], p) for p in parameters]
         sizes = [len(group["params"]) for group in self.param_groups]
-        buckets = [[len(b.parameters), b.elements] for b in self._eager.layout.buckets]
+        place = {id(p): index for index, p in enumerate(parameters)}
+        members = [[place[id(p)] for p in bucket.parameters] for bucket in self._eager.layout.buckets]
+        buckets = f"{len(members)} buckets ({zlib.crc32(str(members).encode()):08x})"
         kind = (
-            f"optimizer {self._wrapped_class.__name__} with groups of {sizes}, buckets of (parameters, elements) "
-            f"{buckets}, factors {self._eager.before} and {self._eager.after}"
+            f"optimizer {self._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
+            f"factors {self._eager.before} and {self._eager.after}"
         )
         held = [
             (f"{STATE}{key} of {name}", checksum(value))
@@ -303,17 +312,17 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
         )
 
-    def _hyper(self) -> Hyper:
+    def _eager_hyper(self) -> Hyper:
         return hyperparameters.read(self.param_groups)
 
-    def _finish(self, worker: EagerWorker, flush: bool) -> None:
+    def _eager_finish(self, worker: EagerWorker, flush: bool) -> None:
         state = self._eager
         left, state.unshown, state.shown = state.unshown, 0, None
         if left and state.one_by_one and state.round_transform is None:
             warnings.warn(
                 f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "
                 f"synchronize() and step() as round_transform=, so that it runs on every round",
-                stacklevel=4,
+                stacklevel=6,
             )
         if flush and state.buffer_policy != "local" and state.named_buffers:
             unify_buffers(worker.engine, state.named_buffers, state.buffer_policy, worker.wire)

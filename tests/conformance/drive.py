@@ -46,7 +46,7 @@ class ScriptedWorker:
 
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
         self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
-        self.agreed = self.settled = True
+        self.agreed = self.settled = self.ready = True
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
         self.handed: list[Array] = []
@@ -92,8 +92,8 @@ class ScriptedWorker:
 
 
 def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
-    """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
-    opt._new_worker(worker.engine, lambda flush: None, lambda round_: None)  # (the binding lays out its buckets there)
+    """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met (it lays out its buckets then)."""
+    opt._eager_new_worker(worker.engine, lambda flush: None, lambda round_: None)
     opt._eager.worker = worker
     return worker
 
@@ -159,7 +159,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
     def train(rank: int) -> Outcome:
         trainer = make(rank)
         before, gradients = trainer.weights(), []
-        worker = trainer.opt._worker()  # all ranks meet here, so nobody is late before that
+        worker = trainer.opt._eager_worker()  # all ranks meet here, so nobody is late before that
         if rank == schedule.size - 1:
             for event in three_taken[:-1]:
                 assert event.wait(60)
@@ -178,7 +178,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
 
 def wait_for_rounds(worker: EagerWorker, count: int) -> None:
     """Until so many rounds wait for this rank."""
-    worker.engine.wait(lambda: len(worker._ready) >= count)
+    worker.engine.wait(lambda: len(worker._inbox.ready) >= count)
 
 
 def check_late_rank(

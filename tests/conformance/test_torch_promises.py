@@ -1,4 +1,4 @@
-"""torch: what a user of the wrapper can rely on: hyperparameters, schedulers, one round at a time, frozen weights."""
+"""torch: what a user of the wrapper can rely on: one round at a time, parameters of all kinds, states."""
 
 from __future__ import annotations
 
@@ -17,129 +17,10 @@ from hvd_async.wire import Round
 from tests.conformance.cases import SCHEDULES, SCRIPTS, Case, Script
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, wait_for_rounds, with_late_rank
 from tests.conformance.reference import replay
-from tests.conformance.torch_ranks import TorchTrainer, backwards, conv_model, flat
+from tests.conformance.torch_ranks import TorchTrainer, backwards, conv_model, flat, quadratic, wrap_scripted
 
 SGD = Case("sgd", "sgd", 0.1)
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
-
-
-class SpySGD(torch.optim.SGD):
-    """Writes down what each of its steps was done with."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.done: list[tuple[float, float]] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.done.append((self.param_groups[0]["lr"], self.param_groups[0]["momentum"]))
-        return super().step(closure)
-
-
-def wrap_scripted(optimizer: torch.optim.Optimizer, script: Script, size: int = 2, **options: Any) -> Any:
-    """A wrapped optimizer that is fed by a script, and its scripted worker."""
-    with scripted_engine(size):
-        wrapped = hvd.EagerOptimizer(optimizer, **options)
-    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    attach(wrapped, ScriptedWorker(script, size, elements, optimizer.param_groups[0]["lr"], torch.as_tensor))
-    return wrapped
-
-
-def quadratic(*values: float) -> torch.nn.Parameter:
-    """A parameter of its own, with gradient 1."""
-    parameter = torch.nn.Parameter(torch.tensor(values))
-    parameter.grad = torch.ones_like(parameter)
-    return parameter
-
-
-# -- hyperparameters belong to the round ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_every_round_has_its_leaders_hyperparameters(schedule, tapes):
-    """Rank r starts at lr 0.01 (r + 1), momentum 0.1 (r + 1), and its scheduler has a speed of its own."""
-
-    def make(rank: int) -> TorchTrainer:
-        trainer = TorchTrainer.__new__(TorchTrainer)
-        trainer.model = conv_model()
-        plain = SpySGD(trainer.model.parameters(), lr=0.01 * (rank + 1), momentum=0.1 * (rank + 1))
-        trainer.opt = hvd.EagerOptimizer(plain, quorum=schedule.quorum)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.opt, 0.5 + 0.1 * rank)
-        done = trainer.opt.step
-
-        def step() -> None:
-            done()
-            scheduler.step()
-            expected = 0.01 * (rank + 1) * (0.5 + 0.1 * rank) ** scheduler.last_epoch
-            assert trainer.opt.param_groups[0]["lr"] == pytest.approx(expected)  # its own again
-            assert trainer.opt.param_groups[0]["momentum"] == 0.1 * (rank + 1)
-
-        trainer.step = step  # type: ignore[method-assign]
-        trainers[rank] = trainer
-        return trainer
-
-    trainers: dict[int, TorchTrainer] = {}
-    outcomes = with_late_rank(schedule, make)
-    leaders = set()
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.after.tobytes() == outcomes[0].after.tobytes()
-        rounds = [r for r in tapes[rank].rounds if r.gradients]
-        assert trainers[rank].opt.done == [(r.hyper[0]["lr"], r.hyper[0]["momentum"]) for r in rounds]
-        for round_ in rounds:
-            leader = round(round_.hyper[0]["momentum"] / 0.1) - 1
-            leaders.add(leader)
-            if round_.index <= 3:
-                assert leader < schedule.size - 1, "the late rank led a round it was not in"
-                own = 0.01 * (leader + 1) * (0.5 + 0.1 * leader) ** (round_.index - 1)
-                assert round_.hyper[0]["lr"] == pytest.approx(own)
-    assert leaders <= set(range(schedule.size))
-
-
-def test_groups_keep_their_own_hyperparameters():
-    slow, fast = quadratic(1.0), quadratic(1.0)
-    groups = [{"params": [slow], "lr": 0.1}, {"params": [fast], "lr": 0.5, "weight_decay": 0.2}]
-
-    def train(rank: int) -> list[float]:
-        mine = [quadratic(1.0), quadratic(1.0)]
-        own = [{**group, "params": [p]} for group, p in zip(groups, mine, strict=True)]
-        opt = hvd.EagerOptimizer(torch.optim.SGD(own), quorum="all")
-        opt.step()
-        opt.drain()
-        return [p.item() for p in mine]
-
-    for weights in Cluster(2).run(train):
-        assert weights == pytest.approx([1 - 0.1, 1 - 0.5 * 1.2])
-
-
-def test_tuples_and_tensors_stay_what_they_are():
-    parameter = quadratic(1.0)
-    plain = torch.optim.Adam([parameter], lr=torch.tensor(0.01), betas=(0.8, 0.9))
-    opt = wrap_scripted(plain, SCRIPTS[0])
-    opt._eager.worker.lr = 0.02
-    opt.step()
-    assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
-    assert opt.param_groups[0]["lr"].item() == pytest.approx(0.01)
-    assert opt.param_groups[0]["betas"] == (0.8, 0.9)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_scheduler_made_before_or_after_wrapping(before):
-    parameter = quadratic(0.0)
-    plain = torch.optim.SGD([parameter], lr=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if before:
-            scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
-            opt = wrap_scripted(plain, SCRIPTS[0])
-        else:
-            opt = wrap_scripted(plain, SCRIPTS[0])
-            scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
-        rates = []
-        for _ in range(3):
-            parameter.grad = torch.ones(1)
-            opt.step()
-            rates.append(opt._eager.worker.hypers[-1][0]["lr"])
-            scheduler.step()
-    assert rates == [1.0, 0.5, 0.25]
 
 
 # -- round by round -------------------------------------------------------------------------------------------
@@ -171,7 +52,7 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
     def train(rank: int) -> Any:
         trainer = TorchTrainer(SGD, **options)
         opt, shown = trainer.opt, []
-        worker = opt._worker()
+        worker = opt._eager_worker()
         if rank == 1:
             assert three_taken.wait(30)
             wait_for_rounds(worker, 3)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
-from tests.conformance.cases import Case
+from tests.conformance.cases import Case, Script
+from tests.conformance.drive import ScriptedWorker, attach, scripted_engine
 from tests.conformance.reference import Array
 
 torch.set_num_threads(1)
@@ -75,3 +76,43 @@ class TorchTrainer:
 
     def weights(self) -> Array:
         return flat(backwards(self.model))
+
+
+class ProcessSet:
+    """A process set as Horovod describes one, for ranks that are threads."""
+
+    def __init__(self, *ranks: int, number: int | None = 1) -> None:
+        self.ranks, self.process_set_id = list(ranks), number
+
+
+TINY = 1e-6
+"""A ``bucket_cap_mb`` that gives every parameter a bucket of its own."""
+
+
+def hand_overs(opt: Any) -> list[int]:
+    """The buckets that hooks hand over from now on, as they do."""
+    worker, log = opt._eager_worker(), list[int]()
+    hand_over = worker.hand_over
+
+    def spy(bucket: int, vector: Any) -> None:
+        log.append(bucket)
+        hand_over(bucket, vector)
+
+    worker.hand_over = spy
+    return log
+
+
+def wrap_scripted(optimizer: torch.optim.Optimizer, script: Script, size: int = 2, **options: Any) -> Any:
+    """A wrapped optimizer that is fed by a script, and its scripted worker."""
+    with scripted_engine(size):
+        wrapped = hvd.EagerOptimizer(optimizer, **options)
+    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    attach(wrapped, ScriptedWorker(script, size, elements, optimizer.param_groups[0]["lr"], torch.as_tensor))
+    return wrapped
+
+
+def quadratic(*values: float) -> torch.nn.Parameter:
+    """A parameter of its own, with gradient 1."""
+    parameter = torch.nn.Parameter(torch.tensor(values))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter

@@ -120,7 +120,7 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
         returned = []
         if rank == 1:
             assert first_three.wait(30)
-            engine.wait(lambda: len(worker._ready) == 3)
+            engine.wait(lambda: len(worker._inbox.ready) == 3)
         for step in range(1, 4):
             returned.append(len(worker.step(one.rows(rank, step), [{"lr": 1.0}])))
         first_three.set()
@@ -179,7 +179,7 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
 
         def late(ready: Callable[[], bool]) -> None:
             waits(ready)
-            worker.engine.wait(lambda: len(worker._ready) >= 2)
+            worker.engine.wait(lambda: len(worker._inbox.ready) >= 2)
             worker._await = waits  # type: ignore[method-assign]
 
         def open_then_late(names: list[str], checksums: list[int]) -> None:

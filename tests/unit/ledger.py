@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvd_async import activation
-from hvd_async.events import Arrived, Command, Done, Drained, EagerConfig, Go, Hyper, Settle, Stepped, Took
+from hvd_async.events import Arrived, Command, Done, Drained, EagerConfig, Go, Hyper, Opened, Settle, Stepped, Took
 from hvd_async.rounds import EagerEvent
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
@@ -32,6 +32,7 @@ class Ledger:
         steppers: round -> the ranks that have reported being in that step, in order.
         hypers: round -> what it is applied with.
         drain_rounds: those fired because all were done.
+        opened: what the first of the ranks would apply a round with when it opened.
         last_quorum: the number of ranks that "auto" asked for last.
     """
 
@@ -46,6 +47,7 @@ class Ledger:
         self.hypers: dict[int, Hyper] = {}
         self.drain_rounds: set[int] = set()
         self.last_quorum = len(ranks)
+        self.opened: Hyper | None = None
         self._told: dict[tuple[int, int], Hyper] = {}
         self._in_step: dict[int, tuple[int, float]] = {}
         self._moments: list[list[Moment]] = [[] for _ in range(config.buckets)]
@@ -55,6 +57,8 @@ class Ledger:
     def hear(self, rank: int, event: EagerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
         match event:
+            case Opened():
+                self.opened = event.hyper if rank == self.ranks[0] else self.opened
             case Arrived(_, bucket, step):
                 assert step == self.position[bucket][rank] + 1
                 self.position[bucket][rank] = step
@@ -168,7 +172,7 @@ class Ledger:
         """Those of the last bucket's initiator if it is in the step, else of the first rank that is."""
         assert round_ not in self.hypers, "the hyperparameters were known already"
         if leader is None:
-            assert hyper == self.hypers[max(self.hypers)] if self.hypers else hyper is not None
+            assert hyper == (self.hypers[max(self.hypers)] if self.hypers else self.opened)
         elif not whole or not self.steppers.get(round_):
             assert hyper is None, "hyperparameters of a round that is not settled"
             if whole:

@@ -90,6 +90,8 @@ class Rank:
     """Rounds whose hyperparameters have come."""
     agreed: bool = False
     drained: Drained | None = None
+    at_cut: list[list[Gradient]] = field(default_factory=list)
+    """What was pending when ``drained`` came: ranks that go on at once may fire rounds, which take it."""
     ready: int = 0
     """Rounds that have all their buckets and hyperparameters here."""
     version: int = 0
@@ -147,7 +149,8 @@ class Simulation:
 
     def _train(self, rank: Rank) -> Iterator[None]:
         """The training thread: yields wherever others may come between; ``rank.waits`` says that it cannot go on."""
-        rank.outbox.append(Opened(0, self.config, ["w"], [1], list(self.job.ranks), rank.index in self.job.loaded))
+        members, loaded = list(self.job.ranks), rank.index in self.job.loaded
+        rank.outbox.append(Opened(0, self.config, ["w"], [1], members, loaded, self.hyper(rank.number, 0)))
         yield from self._until(rank, lambda: rank.agreed)
         for number, segment in enumerate(self.job.steps):
             count, start = segment[rank.index], rank.version
@@ -212,8 +215,9 @@ class Simulation:
             if drained.flushed:
                 assert not rank.pending[bucket], "a gradient stayed behind"
                 assert sorted(carried) == sorted(self.produced[bucket][: drained.produced[bucket]]), "lost or twice"
+            held = [] if drained.flushed else rank.at_cut[bucket]
             own = [g for g in self.produced[bucket] if g[0] == rank.number]
-            mine = [*(g for g in carried if g[0] == rank.number), *rank.pending[bucket]]
+            mine = [*(g for g in carried if g[0] == rank.number), *held]
             assert sorted(mine) == sorted(own), "lost or twice"
         rank.drained = None
         rank.base = drained.rounds - rank.steps
@@ -298,6 +302,7 @@ class Simulation:
             case Drained():
                 assert rank.drained is None
                 rank.drained = command
+                rank.at_cut = [list(pending) for pending in rank.pending]
 
     # -- the coordinator --------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ Durations = list[list[float]]
         (1, 16, 3 / 3),  # rank 0 fires at 1, 2 and 3 s, each time with one fresh gradient
         (2, 16, 6 / 9),  # both are in at 3, 6 and 9 s, and fresh
         (1, 0, 6 / 9),  # synchronous by the bound
-        (1, 1, 5 / 9),  # 1: rank 0; 3: rank 1's is late; 4 waits to 6: rank 0's alone; 7 waits to 9: both
+        (1, 1, 4 / 6),  # 1 s: rank 0; 3 s: rank 0, and rank 1 late; at 6 s both are fresh, and rank 0 has no more
     ],
 )
 def test_rates_by_hand(count, staleness, rate):
@@ -79,8 +79,8 @@ def test_candidates_have_both_ends_and_are_few(size):
 class Teacher:
     """Feeds an ``AutoQuorum`` synchronous rounds."""
 
-    def __init__(self, size: int) -> None:
-        self.auto, self.size, self.now = AutoQuorum(range(size), 16, "steps"), size, 0.0
+    def __init__(self, size: int, pace: str = "steps") -> None:
+        self.auto, self.now = AutoQuorum(range(size), 16, pace), 0.0
 
     def round(self, *durations: float) -> None:
         """One in which rank r takes ``durations[r]``."""
@@ -120,15 +120,16 @@ def test_a_choice_lasts_some_rounds_and_follows_the_ranks():
     assert "1 of 2 ranks" in str(teacher.auto.news())
 
 
-def test_a_little_better_is_not_enough():
+@pytest.mark.parametrize(("seconds", "quorum"), [(2.04, 2), (2.1, 1)])
+def test_a_little_better_is_not_enough(seconds, quorum):
     """Counts that differ by less than the margin do not flap."""
-    teacher = Teacher(2)
+    teacher = Teacher(2, "rounds")
     for _ in range(48):
-        teacher.round(1.0, 2.0 * 1.01)
-    durations = [[1.0] * 48, [2.02] * 48]
-    rates = [fresh_rate(durations, count, 16) for count in (1, 2)]
-    assert rates[1] < rates[0] < MARGIN * rates[1], "the example has lost its point"
-    assert teacher.auto.choose(1).quorum == 2
+        teacher.round(1.0, seconds)
+    rates = [fresh_rate([[1.0] * 48, [seconds] * 48], count, 16, "rounds") for count in (1, 2)]
+    assert rates[1] < rates[0]
+    assert (rates[0] > MARGIN * rates[1]) == (quorum == 1), "the example has lost its point"
+    assert teacher.auto.choose(1).quorum == quorum
 
 
 def test_a_drain_says_nothing_about_the_ranks():
@@ -188,7 +189,7 @@ def test_auto_reaches_nearly_the_best_fixed_count(duration, pace):
     print(f"{duration.__name__} {pace}: auto {auto.rate:.2f}, best {best} of {P} with {rates[best]:.2f} a second")
     assert auto.rounds == ROUNDS
     assert auto.rate >= 0.95 * rates[best], f"{auto.rate / rates[best]:.3f} of {rates}"
-    if duration is not jitter:
+    if duration is not jitter and not (duration is slow and pace == "steps"):  # (there the bound makes all wait)
         assert min(rates.values()) < 0.8 * rates[best], "all counts are as good: it shows nothing"
     if best < P:
         assert "auto: " in auto.reasons[-1]
@@ -197,28 +198,24 @@ def test_auto_reaches_nearly_the_best_fixed_count(duration, pace):
 # -- the bound in time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quorum", ["solo", "majority", 3])
+@pytest.mark.parametrize("quorum", ["solo", 2, 3, "auto"])
 def test_a_rank_that_is_slow_for_good_gives_fewer_gradients_and_holds_nobody_in_pace_rounds(quorum):
     """Four ranks, one five times slower: as fast as the other three; in pace "steps" it holds them up."""
 
     def duration(rank: int, step: int) -> float:
-        return 1.5 if rank == 3 else 0.3
+        return 1.25 if rank == 3 else 0.25
 
-    def alone(rank: int, step: int) -> float:
-        return 0.3
+    def job(pace: str, size: int, staleness: int) -> Course:
+        config = EagerConfig(quorum, staleness, 0.0, 0, 1, pace)
+        return VirtualJob(config, size, duration, ROUNDS).run()
 
-    def job(pace: str, size: int, duration: Callable[[int, int], float], staleness: int = 16) -> Course:
-        return VirtualJob(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS).run()
-
-    three, rounds, steps = job("steps", 3, alone), job("rounds", 4, duration), job("steps", 4, duration)
-    assert three.seconds == pytest.approx(0.3 * ROUNDS, rel=0.02)
+    three, rounds, steps = job("steps", 3, 16), job("rounds", 4, 16), job("steps", 4, 16)
+    assert three.seconds == 0.25 * ROUNDS
     assert steps.seconds > 4 * three.seconds
-    if quorum == "majority":  # sometimes the slow rank is drawn, and all wait for it: 3/4 x 0.3 + 1/4 x (0.3 to 1.5)
-        assert rounds.seconds < 2.2 * three.seconds
-    else:
-        assert rounds.seconds == pytest.approx(three.seconds, rel=0.02)
-        assert rounds.given[3] == pytest.approx(ROUNDS / 5, abs=2)
-        assert max(rounds.staleness) == 4
-    tight = job("rounds", 4, duration, staleness=2)  # slower by more than the bound: it holds them up
+    learned = 0.0 if quorum != "auto" else (LEARN + 1) * 1.0  # s that synchronous rounds take longer
+    assert rounds.seconds == pytest.approx(three.seconds + learned, abs=1.5)
+    assert rounds.given[3] == pytest.approx(ROUNDS / 5, abs=3)
+    assert set(rounds.staleness) <= {0, 1, 4, 5}  # (at the same instant the first of three fires alone)
+    tight = job("rounds", 4, 2)  # slower by more than the bound: it holds them up
     assert tight.seconds > 1.5 * three.seconds
     assert max(tight.staleness) <= 2

@@ -16,7 +16,7 @@ LAYERS = [
     {"rounds", "options", "stats", "wire"},
     {"coordinator"},
     {"control", "engine"},
-    {"lifecycle", "transit"},
+    {"inbox", "lifecycle", "transit"},
     {"eager", "testing", "runner"},
     {"wrapping"},
     {"torch", "tensorflow"},

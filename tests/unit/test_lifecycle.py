@@ -100,7 +100,7 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def _offer(self) -> None:
+        def _eager_offer(self) -> None:
             done.append(("offered", self.number))
 
         def drain(self) -> int:

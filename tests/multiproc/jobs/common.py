@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.events import Command, Done
+from hvd_async.rounds import EagerEvent, Rounds
 from hvd_async.runner.inject import parse_inject
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
@@ -46,6 +48,42 @@ class Straggler:
         self._step += 1
         if seconds:
             time.sleep(seconds)
+
+
+class Baton:
+    """A file that one rank lays down and others wait for, where they must not use a collective for it."""
+
+    def __init__(self, name: str) -> None:
+        self._file = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"baton.{name}"
+
+    def lay(self) -> None:
+        """Let those go on that wait."""
+        self._file.touch()
+
+    def lay_when_done(self, rank: int) -> None:
+        """Lay it when the coordinator, which is in this process, has heard that ``rank`` is done."""
+        handle = Rounds.handle
+
+        def watched(rounds: Rounds, sender: int, event: EagerEvent, now: float) -> list[Command]:
+            commands = handle(rounds, sender, event, now)
+            if sender == rank and isinstance(event, Done):
+                Rounds.handle = handle  # type: ignore[method-assign]
+                self.lay()
+            return commands
+
+        Rounds.handle = watched  # type: ignore[method-assign]
+
+    def wait(self, timeout: float = 60.0) -> None:
+        """Until it is laid.
+
+        Raises:
+            TimeoutError: it was not.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._file.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody laid {self._file.name}")
+            time.sleep(0.01)
 
 
 def integers(shape: tuple[int, ...], rank: int, step: int, index: int) -> np.ndarray[Any, np.dtype[np.float64]]:

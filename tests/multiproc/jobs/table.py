@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Quorum = str | int
 QUORUMS: tuple[Quorum, ...] = ("solo", "majority", 2, "all")
@@ -42,3 +42,45 @@ def uneven(quorum: Quorum) -> str:
 def uneven_steps(phase: int, rank: int, size: int) -> int:
     """Steps of a rank in a phase: at first rank 0 has none, then the last rank has none, then only rank 0 has some."""
     return (3 * rank, 2 * (size - 1 - rank), 2 * (rank == 0))[phase]
+
+
+class Equality(NamedTuple):
+    """Ours in quorum "all" beside Horovod's, in torch.
+
+    Attributes:
+        theirs: keywords of Horovod's optimizer, and ``ours`` of ours, as text where they are objects.
+        passes: backward passes a step.
+        difference: between the weights after 30 steps, at the most.
+        buckets: of ours.
+    """
+
+    name: str
+    optimizer: str
+    theirs: dict[str, Any]
+    ours: dict[str, Any]
+    passes: int = 1
+    difference: float = 1e-6
+    buckets: int = 1
+
+
+def both(name: str, optimizer: str = "sgd", passes: int = 1, difference: float = 1e-6, **options: Any) -> Equality:
+    """The same keywords on both sides."""
+    return Equality(name, optimizer, options, options, passes, difference)
+
+
+SMALL = {"bucket_cap_mb": 1e-4}
+"""Of 105 bytes: every parameter but the smallest has a bucket of its own."""
+EQUALITIES = (
+    both("sgd"),
+    both("adam", "adam"),
+    Equality("sgd in buckets", "sgd", {}, SMALL, buckets=6),
+    Equality("adam in buckets", "adam", {}, SMALL, buckets=6),
+    both("sum", difference=1e-4, op="Sum"),
+    both("predivided", gradient_predivide_factor=2.0),
+    both("three passes", passes=3, backward_passes_per_step=3),
+    Equality("groups", "sgd", {"groups": 2}, {"groups": 2}, buckets=2),
+    both("fp16", compression="fp16", difference=5e-2),
+    Equality("fp16 in buckets", "sgd", {"compression": "fp16"}, {"compression": "fp16", **SMALL}, 1, 5e-2, 6),
+    Equality("bf16", "sgd", {}, {"compression": "bf16"}, difference=6e-2),
+    Equality("bf16 in buckets", "sgd", {}, {"compression": "bf16", **SMALL}, 1, 6e-2, 6),
+)

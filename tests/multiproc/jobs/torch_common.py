@@ -21,9 +21,9 @@ def crc(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's state, ordered by parameter and by name."""
-    states = optimizer.state_dict()["state"]
-    values = [states[index][key] for index in sorted(states) for key in sorted(states[index])]
+    """The optimizer's state, ordered by parameter and by name. (``state_dict()`` may be refused in mid-training.)"""
+    states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+    values = [state[key] for state in states for key in sorted(state)]
     return [torch.as_tensor(value) for value in values if value is not None]
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 from common import Report
+from table import EQUALITIES, Equality
 from torch_common import crc
 
 import hvd_async.torch as hvd
 
 STEPS = 30
-Wrap = Callable[[torch.optim.Optimizer, torch.nn.Module], Any]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
 }
+COMPRESSION = {"fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16, "none": hvd.Compression.none}
 
 
 def network() -> torch.nn.Module:
@@ -35,44 +36,64 @@ def network() -> torch.nn.Module:
     )
 
 
-def train(make: Callable[[Any], torch.optim.Optimizer], wrap: Wrap) -> tuple[torch.nn.Module, Any]:
-    """30 steps on this rank's own data."""
+def options_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords from what the table can hold."""
+    made = dict(given)
+    if "compression" in made:
+        made["compression"] = COMPRESSION[made["compression"]]
+    if "op" in made:
+        made["op"] = getattr(horovod, made["op"])
+    return made
+
+
+def train(case: Equality, wrap: Callable[..., Any], options: dict[str, Any]) -> tuple[torch.nn.Module, Any, int]:
+    """30 steps on this rank's own data; also how many buckets left before ``step()``."""
     model = network()
-    optimizer = wrap(make(model.parameters()), model)
+    optimizer = wrap(OPTIMIZERS[case.optimizer](model.parameters()), model.named_parameters(), **options_of(options))
+    early = 0
+    if isinstance(getattr(optimizer, "rounds", None), int):
+        worker = optimizer._eager_worker()
+        hand_over = worker.hand_over
+
+        def spy(bucket: int, vector: Any) -> None:
+            nonlocal early
+            early += 1
+            hand_over(bucket, vector)
+
+        worker.hand_over = spy
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     for _ in range(STEPS):
-        x = torch.randn(16, 1, 8, 8, generator=generator)
-        y = torch.randint(0, 10, (16,), generator=generator)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for _ in range(case.passes):
+            x = torch.randn(16, 1, 8, 8, generator=generator)
+            y = torch.randint(0, 10, (16,), generator=generator)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    return model, optimizer
+    return model, optimizer, early
+
+
+def farthest(one: Any, other: Any) -> float:
+    """The largest difference between two lists of tensors."""
+    return max(float((a - b).abs().max().detach()) for a, b in zip(one, other, strict=True))
 
 
 def main() -> None:
     hvd.init()
     report = Report(hvd.rank())
-    for name, make in OPTIMIZERS.items():
-        theirs, _ = train(
-            make, lambda optimizer, model: horovod.DistributedOptimizer(optimizer, model.named_parameters())
-        )
-        ours, optimizer = train(
-            make,
-            lambda optimizer, model: hvd.EagerOptimizer(optimizer, model.named_parameters(), quorum="all"),
-        )
+    for case in EQUALITIES:
+        theirs, _, _ = train(case, horovod.DistributedOptimizer, case.theirs)
+        ours, optimizer, early = train(case, hvd.EagerOptimizer, {**case.ours, "quorum": "all"})
         optimizer.drain()
-        start = network()
         report.put(
-            name,
-            difference=max(
-                float((a - b).abs().max().detach()) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)
-            ),
-            buffers=max(float((a - b).abs().max()) for a, b in zip(theirs.buffers(), ours.buffers(), strict=True)),
-            moved=max(
-                float((a - b).abs().max().detach()) for a, b in zip(start.parameters(), ours.parameters(), strict=True)
-            ),
+            case.name,
+            difference=farthest(theirs.parameters(), ours.parameters()),
+            buffers=farthest(theirs.buffers(), ours.buffers()),
+            moved=farthest(network().parameters(), ours.parameters()),
             weights=crc(ours.parameters()),
             rounds=optimizer.stats().rounds_applied,
+            early=early,
+            buckets=len(optimizer._eager.layout),
+            sent=optimizer.stats().bytes_sent / optimizer.stats().rounds,
         )
     hvd.shutdown()
     report.put("end")

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from common import Report, Straggler, whole_expected
+from common import Baton, Report, Straggler, whole_expected
 from torch_common import Batches, Whole, crc, mlp, state_tensors
 
 import hvd_async.torch as hvd
@@ -82,7 +82,11 @@ def join(report: Report) -> None:
     whole = Whole()
     optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo")
     whole_steps(optimizer, whole, 0, 3 - 2 * hvd.rank())
-    time.sleep(0.5 * hvd.rank())
+    here = Baton("join")
+    if hvd.rank() == 0:
+        here.lay_when_done(0)
+    else:
+        here.wait()
     report.put("join", last=hvd.join(), weights=whole.weights(), expected=whole_expected([3, 1]))
 
 

@@ -1,0 +1,274 @@
+"""torch: gradient scaling, overflows that stay at home, NaN, automatic mixed precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvd_async.torch as hvd
+from hvd_async.errors import ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.cases import Case
+from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
+
+SGD = Case("sgd", "sgd", 0.1)
+MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
+ADAM = Case("adam", "adam", 0.01)
+
+
+def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    images, labels = batch(rank, step)
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def make_scaler(scale: float) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+
+
+def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    if kind == "fused":
+        return torch.optim.Adam(parameters, lr=0.01, fused=True)
+    return plain({"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM}[kind], parameters)
+
+
+def by_hand(kind: str, gradients: list[Any]) -> Any:
+    """The model's weights after steps with these gradients."""
+    model = conv_model()
+    optimizer = make_optimizer(kind, model.parameters())
+    for gradient in gradients:
+        parts = torch.as_tensor(gradient, dtype=torch.float32).split([p.numel() for p in model.parameters()])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        optimizer.step()
+    return flat(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "fused"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_each_rank_its_own_scale(kind, unscale):
+    """Powers of two are exact: the averages are those of gradients that were never scaled."""
+
+    def train(rank: int) -> tuple[Any, list[Any]]:
+        model, scaler = conv_model(), make_scaler(2.0 ** (4 + 5 * rank))
+        opt = hvd.EagerOptimizer(make_optimizer(kind, model.parameters()), quorum="all", scaler=scaler)
+        true = []
+        for step in range(4):
+            opt.zero_grad()
+            scaler.scale(loss(model, rank, step)).backward()
+            true.append(flat(p.grad for p in model.parameters()) / scaler.get_scale())
+            if unscale:
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                true[-1] *= min(1.0, 0.05 / np.linalg.norm(true[-1]))
+            scaler.step(opt)
+            scaler.update()
+        opt.drain()
+        assert opt.stats().gradients_skipped == 0
+        return flat(model.parameters()), true
+
+    outcomes = Cluster(2).run(train)
+    averages = [sum(parts) / 2 for parts in zip(*(true for _, true in outcomes), strict=True)]
+    for weights, _ in outcomes:
+        assert weights.tobytes() == outcomes[0][0].tobytes()
+        np.testing.assert_allclose(weights, by_hand(kind, averages), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "fused"])
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_nobody(kind, quorum):
+    """Rank 1 begins with a scale that float32 cannot bear: its first steps overflow, until the scale has fallen."""
+
+    def train(rank: int) -> tuple[Any, list[Any], Any]:
+        model, scaler = conv_model(), make_scaler(2.0**127 if rank else 16.0)
+        opt = hvd.EagerOptimizer(make_optimizer(kind, model.parameters()), quorum=quorum, scaler=scaler)
+        true = []
+        for step in range(8):
+            opt.zero_grad()
+            value = loss(model, rank, step) * 8
+            true.append(flat(torch.autograd.grad(value, list(model.parameters()), retain_graph=True)))
+            scaler.scale(value).backward()
+            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+            if not finite:
+                true[-1] *= 0
+            before = scaler.get_scale()
+            scaler.step(opt)
+            scaler.update()
+            assert (scaler.get_scale() < before) == (not finite)
+        opt.drain()
+        return flat(model.parameters()), true, opt.stats()
+
+    outcomes = Cluster(2).run(train)
+    lost = sum(not gradient.any() for gradient in outcomes[1][1])
+    assert 1 <= lost < 8, "the example has lost its point"
+    for rank, (weights, _, stats) in enumerate(outcomes):
+        assert weights.tobytes() == outcomes[0][0].tobytes()
+        assert np.isfinite(weights).all()
+        assert stats.steps == 8
+        assert stats.gradients_skipped == (lost if rank else 0)
+        assert stats.gradients_produced == 8 - stats.gradients_skipped
+        assert stats.gradients_applied == stats.total_produced == 16 - lost
+    if quorum == "all":
+        averages = [sum(parts) / 2 for parts in zip(*(true for _, true, _ in outcomes), strict=True)]
+        np.testing.assert_allclose(outcomes[0][0], by_hand(kind, averages), rtol=0, atol=1e-5)
+
+
+def test_a_scaler_must_be_told_of():
+    def train(rank: int) -> None:
+        trainer, scaler = TorchTrainer(SGD), make_scaler(4.0)
+        trainer.opt.zero_grad()
+        scaler.scale(loss(trainer.model, rank, 0)).backward()
+        with pytest.raises(ReplicaStateError, match="pass scaler=scaler to EagerOptimizer"):
+            scaler.step(trainer.opt)
+        assert trainer.opt.stats().steps == 0
+
+    Cluster(1).run(train)
+
+
+def test_with_a_scaler_the_scaler_steps():
+    def train(rank: int) -> None:
+        trainer = TorchTrainer(SGD, scaler=make_scaler(4.0))
+        trainer.gradient(rank, 0)
+        with pytest.raises(ReplicaStateError, match=r"call scaler\.step\(optimizer\) and scaler\.update\(\)"):
+            trainer.opt.step()
+        with pytest.raises(ReplicaStateError, match=r"round_transform=, and call scaler\.step\(optimizer\)"):
+            trainer.opt.synchronize()
+        assert trainer.opt.stats().steps == 0
+
+    Cluster(1).run(train)
+
+
+def test_a_scaler_that_is_disabled_changes_nothing():
+    def train(rank: int) -> bytes:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        trainer = TorchTrainer(MOMENTUM, quorum="all", scaler=scaler)
+        for step in range(3):
+            trainer.opt.zero_grad()
+            scaler.scale(loss(trainer.model, rank, step)).backward()
+            scaler.step(trainer.opt)
+            scaler.update()
+        trainer.opt.drain()
+        return trainer.weights().tobytes()
+
+    def without(rank: int) -> bytes:
+        trainer = TorchTrainer(MOMENTUM, quorum="all")
+        trainer.train(rank, range(3))
+        trainer.opt.drain()
+        return trainer.weights().tobytes()
+
+    assert Cluster(2).run(train) == Cluster(2).run(without)
+
+
+def test_bfloat16_autocast_needs_no_scaler():
+    def train(rank: int) -> tuple[Any, int]:
+        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=TINY)
+        log = hand_overs(trainer.opt)
+        for step in range(4):
+            trainer.opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = loss(trainer.model, rank, step)
+            value.backward()
+            trainer.opt.step()
+        trainer.opt.drain()
+        return flat(trainer.model.parameters()), len(log)
+
+    model = conv_model()
+    optimizer = plain(MOMENTUM, model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = (loss(model, 0, step) + loss(model, 1, step)) / 2
+        value.backward()
+        optimizer.step()
+    outcomes = Cluster(2).run(train)
+    assert outcomes[0][0].tobytes() == outcomes[1][0].tobytes()
+    np.testing.assert_allclose(outcomes[0][0], flat(model.parameters()), rtol=0, atol=5e-3)
+    assert [early for _, early in outcomes] == [16, 16]
+
+
+# -- what is not finite ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("quorum", ["solo", "all"])
+def test_what_is_not_finite_is_left_out_and_counted(quorum, early, bad):
+    """Rank 1's second step: the bucket that has it goes empty, the other bucket as it is."""
+
+    def train(rank: int) -> tuple[list[float], Any]:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum=quorum, bucket_cap_mb=TINY)
+        opt._eager_worker()
+        for step in range(4):
+            if early:
+                opt.zero_grad()
+            factor = torch.tensor([1.0, bad if (rank, step) == (1, 1) else 1.0])
+            for parameter in parameters:
+                parameter.grad = None
+            ((parameters[0] * factor).sum() + parameters[1].sum()).backward()
+            opt.step()
+        opt.drain()
+        return [x for p in parameters for x in p.tolist()], opt.stats()
+
+    for rank, (weights, stats) in enumerate(Cluster(2).run(train)):
+        assert weights == [-3.5, -3.5, -4.0, -4.0]
+        assert stats.gradients_skipped == rank
+        assert stats.gradients_produced == 4  # of the bucket that had most
+        assert stats.steps == 4
+
+
+def test_sums_of_large_finite_numbers_are_no_reason_to_skip():
+    def train(rank: int) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        opt = hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=1e-38), quorum="all")
+        parameter.grad = torch.full((4,), 2e38)  # their sum is infinite in float32
+        opt.step()
+        opt.drain()
+        assert opt.stats().gradients_skipped == 0
+        return parameter[0].item()
+
+    assert Cluster(1).run(train) == [pytest.approx(-2.0)]
+
+
+def test_raise_names_the_parameters_and_hands_nothing_over():
+    def train(rank: int) -> tuple[bytes, Any]:
+        trainer = TorchTrainer(MOMENTUM, quorum="all", nonfinite="raise", bucket_cap_mb=TINY)
+        log = hand_overs(trainer.opt)
+        for step in range(3):
+            trainer.gradient(rank, step)
+            if (rank, step) == (1, 1):
+                trainer.model[3].bias.grad[0] = math.nan
+                with pytest.raises(FloatingPointError, match=r"not finite.*: the gradients of 3\.bias$"):
+                    trainer.opt.step()
+                assert trainer.opt.stats().steps == 1
+                trainer.gradient(rank, step)  # another try at it
+            trainer.opt.step()
+        trainer.opt.drain()
+        assert log == []
+        return trainer.weights().tobytes(), trainer.opt.stats().gradients_applied
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+    assert one[1] == 6
+
+
+@pytest.mark.parametrize("value", [1e5, -1e5, 6e4, 3e4])
+def test_float16_compression_is_cut_off_where_the_sum_over_the_ranks_could_be_infinite(value):
+    limit = 65504 / 2
+
+    def train(rank: int) -> tuple[list[float], int]:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        opt = hvd.EagerOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), quorum="all", compression=hvd.Compression.fp16, max_staleness=4
+        )
+        parameter.grad = torch.tensor([1.0, value, 1.0])  # on both ranks: 6e4 + 6e4 is no float16
+        opt.step()
+        opt.drain()
+        return parameter.tolist(), opt.stats().gradients_skipped
+
+    for weights, skipped in Cluster(2).run(train):
+        assert skipped == 0
+        assert weights == pytest.approx([-1.0, -max(-limit, min(limit, value)), -1.0], rel=1e-3)

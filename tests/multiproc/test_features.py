@@ -1,0 +1,82 @@
+"""Process sets, pace by rounds, cut and resume, under ``horovodrun`` at 4 ranks, in one job."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Job, RunJob
+
+pytestmark = pytest.mark.multiproc
+
+ROUNDS = 60
+STALENESS = 8
+
+
+@pytest.fixture
+def features(job: RunJob) -> Job:
+    """The job."""
+    return job("torch_features.py", 4, timeout=240.0)
+
+
+def test_the_job_ends_well(features: Job) -> None:
+    features.check().case("end")
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_process_sets_average_over_their_ranks(features: Job, compression: str) -> None:
+    ranks = features.case(f"process sets {compression}")
+    for rank in ranks:
+        assert rank["held"] == 2
+        assert rank["distance"] == 0.0
+        for what in ("own", "every"):
+            for weights, expected in zip(rank[what], rank[f"{what}_expected"], strict=True):
+                assert weights == pytest.approx(expected, abs=1e-4), what
+    assert ranks[0]["own"] == ranks[2]["own"] != ranks[1]["own"] == ranks[3]["own"]
+    assert len({str(rank["every"]) for rank in ranks}) == 1
+
+
+def test_a_process_set_without_this_rank_is_refused(features: Job) -> None:
+    for index, rank in enumerate(features.case("process set of others")):
+        assert f"rank {index} is not in the process set of ranks" in rank["text"]
+
+
+@pytest.mark.parametrize("case", ["pace even", "pace rounds", "pace steps"])
+def test_every_pace_keeps_the_promises(features: Job, case: str) -> None:
+    ranks = features.case(case)
+    assert len({rank["weights"] for rank in ranks}) == 1
+    produced = sum(rank["produced"] for rank in ranks)
+    for rank in ranks:
+        assert rank["produced"] == rank["steps"]
+        assert rank["applied"] == rank["total"] == produced
+        assert rank["rounds"] >= ROUNDS
+        assert sum(rank["staleness"].values()) == rank["produced"]
+        assert max(int(s) for s in rank["staleness"]) <= STALENESS
+
+
+def test_a_rank_that_is_five_times_slower_holds_nobody_in_pace_rounds(features: Job) -> None:
+    even, rounds, steps = (
+        max(rank["seconds"] for rank in features.case(f"pace {name}")) for name in ("even", "rounds", "steps")
+    )
+    print(f"{ROUNDS} rounds: {even:.2f} s; with one rank five times slower {rounds:.2f} s, in pace steps {steps:.2f} s")
+    assert rounds < min(1.5 * even, 0.7 * steps)
+    assert steps > 1.6 * even
+    ranks = features.case("pace rounds")
+    assert ranks[1]["steps"] < 0.5 * ROUNDS
+    assert max(int(s) for s in ranks[1]["staleness"]) >= 3
+    assert min(rank["steps"] for index, rank in enumerate(ranks) if index != 1) > 0.8 * ROUNDS
+
+
+def test_a_cut_job_that_is_resumed_loses_no_gradient(features: Job) -> None:
+    ranks = features.case("cut and resume")
+    assert ranks[-1]["pending"] == 3
+    for rank in ranks:
+        assert rank["weights"] == rank["expected"]
+        assert rank["old"] == rank["old_expected"]
+        assert rank["at_cut"] == ranks[0]["at_cut"] != rank["old_expected"]
+        assert rank["rounds"] == rank["before"] + rank["now"]
+
+
+def test_a_synchronous_job_that_is_resumed_twice_ends_with_the_same_bits(features: Job) -> None:
+    once, often = features.case("resumed 1"), features.case("resumed 3")
+    assert {rank["weights"] for rank in once} == {rank["weights"] for rank in often}
+    assert len({rank["weights"] for rank in once}) == 1
+    assert {rank["rounds"] for rank in [*once, *often]} == {12}
