@@ -28,8 +28,8 @@ class Drainable(Protocol):
     def _eager_offer(self) -> None:
         """Tell the others that this rank's optimizer is there, without waiting for them."""
 
-    def drain(self) -> int:
-        """Collective; returns the rank that was last to be done."""
+    def _eager_drain_all(self) -> int:
+        """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
 
 
 class Lifecycle:
@@ -106,7 +106,7 @@ class Lifecycle:
             optimizer._eager_offer()  # before the first waits: others may be waiting for this rank to open the second
         # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
         # and wait for the garbage collector on another, which would then drain once more often.
-        return optimizers[-1].drain() if optimizers else None
+        return optimizers[-1]._eager_drain_all() if optimizers else None
 
     def shutdown(self) -> None:
         """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""

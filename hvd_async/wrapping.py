@@ -132,6 +132,12 @@ class Wrapped:
         """End a drain (``flush``) or a cut: all rounds are applied."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
+    def _eager_drain_all(self) -> int:
+        """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
+        worker = self._eager_worker()
+        worker.engine.drain()
+        return worker.last_done
+
     def _eager_offer(self) -> None:
         """Tell the other ranks that this optimizer is there, without waiting for them."""
         state = self._eager

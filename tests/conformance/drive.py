@@ -92,7 +92,7 @@ class ScriptedWorker:
 
 
 def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
-    """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met (it lays out its buckets then)."""
+    """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
     opt._eager_new_worker(worker.engine, lambda flush: None, lambda round_: None)
     opt._eager.worker = worker
     return worker

@@ -103,7 +103,7 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
         def _eager_offer(self) -> None:
             done.append(("offered", self.number))
 
-        def drain(self) -> int:
+        def _eager_drain_all(self) -> int:
             done.append(("drained", self.number))
             return 3
 
