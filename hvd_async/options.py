@@ -86,15 +86,20 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
     return 1.0 / predivide, predivide / size
 
 
-def refuse(**given: tuple[Any, Any]) -> None:
-    """Refuse Horovod's parameters that are not served, rather than ignore them.
-
-    Args:
-        given: name=(value, the only value that is served).
+def members_of(process_set: Any, rank: int) -> tuple[int, ...]:
+    """The ranks of a process set of some ranks, of which this one must be.
 
     Raises:
-        ValueError: one differs.
+        ValueError: it is not, or Horovod does not know the process set.
     """
-    for name, (value, only) in given.items():
-        if value is not only and value != only:
-            raise ValueError(f"{name}={value!r} is not supported by EagerOptimizer: leave it out")
+    if not hasattr(process_set, "process_set_id"):
+        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
+    if process_set.process_set_id is None:
+        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
+    members = tuple(process_set.ranks)
+    if rank not in members:
+        raise ValueError(
+            f"rank {rank} is not in the process set of ranks {list(members)}: wrap the optimizer on those ranks only, "
+            f"or with a process set that this rank is in"
+        )
+    return members

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvd_async import activation
-from hvd_async.options import check_eager_options, check_passes, scales
+from hvd_async.options import check_eager_options, check_passes, members_of, scales
 from hvd_async.tensorflow.buffers import Sharers
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import check_compression
@@ -167,14 +167,7 @@ def _sharers(process_set: Any) -> Sharers:
     rank, size = LIFECYCLE.world()
     if process_set is hvd.global_process_set or process_set is None:
         return Sharers(None, tuple(range(size)), rank)
-    ranks = tuple(process_set.ranks)
-    if process_set.process_set_id is None:
-        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
-    if rank not in ranks:
-        raise ValueError(
-            f"rank {rank} is not in the process set of ranks {list(ranks)}: wrap the optimizer on those ranks only, or "
-            f"with a process set that this rank is in"
-        )
+    ranks = members_of(process_set, rank)
     return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id)
 
 

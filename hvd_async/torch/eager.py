@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async import activation
-from hvd_async.options import check_eager_options, check_passes, scales
+from hvd_async.options import check_eager_options, check_passes, members_of, scales
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression, check_compression
 from hvd_async.torch.settings import RoundTransform, Settings
@@ -147,16 +147,7 @@ def _place(process_set: Any) -> tuple[int, int, tuple[int, ...]]:
     rank, size = LIFECYCLE.world()
     if process_set is hvd.global_process_set or process_set is None:
         return size, rank, ()
-    if not hasattr(process_set, "process_set_id"):
-        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
-    members = tuple(process_set.ranks)
-    if process_set.process_set_id is None:
-        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
-    if rank not in members:
-        raise ValueError(
-            f"rank {rank} is not in the process set of ranks {list(members)}: wrap the optimizer on those ranks only, "
-            f"or with a process set that this rank is in"
-        )
+    members = members_of(process_set, rank)
     return len(members), members.index(rank), members
 
 

@@ -175,3 +175,32 @@ def test_what_is_broken_off_can_be_done_again(broken_off):
     stalled = threading.Semaphore(0)
     steps = 3 if broken_off == "step" else 2
     assert Cluster(2).run(train) == [-float(steps)] * 2
+
+
+def test_batch_norm_statistics_of_a_rank_that_saw_nan_have_no_say():
+    def train(rank: int) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        mean = torch.tensor([float("nan"), 1.0] if rank == 1 else [2.0 * rank, 4.0])
+        opt = hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=1.0), named_buffers=[("mean", mean)])
+        opt.drain()
+        return mean.tolist()
+
+    assert Cluster(3).run(train) == [[2.0, 4.0]] * 3
+
+
+def test_a_rank_that_leaves_without_a_step_that_others_wait_for_is_named():
+    def train(rank: int) -> None:
+        parameter, opt = one_weight(quorum="solo")
+        if rank == 0:
+            take_step(parameter, opt)
+
+    first, _ = Cluster(2).outcomes(train, timeout=20)
+    assert "rank 1 on host host1 left without a step or drain() of optimizer 0" in str(first)
+
+
+def test_no_process_set_is_refused_with_a_hint():
+    def train(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"pass an hvd\.ProcessSet"):
+            one_weight(process_set=object())
+
+    Cluster(1).run(train)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.options import check_eager_options, check_passes, refuse, scales
+from hvd_async.options import check_eager_options, check_passes, scales
 
 
 @pytest.mark.parametrize("max_staleness", [-1, 1.0, "2", None, True])
@@ -29,13 +29,6 @@ def test_wrong_quorum():
 )
 def test_right_ones(quorum, max_staleness, grace):
     check_eager_options(quorum, max_staleness, grace, "local", 4)
-
-
-def test_refuse():
-    anything = object()
-    refuse(op=(anything, anything), groups=(None, None), factor=(1, 1.0))
-    with pytest.raises(ValueError, match="groups=3 is not supported by EagerOptimizer: leave it out"):
-        refuse(op=(anything, anything), groups=(3, None))
 
 
 def test_wrong_buffers():
