@@ -15,7 +15,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hvd_async", "hvd_async.*"]),
     package_data={"hvd_async": ["py.typed"]},
-    install_requires=["msgspec", "psutil", "pyzmq"],
+    install_requires=["msgspec", "numpy", "psutil", "pyzmq"],
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
@@ -24,6 +24,7 @@ setup(
             "hypothesis",
             "matplotlib",
             "mypy",
+            "networkx",
             "pytest",
             "pytest-timeout",
             "ruff",

@@ -1,0 +1,116 @@
+"""Mixing matrices: stochastic, mean-preserving, contracting as their singular values say; what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_async import mixing, topology
+from hvd_async.topology import Topology
+
+SIZES = st.integers(1, 17)
+NAMES = st.sampled_from(sorted(topology.NAMED))
+SYMMETRIC = st.sampled_from(["bipartite-exponential", "bipartite-linear", "ring", "mesh", "star", "complete"])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def disagreement(x):
+    """sqrt(sum over ranks of |x_i - mean|^2)."""
+    return np.linalg.norm(x - x.mean(axis=0))
+
+
+@given(NAMES, SIZES)
+def test_uniform_weights_are_column_stochastic_on_every_graph(name, size):
+    graph = topology.named(name, size)
+    for weights in mixing.matrices(graph, "uniform"):
+        mixing.check_columns(weights)
+        if graph.regular:
+            mixing.check_doubly(weights)
+
+
+@given(SYMMETRIC, SIZES)
+def test_metropolis_weights_are_symmetric_and_doubly_stochastic(name, size):
+    for weights in mixing.matrices(topology.named(name, size), "metropolis"):
+        mixing.check_doubly(weights)
+        np.testing.assert_array_equal(weights, weights.T)
+        assert (np.diag(weights) > 0).all()
+
+
+@settings(max_examples=40)
+@given(NAMES, SIZES, SEEDS)
+def test_push_sum_keeps_the_sums_and_finds_the_mean_on_every_graph(name, size, seed):
+    random = np.random.default_rng(seed)
+    x, w = random.normal(size=(size, 3)), np.ones((size, 1))
+    mean = x.mean(axis=0)
+    matrices = mixing.matrices(topology.named(name, size), "uniform")
+    for step in range(250 * len(matrices)):  # the slowest, a one-way ring of 8, shrinks by cos(pi / 8) a step
+        weights = matrices[step % len(matrices)]
+        x, w = weights @ x, weights @ w
+        np.testing.assert_allclose(x.sum(axis=0) / size, mean, atol=1e-12)
+        assert w.sum() == pytest.approx(size)
+        assert (w > 0).all()
+    if size <= 8:
+        np.testing.assert_allclose(x / w, np.tile(mean, (size, 1)), atol=1e-6)
+
+
+@given(SYMMETRIC, SIZES, SEEDS)
+def test_a_period_shrinks_disagreement_by_the_second_singular_value_at_least(name, size, seed):
+    matrices = mixing.matrices(topology.named(name, size), "metropolis")
+    x = np.random.default_rng(seed).normal(size=(size, 4))
+    before, mean = disagreement(x), x.mean(axis=0)
+    for weights in matrices:
+        x = weights @ x
+    np.testing.assert_allclose(x.mean(axis=0), mean, atol=1e-12)
+    assert disagreement(x) <= mixing.contraction(matrices) * before + 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_one_peer_exponential_agrees_exactly_after_one_period_at_powers_of_two(size):
+    matrices = mixing.matrices(topology.exponential(size), "uniform")
+    assert mixing.contraction(matrices) == pytest.approx(0.0, abs=1e-12)
+    assert mixing.spectral_gap(matrices) == pytest.approx(1.0, abs=1e-3)
+    assert mixing.mixing_time(matrices) <= 2 * len(matrices)
+
+
+def test_the_gap_of_a_ring_is_the_known_one():
+    (weights,) = mixing.matrices(topology.ring(9), "metropolis")
+    second = (1 + 2 * math.cos(2 * math.pi / 9)) / 3
+    assert mixing.second_eigenvalue([weights]) == pytest.approx(second)
+    assert mixing.spectral_gap([weights]) == pytest.approx(1 - second)
+    assert mixing.mixing_time([weights], 1e-3) == pytest.approx(math.log(1e-3) / math.log(second))
+
+
+def test_a_graph_without_a_gap_never_mixes():
+    apart = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
+    assert mixing.mixing_time(mixing.matrices(apart, "metropolis")) == math.inf
+    with pytest.raises(ValueError, match="nothing of rank 0 ever reaches rank 2"):
+        mixing.check_connected(apart)
+    one_way = Topology("one way", 3, (frozenset({(0, 1)}), frozenset({(1, 2)})))
+    with pytest.raises(ValueError, match="nothing of rank 1 ever reaches rank 0"):
+        mixing.check_connected(one_way)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "hint"),
+    [
+        ([[1.0, 0.5], [0.0, 0.4]], "rank 1 gives away 0.9"),
+        ([[1.0, 0.5], [0.0, 0.5]], "rank 0 takes in 1.5"),
+        ([[1.2, 0.0], [-0.2, 1.0]], "the edge from rank 0 to rank 1 is -0.2"),
+        ([[math.nan, 0.0], [0.0, 1.0]], "from rank 0 to rank 0 is nan"),
+        ([[1.0, 0.0]], r"shape \(1, 2\)"),
+    ],
+)
+def test_what_does_not_mix_is_refused_by_name(matrix, hint):
+    with pytest.raises(ValueError, match=hint):
+        mixing.check_doubly(np.array(matrix))
+
+
+def test_metropolis_weights_refuse_directed_graphs_and_unknown_schemes():
+    with pytest.raises(ValueError, match="rank 0 sends to rank 1 at step 0 and gets no answer"):
+        mixing.matrices(topology.exponential(4), "metropolis")
+    with pytest.raises(ValueError, match="'uniform', 'metropolis'"):
+        mixing.matrices(topology.ring(4), "random")

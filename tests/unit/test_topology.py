@@ -1,0 +1,141 @@
+"""Graphs as data: degrees, symmetry and connectivity at every size; what is refused."""
+
+from __future__ import annotations
+
+import networkx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_async import topology
+from hvd_async.topology import Topology
+
+SIZES = st.integers(1, 33)
+NAMES = st.sampled_from(sorted(topology.NAMED))
+SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
+REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star"}
+
+
+@given(NAMES, SIZES)
+def test_every_graph_exists_and_is_connected_at_every_size(name, size):
+    graph = topology.named(name, size)
+    assert graph.size == size
+    assert graph.unreachable() is None
+    for step in range(graph.period):
+        for rank in range(size):
+            assert rank not in graph.out(rank, step)
+            for peer in graph.out(rank, step):
+                assert rank in graph.into(peer, step)
+                assert peer in graph.neighbours(rank)
+            assert len(set(graph.out(rank, step))) == len(graph.out(rank, step))
+
+
+@given(NAMES, SIZES)
+def test_the_table_says_which_are_symmetric_and_which_regular(name, size):
+    graph = topology.named(name, size)
+    assert graph.symmetric or name not in SYMMETRIC
+    assert graph.regular or name not in REGULAR
+    if size > 4:
+        assert graph.symmetric == (name in SYMMETRIC)
+
+
+@given(SIZES)
+def test_phases_come_back(size):
+    graph = topology.exponential(size)
+    for rank in range(size):
+        assert graph.out(rank, 0) == graph.out(rank, graph.period) == graph.out(rank, 7 * graph.period)
+
+
+@pytest.mark.parametrize(("size", "hops"), [(1, []), (2, [1]), (3, [1, 2]), (5, [1, 2, 4]), (8, [1, 2, 4])])
+def test_one_peer_exponential_hops_double(size, hops):
+    graph = topology.exponential(size)
+    found = [(graph.out(0, step)) for step in range(graph.period)]
+    assert found == ([(hop % size,) for hop in hops] or [()])
+
+
+@given(st.integers(3, 33), st.data())
+def test_several_peers_are_all_different_ones(size, data):
+    peers = data.draw(st.integers(1, size - 1))
+    graph = topology.exponential(size, peers)
+    for step in range(graph.period):
+        degrees = {len(graph.out(rank, step)) for rank in range(size)}
+        assert len(degrees) == 1
+        assert 1 <= max(degrees) <= peers
+    assert graph.out(0, 0) == tuple(range(1, peers + 1))
+    assert graph.unreachable() is None
+
+
+@given(st.integers(1, 32))
+def test_in_a_bipartite_graph_nobody_has_two_partners(size):
+    for graph in (topology.bipartite_exponential(size), topology.bipartite_linear(size)):
+        for step in range(graph.period):
+            partners = [graph.out(rank, step) for rank in range(size)]
+            assert all(len(own) <= 1 for own in partners)
+            assert sum(not own for own in partners) == size % 2
+
+
+def test_a_mesh_is_as_square_as_it_can_be():
+    degrees = [len(topology.mesh(12).out(rank, 0)) for rank in range(12)]  # 3 x 4
+    assert sorted(degrees) == [2] * 4 + [3] * 6 + [4] * 2
+    assert [len(topology.mesh(5).out(rank, 0)) for rank in range(5)] == [1, 2, 2, 2, 1]
+
+
+@given(st.integers(2, 17), st.sampled_from(["static-exponential", "complete", "ring", "star"]))
+def test_one_peer_takes_every_neighbour_in_its_turn(size, name):
+    static = topology.named(name, size)
+    graph = topology.one_peer(static)
+    for rank in range(size):
+        visited = {graph.out(rank, step) for step in range(graph.period)}
+        assert visited == {(peer,) for peer in static.out(rank, 0)}
+
+
+def test_one_peer_goes_clockwise_from_the_next_rank():
+    graph = topology.one_peer(topology.complete(4))
+    assert [graph.out(2, step) for step in range(3)] == [(3,), (0,), (1,)]
+
+
+@given(st.integers(1, 5), st.sampled_from([1, 3, 4, 5]), st.sampled_from(["ring", "exponential"]))
+def test_inner_outer_sends_one_rank_of_each_host_outside(hosts, local_size, outer):
+    graph = topology.inner_outer(hosts * local_size, local_size, outer)
+    assert graph.unreachable() is None
+    for step in range(graph.period):
+        for rank in range(graph.size):
+            for peer in graph.out(rank, step):
+                inside = peer // local_size == rank // local_size
+                assert inside == (rank % local_size != step % local_size)
+                assert inside or peer % local_size == rank % local_size
+
+
+def test_networkx_graphs_go_both_ways_if_they_are_undirected():
+    graph = topology.from_networkx(networkx.petersen_graph())
+    assert graph.symmetric
+    assert graph.regular
+    assert graph.size == 10
+    directed = topology.from_networkx(networkx.DiGraph([(0, 1), (1, 2), (2, 0), (2, 2)]))
+    assert not directed.symmetric
+    assert directed.out(2, 0) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: topology.named("torus", 4), "take one of bipartite-exponential|take one of exponential"),
+        (lambda: topology.named("exponential", 4, 4), "a rank has 3 others"),
+        (lambda: topology.named("exponential", 4, 0), "take 1 or more"),
+        (lambda: topology.named("ring", 4, 2), "leave peers out"),
+        (lambda: topology.ring(4, "up"), "'left', 'right' or 'both'"),
+        (lambda: topology.static_exponential(4, 1), "take 2 or more"),
+        (lambda: topology.inner_outer(6, 4), "does not divide 6 ranks"),
+        (lambda: topology.inner_outer(6, 2), "take 3 or more"),
+        (lambda: topology.inner_outer(6, 3, "star"), "'ring' or 'exponential'"),
+        (lambda: topology.one_peer(topology.exponential(4)), "wants a static one"),
+        (lambda: topology.from_networkx(networkx.Graph([("a", "b")])), "convert_node_labels_to_integers"),
+        (lambda: Topology("mine", 2, (frozenset({(0, 2)}),)), r"edge \(0, 2\) leaves the ranks 0 to 1"),
+        (lambda: Topology("mine", 2, (frozenset({(1, 1)}),)), "rank 1 sends to itself"),
+        (lambda: Topology("mine", 0, (frozenset(),)), "1 or more"),
+        (lambda: Topology("mine", 2, ()), "at least one"),
+    ],
+)
+def test_what_is_no_graph_is_refused_with_a_hint(make, hint):
+    with pytest.raises(ValueError, match=hint):
+        make()
