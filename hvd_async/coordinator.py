@@ -42,7 +42,7 @@ class Coordinator:
         self._started = clock()
         self._left: set[int] = set()
         self._rounds: dict[int, Rounds] = {}
-        self._waits: dict[int, tuple[object, float]] = {}
+        self._waits: dict[str, tuple[object, float]] = {}
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
         self._over = False
@@ -170,16 +170,17 @@ class Coordinator:
         if now - self._looked_at < self._warn_after / 8:
             return
         self._looked_at = now
-        for number, rounds in self._rounds.items():
-            waiting = rounds.waiting_for()
-            seen, since = self._waits.get(number, (None, now))
+        waits = {f" of optimizer {number}": rounds.waiting_for() for number, rounds in self._rounds.items()}
+        waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
+        for whose, waiting in waits.items():
+            seen, since = self._waits.get(whose, (None, now))
             if waiting is None or seen != waiting:
-                self._waits[number] = (waiting, now)
+                self._waits[whose] = (waiting, now)
             elif now - since >= self._warn_after:
                 what, ranks = waiting
                 names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
                 notice(
-                    f"{what} of optimizer {number} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
+                    f"{what}{whose} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
                     f"alive, but slow or not calling step()/drain(). Waiting on."
                 )
-                self._waits[number] = (waiting, now)
+                self._waits[whose] = (waiting, now)

@@ -76,6 +76,8 @@ class EagerWorker:
         self._restored = False
         self._wait_s = 0.0
         self._announced = False
+        self._told: Hyper | None = None
+        """The hyperparameters that the coordinator knows of."""
         self._total_produced: int | None = None
         self._settled_at = 0
         """Steps at the last drain or cut."""
@@ -125,10 +127,9 @@ class EagerWorker:
     def offer(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """The first half of ``open``: tell the coordinator, do not wait for the others."""
         if self._number is None:
-            number = self.engine.register(self, self.wire.process_set_id)
-            self._number = number
+            self._number, self._told = self.engine.register(self, self.wire.process_set_id), hyper or []
             members, loaded = list(self.wire.members), self._restored
-            opened = Opened(number, self.config, names, checksums, members, loaded, hyper or [])
+            opened = Opened(self._number, self.config, names, checksums, members, loaded, self._told)
             self.engine.post(lambda: self.engine.send(opened))
 
     def meet(self) -> None:
@@ -185,14 +186,15 @@ class EagerWorker:
         version, step = self._version, self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
-        self._steps += 1
         self._keep(None)
-        self._skipped += self._empty
+        self._steps, self._skipped = self._steps + 1, self._skipped + self._empty
         self._handed.clear()
         self._empty = False
 
+        told, self._told = None if hyper == self._told else hyper, hyper
+
         def hand_over() -> None:
-            self.engine.send(Stepped(number, step, hyper))
+            self.engine.send(Stepped(number, step, told))
             for bucket, vector in vectors.items():
                 self._arrive(number, bucket, vector, version, step)
 
@@ -281,11 +283,8 @@ class EagerWorker:
         return self._inbox.complete(self._version)
 
     def conclude(self, flush: bool) -> None:
-        """All ranks are done: re-base the counters, check that no gradient was lost, and let the binding end it.
-
-        Raises:
-            GradientLossError: gradients applied are not gradients produced.
-        """
+        """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
+        binding end it."""
         drained = self._inbox.take_drained()
         self._announced = False
         self._settled_at = self._steps

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.events import Bye, Command, Event, Failed, Leaving, Lost, Welcome
+from hvd_async.notices import notice
 from hvd_async.protocols import Channel, Collectives, Gone, Handle, Vector
 
 OPTIMIZERS = 1 << 16
@@ -26,7 +27,13 @@ CAUSE_WAIT = 5.0
 
 
 class Participant(Protocol):
-    """One optimizer's engine-side half."""
+    """One optimizer's engine-side half.
+
+    Attributes:
+        last_done: the rank that was last to be done in the last drain, -1 before there was one.
+    """
+
+    last_done: int
 
     def obey(self, command: Command) -> None:
         """Carry out a command for this optimizer (engine thread)."""
@@ -62,6 +69,7 @@ class Engine:
         self.failure: Exception | None = None
         self.timeout = float(os.environ.get("HVD_ASYNC_TIMEOUT", "inf"))
         """Opt-in limit (s) on every wait for other ranks."""
+        self._warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
         self._connect = connect
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()
@@ -161,9 +169,17 @@ class Engine:
                 a slow rank is warned about by the coordinator, a lost one makes the engine fail.
         """
         started = time.monotonic()
+        warn_at = started + self._warn_after
         with self.changed:
             while not ready():
                 self.check()
+                if self._channel is None and time.monotonic() > warn_at:
+                    warn_at += self._warn_after
+                    notice(
+                        f"rank {self.rank} has waited {self._warn_after:.0f} s more for others to begin: every rank of "
+                        f"the job must wrap an optimizer, and step or drain it. Horovod's warnings name those that are "
+                        f"missing, by hvd_async.rendezvous. Waiting on."
+                    )
                 left = started + self.timeout - time.monotonic()
                 if left <= 0:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
@@ -191,13 +207,16 @@ class Engine:
         if failure is not None:
             raise EngineError(f"the engine of rank {self.rank} failed: {failure}") from failure
 
-    def leave(self, timeout: float = 60.0) -> None:
-        """Stop when all ranks have come to this point, or after ``timeout`` s, or at once if the engine has failed."""
+    def leave(self, timeout: float = threading.TIMEOUT_MAX) -> None:
+        """Stop when all ranks have come to this point, or after ``timeout`` s, or at once if the engine has failed.
+
+        (A rank that ends earlier would end Horovod for all; the coordinator warns of ranks that are slow to come.)
+        """
         if self.failure is None:
             self._posts.append(self._say_leaving)
             if self._channel is not None:
                 self._channel.wake()
-            self._left.wait(timeout)
+            self._left.wait(min(timeout, self.timeout))
         self.stop()
 
     def stop(self, error: str | None = None, timeout: float = 5.0) -> None:

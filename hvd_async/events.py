@@ -66,11 +66,11 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """This rank is in ``step()`` number ``step``, with these hyperparameters."""
+    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it told last."""
 
     optimizer: int
     step: int
-    hyper: Hyper
+    hyper: Hyper | None = None
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):

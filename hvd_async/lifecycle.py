@@ -96,17 +96,23 @@ class Lifecycle:
         self._wrapped[next(self._numbers)] = optimizer
 
     def join(self) -> int | None:
-        """Drain every optimizer that was wrapped, in that order; None if there is none.
+        """Drain every optimizer of this process; None if it has none, and no engine.
 
         Returns:
-            The last rank to join.
+            The last rank to join, of those that share this rank's optimizers.
         """
         optimizers = [optimizer for _, optimizer in sorted(self._wrapped.items())]
         for optimizer in optimizers:
             optimizer._eager_offer()  # before the first waits: others may be waiting for this rank to open the second
         # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
         # and wait for the garbage collector on another, which would then drain once more often.
-        return optimizers[-1]._eager_drain_all() if optimizers else None
+        if optimizers:
+            return optimizers[-1]._eager_drain_all()
+        engine = local_engine() or self._engine
+        if engine is None:
+            return None
+        engine.drain()
+        return max((participant.last_done for participant in engine.participants()), default=engine.rank)
 
     def shutdown(self) -> None:
         """Drain, then stop the engine; all ranks call it. Later optimizers start a new one."""

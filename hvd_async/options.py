@@ -50,6 +50,19 @@ def check_eager_options(
         )
 
 
+def check_compression(compression: Any) -> None:
+    """Refuse what cannot compress.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
+            f"compress(tensor) and decompress(tensor, ctx)"
+        )
+
+
 def check_passes(backward_passes_per_step: int) -> None:
     """Refuse what is no number of backward passes.
 
@@ -84,22 +97,3 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
             raise ValueError("gradient_predivide_factor splits the division of op=hvd.Average: leave it out with Sum")
         return 1.0, 1.0
     return 1.0 / predivide, predivide / size
-
-
-def members_of(process_set: Any, rank: int) -> tuple[int, ...]:
-    """The ranks of a process set of some ranks, of which this one must be.
-
-    Raises:
-        ValueError: it is not, or Horovod does not know the process set.
-    """
-    if not hasattr(process_set, "process_set_id"):
-        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
-    if process_set.process_set_id is None:
-        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
-    members = tuple(process_set.ranks)
-    if rank not in members:
-        raise ValueError(
-            f"rank {rank} is not in the process set of ranks {list(members)}: wrap the optimizer on those ranks only, "
-            f"or with a process set that this rank is in"
-        )
-    return members

@@ -67,6 +67,29 @@ class Handle(Protocol):
         """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
 
 
+class Landed:
+    """A collective that had nowhere to go: of one rank.
+
+    Args:
+        vector: its result.
+    """
+
+    def __init__(self, vector: Vector) -> None:
+        self._vector = vector
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+    def result(self) -> Vector:
+        """As given."""
+        return self._vector
+
+    def poll_in(self) -> float:
+        """At once."""
+        return 0.0
+
+
 class Collectives(Protocol):
     """Horovod's collectives in one framework. Only the engine thread calls these.
 
@@ -79,9 +102,9 @@ class Collectives(Protocol):
     failure: type[Exception]
     """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False) -> Handle:
-        """Start the sum of ``vector`` over all ranks; ``vector`` belongs to the collective from now on, unless it is to
-        be kept as it is."""
+    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+        """Start the sum of ``vector`` over all ranks, x ``scale``; ``vector`` belongs to the collective from now on,
+        unless it is to be kept as it is."""
 
     def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""

@@ -103,6 +103,8 @@ class Rounds:
         self._produced: dict[int, list[int]] = {}
         self._in_step: dict[int, _InStep] = {}
         """In the order in which they were heard."""
+        self._told: dict[int, Hyper] = {}
+        """Each rank's hyperparameters, as it told them last."""
         self._rounds: dict[int, _Round] = {}
         self._last_hyper: Hyper = []
 
@@ -174,6 +176,7 @@ class Rounds:
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
         self._opened[rank] = event
+        self._told[rank] = event.hyper
         if len(self._opened) < len(self.ranks):
             return []
         problem = disagreement(self._opened)
@@ -203,13 +206,16 @@ class Rounds:
         self._running(rank, event)
         if rank in self._in_step and event.step <= self._in_step[rank].step:
             raise ProtocolError(f"rank {rank} reported step {event.step} after step {self._in_step[rank].step}")
+        if event.hyper is not None:
+            self._told[rank] = event.hyper
+        hyper = self._told[rank]
         self._in_step.pop(rank, None)
-        self._in_step[rank] = _InStep(event.step, event.hyper, now)
+        self._in_step[rank] = _InStep(event.step, hyper, now)
         round_ = self._rounds.get(event.step)
         if round_ is None or round_.hyper is not None or not self._all_fired(event.step):
             return []
-        self._settle(event.step, event.hyper)
-        return [Settle(self._optimizer, event.step, event.hyper)]
+        self._settle(event.step, hyper)
+        return [Settle(self._optimizer, event.step, hyper)]
 
     def _arrived(self, rank: int, event: Arrived, now: float) -> list[Command]:
         self._running(rank, event)

@@ -195,12 +195,12 @@ class MemoryCollectives:
     def stop(self) -> None:
         self._board.wakes.pop(self.rank, None)
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False) -> Handle:
+    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:
                 total = total + part
-            return total
+            return total if scale == 1.0 else total * scale
 
         return _MemoryHandle(self._board.join(self.rank, name, vector, add, _members(process_set)))
 

@@ -107,7 +107,7 @@ class Transit:
 
         wire, keep = self._wire, taken is None
         self._engine.submit(
-            lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set, keep), landed
+            lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set, keep, wire.scale), landed
         )
 
     def settle(self, round_: int, hyper: Hyper) -> None:

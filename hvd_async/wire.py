@@ -21,13 +21,13 @@ EXACT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
 def count_slots(size: int, max_staleness: int, dtype: str) -> int:
     """How many counting elements a vector needs so that their sums are exact in ``dtype``, that of the wire.
 
-    Between two rounds a rank hands over no more than ``max_staleness + 1`` gradients, so a slot that ranks share in
-    turn sums to no more than (ranks that share it) x that.
+    Between two rounds a rank hands over no more than ``max_staleness + 1`` gradients, and one more if it began with as
+    many from a checkpoint; so a slot that ranks share in turn sums to no more than (ranks that share it) x that.
 
     Raises:
         ValueError: a single rank's gradients may be too many for the dtype.
     """
-    each = EXACT[dtype] // (max_staleness + 1)
+    each = EXACT[dtype] // (max_staleness + 2)
     if each < 1:
         raise ValueError(
             f"max_staleness={max_staleness} is too much for {dtype} compression, which counts to {EXACT[dtype]}: "
@@ -56,6 +56,7 @@ class Wire:
         slots: elements at a vector's end that count gradients.
         encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
+        scale: what the collectives multiply sums by, counts included.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
         members: those ranks; empty for all.
         process_set_id: 0 for all ranks.
@@ -67,13 +68,14 @@ class Wire:
     encode: Callable[[Vector], Vector] = same
     decode: Callable[[Vector, int], Vector] = same_bucket
     sent: tuple[int, ...] = ()
+    scale: float = 1.0
     process_set: Any = None
     members: tuple[int, ...] = ()
     process_set_id: int = 0
 
     def count(self, sums: Vector) -> int:
         """How many gradients a vector holds."""
-        return sum(round(float(sums[-1 - slot])) for slot in range(self.slots))
+        return sum(round(float(sums[-1 - slot]) / self.scale) for slot in range(self.slots))
 
     def bytes_sent(self, bucket: int) -> int:
         """What a rank puts on the wire for a bucket's round."""
@@ -86,7 +88,8 @@ class Round:
 
     Attributes:
         index: its number, from 1.
-        sums: for each bucket the sum over all ranks, shape (elements + slots,); the last elements count gradients.
+        sums: for each bucket the sum over all ranks x the wire's ``scale``, shape (elements + slots,); the last
+            elements count gradients.
         hyper: the hyperparameters to apply it with.
         counts: how many gradients it carried in each bucket.
     """

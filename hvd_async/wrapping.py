@@ -12,6 +12,7 @@ from hvd_async.eager import EagerWorker
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.events import Hyper
 from hvd_async.lifecycle import Lifecycle, local_engine
+from hvd_async.sharers import Sharers
 from hvd_async.stats import Stats
 from hvd_async.wire import Held, Round
 
@@ -24,14 +25,14 @@ class WrapperState:
         engine: this thread's own, in tests with ranks as threads; None where the process has one.
         worker: None until the ranks have met.
         broken: why this rank's replica is none any more; None while it is.
-        size, index: how many ranks share the optimizer, and which of them this one is.
+        sharers: the ranks that share the optimizer; ``size`` of them, of which this one is number ``index``.
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
     """
 
-    def __init__(self, lifecycle: Lifecycle, size: int, index: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, sharers: Sharers) -> None:
         self.lifecycle = lifecycle
         self.engine = local_engine()
-        self.size, self.index = size, index
+        self.sharers, self.size, self.index = sharers, sharers.size, sharers.index
         self.worker: EagerWorker | None = None
         self.broken: str | None = None
         self.lock = threading.RLock()
@@ -54,6 +55,20 @@ class WrapperState:
         except BaseException as error:
             self.broken = f"round {round_index} could not be applied: {type(error).__name__}: {error}"
             raise
+
+
+def derived(optimizer: Any, mixin: type) -> Any:
+    """An optimizer with the same content, of a class that has ``mixin`` before the optimizer's own."""
+    wrapped_class = type(optimizer)
+    # Saved models name the optimizer by module and class: they must load where this package is unknown.
+    made: Any = type(
+        wrapped_class.__name__,
+        (mixin, wrapped_class),
+        {"_wrapped_class": wrapped_class, "__module__": wrapped_class.__module__},
+    )
+    wrapped: Any = object.__new__(made)
+    vars(wrapped).update(vars(optimizer))
+    return wrapped
 
 
 class Wrapped:
@@ -230,10 +245,15 @@ class Wrapped:
             )
         if state.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
-        state.rounds_before = share["rounds"] - (0 if state.worker is None else state.worker.version)
+        self._eager_count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
             state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
+
+    def _eager_count_from(self, rounds: int) -> None:
+        """So many rounds have been applied to this rank's weights so far."""
+        state = self._eager
+        state.rounds_before = rounds - (0 if state.worker is None else state.worker.version)
 
     @staticmethod
     def _eager_nothing_pending(worker: EagerWorker) -> bool:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvd_async.buckets import by_size
 from hvd_async.engine import Engine
+from hvd_async.sharers import Sharers
 
 
 def raw(variable: Any) -> Any:
@@ -82,18 +84,9 @@ def _place(variable: Any, variables: Sequence[Any]) -> int:
 
 
 def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -> list[list[int]]:
-    parts: list[list[int]] = []
-    filled: dict[tf.DType, tuple[list[int], float]] = {}
-    for index in order:
-        dtype = accumulated(variables[index])
-        nbytes = variables[index].shape.num_elements() * dtype.size
-        part, used = filled.get(dtype, ([], float("inf")))
-        if used + nbytes > cap_bytes:
-            part, used = [], 0.0
-            parts.append(part)
-        part.append(index)
-        filled[dtype] = (part, used + nbytes)
-    return parts
+    kinds = [accumulated(variables[index]) for index in order]
+    sizes = [(kind, variables[i].shape.num_elements() * kind.size) for kind, i in zip(kinds, order, strict=True)]
+    return [[order[place] for place in part] for part in by_size(sizes, cap_bytes)]
 
 
 @dataclass(frozen=True)
@@ -190,11 +183,12 @@ class Layout:
         """What a round's sums over the ranks mean: a gradient for each variable, in their order, shapes and dtypes."""
         gradients: dict[int, tf.Tensor] = {}
         for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
-            flat, factor = tf.reshape(vector, [sum(sizes) + self._terms.slots]), tf.constant(self._terms.after, dtype)
+            flat, after = tf.reshape(vector, [sum(sizes) + self._terms.slots]), self._terms.after
             starts = itertools.accumulate(sizes, initial=0)
             for index, start, size in zip(indices, starts, sizes, strict=False):
                 # A slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it.
-                part = tf.slice(flat, [start], [size]) * factor
+                part = tf.slice(flat, [start], [size])
+                part = part if after == 1.0 else part * tf.constant(after, dtype)
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in range(len(self._variables))]
@@ -214,28 +208,6 @@ def signature(variable: Any) -> str:
 def own_name(variable: Any) -> str:
     """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
     return str(variable.path).rpartition("/")[2]
-
-
-@dataclass(frozen=True)
-class Sharers:
-    """The ranks that share an optimizer.
-
-    Attributes:
-        process_set: as Horovod knows them; None for all ranks.
-        ranks: in order.
-        index: which of them this one is.
-        id: Horovod's number of the process set.
-    """
-
-    process_set: Any
-    ranks: tuple[int, ...]
-    index: int
-    id: int = 0
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        return len(self.ranks)
 
 
 def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers: Sharers) -> None:

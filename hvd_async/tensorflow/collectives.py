@@ -25,7 +25,8 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
 from hvd_async.lifecycle import Lifecycle
-from hvd_async.protocols import pack, unpack
+from hvd_async.protocols import Handle, Landed, pack, unpack
+from hvd_async.sharers import Alone
 
 Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
@@ -116,9 +117,9 @@ class _Graph:
         self._session.close()
 
 
-def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any) -> tf.Tensor:
-    """A sum of bfloat16 vectors, which Horovod does not add: every rank sums one part of all, in float32, and all
-    gather the parts. It moves as many bytes as an allreduce.
+def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Tensor:
+    """A sum of bfloat16 vectors, which Horovod does not add, x ``scale``: every rank sums one part of all, in float32,
+    and all gather the parts. It moves as many bytes as an allreduce.
 
     Args:
         fed: shape (n,), bfloat16.
@@ -130,7 +131,7 @@ def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any) -> tf.Tensor:
     bits = tf.bitcast(tf.pad(fed, [[0, part * size - elements]]), tf.int16)
     parts, _ = hvd.alltoall(bits, tf.fill([size], part), name=f"{name}.parts", process_set=ranks)
     halves = tf.reshape(tf.bitcast(parts, tf.bfloat16), [size, part])
-    own = tf.cast(tf.reduce_sum(tf.cast(halves, tf.float32), axis=0), tf.bfloat16)
+    own = tf.cast(tf.reduce_sum(tf.cast(halves, tf.float32), axis=0) * scale, tf.bfloat16)
     sums = hvd.allgather(tf.bitcast(own, tf.int16), name=f"{name}.sums", process_set=ranks)
     return tf.bitcast(sums, tf.bfloat16)[:elements]
 
@@ -169,22 +170,29 @@ class HorovodCollectives:
     def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> _Handle:
         return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
 
-    def sum(self, vector: tf.Tensor, name: str, process_set: Any = None, keep: bool = False) -> _Handle:
+    def sum(
+        self, vector: tf.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed(vector * tf.constant(scale, vector.dtype))
         # ``keep`` asks for nothing: TensorFlow's tensors never change.
         ranks = hvd.global_process_set if process_set is None else process_set
 
         def build(fed: tf.Tensor) -> tf.Tensor:
             if fed.dtype == tf.bfloat16:
-                return _sum_of_halves(fed, name, ranks)
-            return hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks)
+                return _sum_of_halves(fed, name, ranks, scale)
+            # Horovod's own output is copied on its way to Python, being Horovod's still; this product is not.
+            return hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks) * tf.constant(scale, fed.dtype)
 
-        return self._run(("sum", name), build, vector)
+        return self._run(("sum", name, scale), build, vector)
 
     def extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
         op = hvd.Max if largest else hvd.Min
         return self._run(("extreme", name, largest), lambda fed: hvd.allreduce(fed, op=op, name=name), vector)
 
-    def broadcast(self, vector: tf.Tensor, root: int, name: str, process_set: Any = None) -> _Handle:
+    def broadcast(self, vector: tf.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._run(
             ("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name, process_set=ranks), vector

@@ -31,20 +31,6 @@ class Compression(hvd.Compression):
     bf16 = BF16Compressor
 
 
-def check_compression(compression: Any, size: int, max_staleness: int) -> None:
-    """Refuse what cannot compress, or cannot count as far as is needed; arguments as of ``Codec``.
-
-    Raises:
-        ValueError: with a hint.
-    """
-    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
-        raise ValueError(
-            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
-            f"compress(tensor) and decompress(tensor, ctx)"
-        )
-    Codec(compression, [tf.float32], size, max_staleness)
-
-
 class Codec:
     """What vectors look like on the wire.
 
@@ -54,13 +40,18 @@ class Codec:
         dtypes: in which gradients are accumulated.
         size: ranks that share the optimizer.
         max_staleness: rounds.
+        after: what sums are to be multiplied by.
 
     Raises:
         ValueError: the compression makes no float type, or one that cannot count as far as ``max_staleness`` asks.
     """
 
-    def __init__(self, compression: Any, dtypes: Iterable[tf.DType], size: int, max_staleness: int) -> None:
+    def __init__(
+        self, compression: Any, dtypes: Iterable[tf.DType], size: int, max_staleness: int, after: float = 1.0
+    ) -> None:
         self._compression, self._size = compression, size
+        self.scale = after if compression is hvd.Compression.none else 1.0
+        """How much of ``after`` the collectives do; half precision is multiplied when it is none any more."""
         self._contexts: dict[tf.DType, Any] = {}
         self.wire: dict[tf.DType, tf.DType] = {}
         """What each of ``dtypes`` becomes while it travels."""

@@ -7,16 +7,18 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import tensorflow as tf
 
 from hvd_async import activation
-from hvd_async.options import check_eager_options, check_passes, members_of, scales
-from hvd_async.tensorflow.buffers import Sharers
+from hvd_async.options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.sharers import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.compression import check_compression
+from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.mixin import EagerMixin
 from hvd_async.tensorflow.scaling import LossScaleMixin
 from hvd_async.tensorflow.state import State
 from hvd_async.tensorflow.update import RoundTransform
+from hvd_async.wrapping import derived
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -69,7 +71,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         num_groups: older name of ``groups`` as a number.
         groups: lists of variables that travel together, or into how many groups to part all; variables in no list are
             parted by ``bucket_cap_mb``.
-        process_set: the ranks to average over; each must wrap the optimizer with it, and this rank be one of them.
+        process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
+            by themselves.
         scale_local_gradients: as in Horovod it concerns variables of ``register_local_var()``, which is refused here.
         quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
             round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that brings
@@ -96,12 +99,20 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = _sharers(process_set)
+    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
     check_eager_options(
-        quorum, max_staleness, grace, buffers, sharers.size, bucket_cap_mb=bucket_cap_mb, pace=pace, nonfinite=nonfinite
+        quorum,
+        max_staleness,
+        grace,
+        buffers,
+        sharers.named,
+        bucket_cap_mb=bucket_cap_mb,
+        pace=pace,
+        nonfinite=nonfinite,
     )
     check_passes(backward_passes_per_step)
-    check_compression(compression, sharers.size, max_staleness)
+    check_compression(compression)
+    Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
     if isinstance(optimizer, EagerMixin | LossScaleMixin):
@@ -129,46 +140,22 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         raise ValueError(
             "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
         )
-    outer = _derived(optimizer, LossScaleMixin, name)
+    outer = _named(derived(optimizer, LossScaleMixin), name)
     vars(outer)["inner_optimizer"] = _wrapped(optimizer.inner_optimizer, state, None)
     return outer
 
 
 def _wrapped(optimizer: Any, state: State, name: str | None) -> Any:
-    wrapped = _derived(optimizer, EagerMixin, name)
+    wrapped = _named(derived(optimizer, EagerMixin), name)
     vars(wrapped)["_eager"] = state
     LIFECYCLE.add(wrapped)
     return wrapped
 
 
-def _derived(optimizer: Any, mixin: type, name: str | None) -> Any:
-    """An optimizer with the same content, of a class that has ``mixin`` before the optimizer's own."""
-    wrapped_class = type(optimizer)
-    # Saved models name the optimizer by module and class: they must load where this package is unknown.
-    made: Any = type(
-        wrapped_class.__name__,
-        (mixin, wrapped_class),
-        {"_wrapped_class": wrapped_class, "__module__": wrapped_class.__module__},
-    )
-    derived: Any = object.__new__(made)
-    vars(derived).update(vars(optimizer))
+def _named(optimizer: Any, name: str | None) -> Any:
     if name is not None:
-        vars(derived)["name"] = name
-    return derived
-
-
-def _sharers(process_set: Any) -> Sharers:
-    """The ranks of a process set, of which this one must be.
-
-    Raises:
-        ValueError: it is not.
-        NotInitializedError: ``hvd.init()`` was not called.
-    """
-    rank, size = LIFECYCLE.world()
-    if process_set is hvd.global_process_set or process_set is None:
-        return Sharers(None, tuple(range(size)), rank)
-    ranks = members_of(process_set, rank)
-    return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id)
+        vars(optimizer)["name"] = name
+    return optimizer
 
 
 def _groups(num_groups: int, groups: Any) -> Any:

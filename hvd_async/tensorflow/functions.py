@@ -41,7 +41,7 @@ def DistributedGradientTape(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N80
 def join() -> int:
     """Say that this rank has no more batches: drains every one of our optimizers of this process.
 
-    Horovod's ``join`` would silence this rank's engine; it is called only where none of our optimizers exists.
+    Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
 
     Returns:
         The last rank to join.

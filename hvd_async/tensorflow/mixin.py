@@ -107,8 +107,9 @@ class EagerMixin(Stepping, Wrapped):
             encode=codec.encode,
             decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
             sent=tuple(n * codec.nbytes(dtype) for n, dtype in zip(layout.elements, layout.dtypes, strict=True)),
+            scale=codec.scale,
             process_set=sharers.process_set,
-            members=() if sharers.process_set is None else sharers.ranks,
+            members=sharers.members,
             process_set_id=sharers.id,
         )
         return EagerWorker(engine, EagerConfig(**state.options, buckets=len(layout)), wire, finish, apply)

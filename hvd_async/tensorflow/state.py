@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from hvd_async.tensorflow.buffers import Layout, Sharers
+from hvd_async.sharers import Sharers
+from hvd_async.tensorflow.buffers import Layout
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.feed import Feed
@@ -23,8 +24,7 @@ class State(WrapperState):
     """
 
     def __init__(self, sharers: Sharers, **options: Any) -> None:
-        super().__init__(LIFECYCLE, sharers.size, sharers.index)
-        self.sharers = sharers
+        super().__init__(LIFECYCLE, sharers)
         self.options: dict[str, Any] = options["config"]
         """Of ``EagerConfig``, but for the number of buckets."""
         self.scales: tuple[float, float] = options["scales"]

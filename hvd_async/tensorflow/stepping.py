@@ -106,9 +106,9 @@ class Stepping:
             )
         buckets = partition([raw(v) for v in variables], state.cap_bytes, state.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
-        codec = Codec(state.compression, dtypes, state.size, state.options["max_staleness"])
         before, after = state.scales
-        terms = Terms(before, after, codec.slots, state.index % codec.slots, state.devices[0])
+        codec = Codec(state.compression, dtypes, state.size, state.options["max_staleness"], after)
+        terms = Terms(before, after / codec.scale, codec.slots, state.index % codec.slots, state.devices[0])
         state.codec, state.layout = codec, Layout(variables, buckets, terms)
         state.feed = Feed(state.layout, state.passes, state.average_passes, state.nonfinite)
 

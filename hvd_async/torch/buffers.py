@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_async.engine import Engine
-from hvd_async.wire import Wire
+from hvd_async.sharers import Sharers
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -24,27 +24,25 @@ def signature(name: str, tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def unify_buffers(engine: Engine, named: Iterable[tuple[str, torch.Tensor]], policy: str, wire: Wire) -> None:
+def unify_buffers(engine: Engine, named: Iterable[tuple[str, torch.Tensor]], policy: str, sharers: Sharers) -> None:
     """Make batch-norm statistics agree on all ranks.
 
     ``average`` over the ranks whose own are finite, counters from the first rank; or ``root``, all from the first.
-    A collective: every rank of the wire's calls it, at the same point.
+    A collective: every rank of the sharers calls it, at the same point.
     """
-    members = wire.members or range(engine.size)
-    where = f"{wire.process_set_id}"
     tensors = [tensor for _, tensor in named if tensor.numel()]
     floating = [t for t in tensors if t.is_floating_point() and policy == "average"]
     for kind, group in _by_kind(floating):
         flat = torch.cat([*(t.reshape(-1) for t in group), group[0].new_ones(1)])
         if not torch.isfinite(flat).all():
             flat.zero_()  # a rank whose batch held NaN has nothing to say; the last element counts those that have
-        total = torch.as_tensor(engine.sum(flat, f"hvd_async.buffers.average.{where}.{kind}", wire.process_set))
+        total = torch.as_tensor(engine.sum(flat, f"hvd_async.buffers.average.{sharers.id}.{kind}", sharers.process_set))
         if total[-1] > 0:
             _scatter(total[:-1] / total[-1], group)
     for kind, group in _by_kind([t for t in tensors if policy == "root" or not t.is_floating_point()]):
         flat = torch.cat([t.reshape(-1) for t in group])
-        name = f"hvd_async.buffers.root.{where}.{kind}"
-        _scatter(engine.broadcast(flat, members[0], name, wire.process_set), group)
+        name = f"hvd_async.buffers.root.{sharers.id}.{kind}"
+        _scatter(engine.broadcast(flat, sharers.ranks[0], name, sharers.process_set), group)
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -61,11 +59,11 @@ def _scatter(flat: Any, tensors: list[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def consensus_distance(engine: Engine, parameters: Sequence[torch.Tensor], wire: Wire) -> float:
+def consensus_distance(engine: Engine, parameters: Sequence[torch.Tensor], sharers: Sharers) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
-    size, where = len(wire.members or range(engine.size)), f"hvd_async.consensus.{wire.process_set_id}"
+    where = f"hvd_async.consensus.{sharers.id}"
     flat = torch.cat([p.detach().reshape(-1).double() for p in parameters])
-    mean = engine.sum(flat.clone(), f"{where}.mean", wire.process_set) / size
+    mean = engine.sum(flat.clone(), f"{where}.mean", sharers.process_set) / sharers.size
     square = torch.sum((flat - torch.as_tensor(mean)) ** 2).reshape(1)
-    total = engine.sum(square, f"{where}.square", wire.process_set)
-    return float(total[0] / size) ** 0.5
+    total = engine.sum(square, f"{where}.square", sharers.process_set)
+    return float(total[0] / sharers.size) ** 0.5

@@ -18,7 +18,8 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
 from hvd_async.lifecycle import Lifecycle
-from hvd_async.protocols import pack, unpack
+from hvd_async.protocols import Handle, Landed, pack, unpack
+from hvd_async.sharers import Alone
 
 FINEST_POLL = 0.0002
 COARSEST_POLL = 0.005
@@ -60,10 +61,11 @@ class _BFloat16Sum:
         self,
         vector: torch.Tensor,
         size: int,
+        scale: float,
         begin: Callable[[torch.Tensor], _HorovodHandle],
         gather: Callable[[torch.Tensor], _HorovodHandle],
     ) -> None:
-        self._elements, self._size, self._gather = vector.numel(), size, gather
+        self._elements, self._size, self._scale, self._gather = vector.numel(), size, scale, gather
         padded = torch.nn.functional.pad(vector, (0, -self._elements % size))
         self._stage = begin(padded.view(torch.int16))
         self._summed = False
@@ -72,7 +74,9 @@ class _BFloat16Sum:
         if self._stage.done() and not self._summed:
             parts = self._stage.result()[0].view(torch.bfloat16).view(self._size, -1)
             self._summed = True
-            self._stage = self._gather(parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.int16))
+            own = parts.sum(0, dtype=torch.float32)
+            own = own if self._scale == 1.0 else own * self._scale
+            self._stage = self._gather(own.to(torch.bfloat16).view(torch.int16))
         return self._summed and self._stage.done()
 
     def result(self) -> torch.Tensor:
@@ -108,12 +112,15 @@ class HorovodCollectives:
         return _HorovodHandle(handle, name.rpartition(".")[0], self._durations)
 
     def sum(
-        self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False
-    ) -> _HorovodHandle | _BFloat16Sum:
+        self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed(vector * scale if keep or scale != 1.0 else vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         if vector.dtype != torch.bfloat16:
             start = hvd.allreduce_async if keep else hvd.allreduce_async_
-            return self._handle(start(vector, op=hvd.Sum, name=name, process_set=ranks), name)
+            handle = start(vector, op=hvd.Sum, name=name, process_set=ranks, postscale_factor=scale)
+            return self._handle(handle, name)
         stem, _, number = name.rpartition(".")
 
         def begin(padded: torch.Tensor) -> _HorovodHandle:
@@ -124,12 +131,14 @@ class HorovodCollectives:
             own = f"{stem}.sums.{number}"
             return self._handle(hvd.allgather_async(part, name=own, process_set=ranks), own)
 
-        return _BFloat16Sum(vector, ranks.size(), begin, gather)
+        return _BFloat16Sum(vector, ranks.size(), scale, begin, gather)
 
     def extreme(self, vector: torch.Tensor, name: str, largest: bool) -> _HorovodHandle:
         return self._handle(hvd.allreduce_async_(vector, op=hvd.Max if largest else hvd.Min, name=name), name)
 
-    def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> _HorovodHandle:
+    def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._handle(hvd.broadcast_async_(vector, root, name=name, process_set=ranks), name)
 

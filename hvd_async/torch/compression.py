@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_async.sharers import Sharers
 from hvd_async.torch.layout import Layout, Zeros
 from hvd_async.wire import Wire, count_slots
 
@@ -32,19 +33,6 @@ class Compression(hvd.Compression):
     bf16 = BF16Compressor
 
 
-def check_compression(compression: Any) -> None:
-    """Refuse what cannot compress.
-
-    Raises:
-        ValueError: with a hint.
-    """
-    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
-        raise ValueError(
-            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
-            f"compress(tensor) and decompress(tensor, ctx)"
-        )
-
-
 def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
     """What dtype a vector of ``dtype`` has while it travels."""
     travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
@@ -67,19 +55,11 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     return needed
 
 
-def make_wire(
-    layout: Layout, compression: Any, slot_count: int, size: int, process_set: Any, members: tuple[int, ...]
-) -> Wire:
-    """How the layout's vectors travel.
-
-    Args:
-        size: ranks that are summed over. float16 is cut off at 65,504 / size.
-        process_set: Horovod's, None for all ranks.
-        members: its ranks, empty for all.
-    """
+def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharers) -> Wire:
+    """How the layout's vectors travel. float16 is cut off at 65,504 / (ranks that are summed over)."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
 
-    limit = torch.finfo(torch.float16).max / size
+    limit = torch.finfo(torch.float16).max / sharers.size
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
         if wire_dtype(compression, vector.dtype) == torch.float16:
@@ -99,7 +79,7 @@ def make_wire(
         encode=encode,
         decode=decode,
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
-        process_set=process_set,
-        members=members,
-        process_set_id=0 if process_set is None else process_set.process_set_id,
+        process_set=sharers.process_set,
+        members=sharers.members,
+        process_set_id=sharers.id,
     )

@@ -10,11 +10,13 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async import activation
-from hvd_async.options import check_eager_options, check_passes, members_of, scales
+from hvd_async.options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.sharers import sharers_of
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.compression import Compression, check_compression
+from hvd_async.torch.compression import Compression
 from hvd_async.torch.settings import RoundTransform, Settings
 from hvd_async.torch.stepping import EagerMixin
+from hvd_async.wrapping import derived
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -60,7 +62,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         groups: lists of parameters that travel together, or into how many groups to part all; ``num_groups`` is
             Horovod's older name for the latter. Parameters in no list are parted by ``bucket_cap_mb``.
         sparse_as_dense: send sparse gradients as dense tensors; SparseAdam gets them back sparse.
-        process_set: the ranks to average over; each must wrap the optimizer with it, and this rank be one of them.
+        process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
+            by themselves.
         quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
             round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that brings
             the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's stderr).
@@ -87,15 +90,22 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    size, index, members = _place(process_set)
+    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
     check_eager_options(
-        quorum, max_staleness, grace, buffers, size, bucket_cap_mb=bucket_cap_mb, pace=pace, nonfinite=nonfinite
+        quorum,
+        max_staleness,
+        grace,
+        buffers,
+        sharers.named,
+        bucket_cap_mb=bucket_cap_mb,
+        pace=pace,
+        nonfinite=nonfinite,
     )
     check_passes(backward_passes_per_step)
     check_compression(compression)
     if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
         raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
-    factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, size)
+    factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size)
     if num_groups and groups is None:
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -107,12 +117,9 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         raise ValueError("LBFGS evaluates its closure several times a step, which a round cannot average: take another")
     if isinstance(optimizer, EagerMixin) or hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError("this optimizer averages gradients already: wrap the plain one")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    wrapped_class = type(optimizer)
-    made: Any = type(wrapped_class.__name__, (EagerMixin, wrapped_class), {"_wrapped_class": wrapped_class})
-    wrapped = made.__new__(made)
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
+    names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
+    wrapped = derived(optimizer, EagerMixin)
+    vars(wrapped).pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
     vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
     options = {
@@ -121,8 +128,6 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "bucket_cap_mb": bucket_cap_mb,
         "groups": num_groups if groups is None else groups,
         "compression": compression,
-        "process_set": process_set if members else None,
-        "members": members,
         "scales": factors,
         "sparse_as_dense": sparse_as_dense,
         "scaler": scaler,
@@ -131,24 +136,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "named_buffers": list(named_buffers or []),
         "buffers": buffers,
     }
-    wrapped._eager = Settings(size, index, parameter_names(parameters, named_parameters), options)
+    wrapped._eager = Settings(sharers, names, options)
     wrapped._eager_lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
-
-
-def _place(process_set: Any) -> tuple[int, int, tuple[int, ...]]:
-    """Of a process set: its size, which of its ranks this one is, and its ranks (empty if they are all of the job's).
-
-    Raises:
-        ValueError: this rank is not in it.
-        NotInitializedError: ``hvd.init()`` was not called.
-    """
-    rank, size = LIFECYCLE.world()
-    if process_set is hvd.global_process_set or process_set is None:
-        return size, rank, ()
-    members = members_of(process_set, rank)
-    return len(members), members.index(rank), members
 
 
 def parameter_names(

@@ -44,7 +44,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             return _Shape((tuple(value.shape), value.dtype))
         return _map(value, hollow)
 
-    skeleton = hvd.broadcast_object(hollow(state), root_rank, name="hvd_async.optimizer_state")
+    rounds = optimizer.rounds
+    skeleton, rounds = hvd.broadcast_object((hollow(state), rounds), root_rank, name="hvd_async.optimizer_state")
     on_root = iter(list(tensors))
     received: list[torch.Tensor] = []
 
@@ -57,6 +58,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return _map(value, fill)
 
     optimizer.load_state_dict(fill(skeleton))
+    optimizer._eager_count_from(rounds)
 
 
 def _map(value: Any, change: Any) -> Any:
@@ -70,7 +72,7 @@ def _map(value: Any, change: Any) -> Any:
 def join(device: int = -1) -> int:
     """Say that this rank has no more batches: drains every one of our optimizers of this process.
 
-    Horovod's ``join`` would silence this rank's engine; it is called only where none of our optimizers exists.
+    Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
 
     Returns:
         The last rank to join.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+
+from hvd_async.buckets import by_size
 
 MIB = 2**20
 
@@ -140,19 +141,11 @@ def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
     return parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def _cut(parameters: Iterable[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
-    """Parameters in buckets of one kind, each of ``cap`` bytes at the most, in the order in which they fill up."""
-    open_: dict[Any, tuple[list[torch.Tensor], int]] = {}
-    buckets: list[list[torch.Tensor]] = []
-    for parameter in parameters:
-        key = kind(parameter)
-        nbytes = parameter.numel() * torch.finfo(key[1]).bits // 8
-        filling, filled = open_.get(key, ([], 0))
-        if filling and filled + nbytes > cap:
-            buckets.append(filling)
-            filling, filled = [], 0
-        open_[key] = ([*filling, parameter], filled + nbytes)
-    return buckets + [filling for filling, _ in open_.values()]
+def _cut(parameters: Sequence[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
+    """Parameters in buckets of one kind, each of ``cap`` bytes at the most."""
+    kinds = [kind(p) for p in parameters]
+    sizes = [(key, p.numel() * torch.finfo(key[1]).bits // 8) for key, p in zip(kinds, parameters, strict=True)]
+    return [[parameters[place] for place in part] for part in by_size(sizes, cap)]
 
 
 def _groups(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvd_async.sharers import Sharers
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import slots
 from hvd_async.torch.layout import MIB, Layout
@@ -20,8 +21,8 @@ RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 class Settings(WrapperState):
     """What the wrapper was given, and what it keeps between calls."""
 
-    def __init__(self, size: int, index: int, named: dict[int, str] | None, options: dict[str, Any]) -> None:
-        super().__init__(LIFECYCLE, size, index)
+    def __init__(self, sharers: Sharers, named: dict[int, str] | None, options: dict[str, Any]) -> None:
+        super().__init__(LIFECYCLE, sharers)
         self.named = named
         """Parameters' names by id; None if none were given."""
         self.config: dict[str, Any] = options["config"]
@@ -32,8 +33,6 @@ class Settings(WrapperState):
         self.bucket_cap_mb: float = options["bucket_cap_mb"]
         self.groups: Any = options["groups"]
         self.compression: Any = options["compression"]
-        self.process_set: Any = options["process_set"]
-        self.members: tuple[int, ...] = options["members"]
         self.before, self.after = options["scales"]
         """By what a gradient is multiplied before it is handed over, and a round's sum when it is applied."""
         self.sparse_as_dense: bool = options["sparse_as_dense"]

@@ -265,8 +265,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
 
     def consensus_distance(self) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        worker = self._eager_worker()
-        return consensus_distance(worker.engine, self._eager_parameters(), worker.wire)
+        return consensus_distance(self._eager_worker().engine, self._eager_parameters(), self._eager.sharers)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReplicaStateError(
@@ -279,7 +278,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         self._eager_lay_out()  # groups may have been added since the wrapper was made
         state = self._eager
         config = EagerConfig(**state.config, buckets=len(state.layout))
-        wire = make_wire(state.layout, state.compression, state.slots, state.size, state.process_set, state.members)
+        wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
         return EagerWorker(engine, config, wire, finish, apply)
 
     def _eager_lay_out_if_new(self) -> None:
@@ -325,4 +324,4 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 stacklevel=6,
             )
         if flush and state.buffer_policy != "local" and state.named_buffers:
-            unify_buffers(worker.engine, state.named_buffers, state.buffer_policy, worker.wire)
+            unify_buffers(worker.engine, state.named_buffers, state.buffer_policy, state.sharers)

@@ -53,6 +53,8 @@ class ScriptedWorker:
         self.hypers: list[Hyper] = []
         self.applied: list[Applied] = []
         self.version = self.last_done = 0
+        self.scale = 1.0
+        """What the collectives are to multiply sums by."""
         self._early: dict[int, Any] = {}
         self._elements, self._random = elements, np.random.default_rng(11)
 
@@ -76,7 +78,7 @@ class ScriptedWorker:
             sums[-1] = gradients
             self.applied.append(Applied(sums.astype(np.float64), self.lr))
             own = [{**group, "lr" if "lr" in group else "learning_rate": self.lr} for group in hyper]
-            rounds.append(Round(self.version, (self.convert(sums),), own, (gradients,)))
+            rounds.append(Round(self.version, (self.convert(sums * np.float32(self.scale)),), own, (gradients,)))
         return rounds
 
     def release(self) -> None:
@@ -93,7 +95,7 @@ class ScriptedWorker:
 
 def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
     """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
-    opt._eager_new_worker(worker.engine, lambda flush: None, lambda round_: None)
+    worker.scale = opt._eager_new_worker(worker.engine, lambda flush: None, lambda round_: None).wire.scale
     opt._eager.worker = worker
     return worker
 
@@ -127,7 +129,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         for round_ in rounds:
             (group,) = round_.hyper[:1]
             lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
-            flat = np.concatenate([np.asarray(s).astype(np.float64)[:-1] for s in round_.sums] + [[round_.gradients]])
+            sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in round_.sums]
+            flat = np.concatenate([*sums, [round_.gradients]])
             tape.applied.append(Applied(flat, lr))
             tape.rounds.append(round_)
         return rounds

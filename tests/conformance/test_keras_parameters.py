@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
+from hvd_async.sharers import Alone
+from hvd_async.tensorflow.collectives import HorovodCollectives
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCRIPTS, Case, Script
@@ -78,7 +80,7 @@ def test_what_float16_cannot_hold_is_cut_off_and_reaches_nobody_as_infinity():
         np.testing.assert_allclose(first, [-65504 / 2, 65504 / 2, -65504 / 2, -1.0])
 
 
-@pytest.mark.parametrize(("kind", "staleness", "slots"), [("none", 16, 1), ("fp16", 16, 1), ("bf16", 16, 7)])
+@pytest.mark.parametrize(("kind", "staleness", "slots"), [("none", 16, 1), ("fp16", 16, 1), ("bf16", 16, 8)])
 def test_gradients_are_counted_exactly_on_the_wire(kind, staleness, slots):
     """Also if each of 100 ranks has as many pending as the bound lets it have."""
     codec = Codec(getattr(hvd.Compression, kind), [tf.float32], 100, staleness)
@@ -184,17 +186,24 @@ def test_groups_and_num_groups_make_the_buckets():
 def test_a_process_set_averages_over_its_ranks_alone(graph):
     def train(rank: int) -> float:
         weight = keras.Variable(0.0)
-        if rank == 1:
-            return 0.0
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(1.0), quorum="all", process_set=ranks(0, 2))
         opt.build([weight])
         step = tf.function(lambda g: opt.apply([g], [weight])) if graph else lambda g: opt.apply([g], [weight])
-        step(tf.constant(2.0 + rank))
+        step(tf.constant((2.0, 3.0, 4.0)[rank]))
         opt.drain()
         assert opt.consensus_distance() == 0.0
         return float(weight)
 
-    assert Cluster(3).run(train) == [-3.0, 0.0, -3.0]
+    assert Cluster(3).run(train) == [-3.0, -3.0, -3.0]  # rank 1 is alone: -(2 + 1); the others (-2 - 4) / 2
+
+
+def test_horovods_collectives_leave_a_lonely_rank_alone():
+    collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
+    given = tf.constant([1.0, 2.0])
+    halved = collectives.sum(given, "mine", Alone(3), scale=0.5)
+    assert halved.done()
+    assert halved.result().numpy().tolist() == [0.5, 1.0]
+    assert collectives.broadcast(given, 3, "mine", Alone(3)).result().numpy().tolist() == [1.0, 2.0]
 
 
 def test_vectors_and_dense_copies_are_made_where_the_devices_say():

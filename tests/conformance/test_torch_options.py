@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.sharers import Alone
 from hvd_async.testing import Cluster
+from hvd_async.torch.collectives import HorovodCollectives
 from tests.conformance.drive import scripted_engine
 from tests.conformance.torch_ranks import TINY, ProcessSet, conv_model
 
@@ -215,6 +217,35 @@ def test_process_sets_average_over_their_ranks_alone(quorum):
         assert max(stats.contributors) <= 2
 
 
+@pytest.mark.parametrize("quorum", ["all", "solo", 2, "auto"])  # (2: of the process set)
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16], ids=["none", "bf16"])
+def test_a_rank_outside_the_process_set_steps_by_itself(quorum, compression):
+    pair = ProcessSet(1, 2)
+
+    def train(rank: int) -> tuple[list[Array], int]:
+        options = {"quorum": quorum, "process_set": pair, "compression": compression, "max_staleness": 4}
+        weights, opt = trained(rank, options, steps=3 + 2 * rank)
+        return weights, opt.rounds
+
+    (alone, rounds), *pairs = Cluster(3).run(train)
+    check(alone, expected([0], 1.0, 3))
+    assert rounds == 3
+    for weights, _ in pairs:
+        both = zip(expected([1], 1 / 2, 5), expected([2], 1 / 2, 7), strict=True)
+        check(weights, [one + other for one, other in both])
+
+
+def test_horovods_collectives_leave_a_lonely_rank_alone():
+    collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
+    given = torch.tensor([1.0, 2.0])
+    halved = collectives.sum(given, "mine", Alone(3), keep=True, scale=0.5)
+    assert halved.done()
+    assert halved.result().tolist() == [0.5, 1.0]
+    assert given.tolist() == [1.0, 2.0]
+    assert collectives.sum(given, "mine", Alone(3), keep=True).result() is not given  # it is going to be changed
+    assert collectives.broadcast(given, 3, "mine", Alone(3)).result().tolist() == [1.0, 2.0]
+
+
 def test_the_global_process_set_is_all_ranks():
     for process_set in (hvd.global_process_set, None):
         for weights, _ in Cluster(2).run(lambda rank, one=process_set: trained(rank, {"process_set": one})):
@@ -252,7 +283,6 @@ class Counting:
         ({"groups": list(conv_model().parameters())}, "no parameter of this optimizer|lists of parameters"),
         ({"groups": [torch.tensor(1.0)]}, "no parameter of this optimizer|lists of parameters"),
         ({"process_set": object()}, "process_set="),
-        ({"process_set": ProcessSet(1, 2)}, r"rank 0 is not in the process set of ranks \[1, 2\]"),
         ({"process_set": ProcessSet(0, 2, number=None)}, r"pass it to hvd\.init\(process_sets="),
         ({"process_set": ProcessSet(0, 2), "quorum": 3}, "of 2 ranks"),
         ({"bucket_cap_mb": 0}, "take a number above 0"),

@@ -85,7 +85,8 @@ def test_rank_0s_death_is_named_by_the_others(framework: str, ranks: int) -> Non
 def test_a_slow_rank_is_only_warned_about_by_name() -> None:
     job = run_job("ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "1"}).check()
     host = re.escape(socket.gethostname())
-    warnings = [line for line in job.output.splitlines() if "hvd_async: " in line]
+    said = [line for line in job.output.splitlines() if "hvd_async: " in line]
+    warnings = [line for line in said if "for others to begin" not in line]  # (imports may take longer than a second)
     assert len(warnings) >= 2, str(job)
     assert all(line.startswith("[0]<stderr>") for line in warnings)
     assert all(re.search(rf"has waited 1 s more for rank\(s\) 1 \((localhost|{host})\): alive", w) for w in warnings)

@@ -14,7 +14,8 @@ STALENESS = 8
 @pytest.fixture
 def features(job: RunJob) -> Job:
     """The job."""
-    return job("torch_features.py", 4, timeout=240.0)
+    # Horovod fuses what comes together, and adds four ranks up in another order then, which shows in the last bits.
+    return job("torch_features.py", 4, timeout=240.0, env={"HOROVOD_FUSION_THRESHOLD": "0"})
 
 
 def test_the_job_ends_well(features: Job) -> None:
@@ -34,9 +35,10 @@ def test_process_sets_average_over_their_ranks(features: Job, compression: str) 
     assert len({str(rank["every"]) for rank in ranks}) == 1
 
 
-def test_a_process_set_without_this_rank_is_refused(features: Job) -> None:
+def test_a_rank_outside_the_process_set_steps_by_itself(features: Job) -> None:
     for index, rank in enumerate(features.case("process set of others")):
-        assert f"rank {index} is not in the process set of ranks" in rank["text"]
+        assert (rank["last"], rank["rounds"], rank["distance"]) == (index, 3, 0.0)
+        assert rank["own"] == rank["own_expected"]
 
 
 @pytest.mark.parametrize("case", ["pace even", "pace rounds", "pace steps"])
@@ -75,8 +77,9 @@ def test_a_cut_job_that_is_resumed_loses_no_gradient(features: Job) -> None:
         assert rank["rounds"] == rank["before"] + rank["now"]
 
 
-def test_a_synchronous_job_that_is_resumed_twice_ends_with_the_same_bits(features: Job) -> None:
-    once, often = features.case("resumed 1"), features.case("resumed 3")
+@pytest.mark.parametrize("cap", [25.0, 0.0001], ids=["one bucket", "many"])
+def test_a_synchronous_job_that_is_resumed_twice_ends_with_the_same_bits(features: Job, cap: float) -> None:
+    once, often = features.case(f"resumed 1 {cap}"), features.case(f"resumed 3 {cap}")
     assert {rank["weights"] for rank in once} == {rank["weights"] for rank in often}
     assert len({rank["weights"] for rank in once}) == 1
     assert {rank["rounds"] for rank in [*once, *often]} == {12}

@@ -71,6 +71,7 @@ def test_broadcast_optimizer_state_sends_state_and_takes_no_step(
         assert rank["entries"] == entries
         assert rank["lr"] == 0.01
         assert rank["steps"] == 2
+        assert rank["rounds"] == 7 + 2
     assert same(ranks, "weights")
     assert same(ranks, "trained")
 

@@ -203,10 +203,10 @@ class _Lagging(MemoryCollectives):
         self._release, self._in_flight = release, set[str]()
         self._first = inner.rank == 1
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False) -> Any:
+    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Any:
         assert name not in self._in_flight, f"{name} is in flight already"
         self._in_flight.add(name)
-        handle, first = super().sum(vector, name, process_set, keep), self._first
+        handle, first = super().sum(vector, name, process_set, keep, scale), self._first
         self._first = False
         done, result = handle.done, handle.result
 

@@ -189,12 +189,12 @@ class _Broken(MemoryCollectives):
     sums = 0
     on: Callable[[], object] = staticmethod(lambda: None)
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False) -> Any:
+    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Any:
         self.sums += 1
         if self.sums > 1:
             self.on()
             raise InjectedError("the network is down")
-        return super().sum(vector, name, process_set, keep)
+        return super().sum(vector, name, process_set, keep, scale)
 
 
 def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[[MemoryCollectives], MemoryCollectives]:
@@ -271,6 +271,43 @@ def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
     told = capfd.readouterr().err
     assert "round 2 of optimizer 0" in told
     assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain()" in told
+
+
+def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
+    monkeypatch.setenv("HVD_ASYNC_WARN_AFTER", "0.05")
+    said, begun, connect = threading.Event(), threading.Event(), Cluster._connector
+
+    def notice(text: str) -> None:
+        assert "waited 0 s more for others to begin: every rank of the job must wrap an optimizer" in text
+        said.set()
+
+    def late(self: Cluster, rank: int) -> Any:
+        return lambda: said.wait(30) and connect(self, rank)()
+
+    def train(rank: int) -> None:
+        engine = local_engine()
+        assert engine is not None
+        engine.post(begun.set)
+        engine.wait(begun.is_set)
+        assert said.is_set()
+
+    monkeypatch.setattr(hvd_async.engine, "notice", notice)
+    monkeypatch.setattr(Cluster, "_connector", late)
+    Cluster(1).run(train)
+
+
+def test_a_rank_that_leaves_waits_for_the_others_and_says_so(monkeypatch):
+    warned = threading.Event()
+
+    def notice(text: str) -> None:
+        if "the job's end has waited 0 s more for rank(s) 2 (host2): alive" in text:
+            warned.set()
+
+    def train(rank: int) -> None:
+        assert rank != 2 or warned.wait(30)
+
+    monkeypatch.setattr(hvd_async.coordinator, "notice", notice)
+    Cluster(3, warn_after=0.1).run(train)
 
 
 def test_nobody_is_warned_about_while_all_goes_well(capfd):

@@ -49,6 +49,7 @@ class Ledger:
         self.last_quorum = len(ranks)
         self.opened: Hyper | None = None
         self._told: dict[tuple[int, int], Hyper] = {}
+        self._hyper: dict[int, Hyper] = {}
         self._in_step: dict[int, tuple[int, float]] = {}
         self._moments: list[list[Moment]] = [[] for _ in range(config.buckets)]
         self._unsettled: set[int] = set()
@@ -59,6 +60,7 @@ class Ledger:
         match event:
             case Opened():
                 self.opened = event.hyper if rank == self.ranks[0] else self.opened
+                self._hyper[rank] = event.hyper
             case Arrived(_, bucket, step):
                 assert step == self.position[bucket][rank] + 1
                 self.position[bucket][rank] = step
@@ -69,7 +71,8 @@ class Ledger:
                 for position in self.position:
                     position[rank] = version
             case Stepped(_, step, hyper):
-                self._told[rank, step] = hyper
+                self._hyper[rank] = self._hyper[rank] if hyper is None else hyper
+                self._told[rank, step] = self._hyper[rank]
                 self._in_step[rank] = (step, now)
                 self.steppers.setdefault(step, []).append(rank)
             case Done(_, _, flush):

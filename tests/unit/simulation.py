@@ -88,6 +88,8 @@ class Rank:
     inbox: deque[Command] = field(default_factory=deque)
     knows: set[int] = field(default_factory=set)
     """Rounds whose hyperparameters have come."""
+    told: Hyper | None = None
+    """The hyperparameters it told last."""
     agreed: bool = False
     drained: Drained | None = None
     at_cut: list[list[Gradient]] = field(default_factory=list)
@@ -144,13 +146,14 @@ class Simulation:
     # -- ranks ------------------------------------------------------------------------------------------------
 
     def hyper(self, rank: int, step: int) -> Hyper:
-        """What ``rank`` reports at its round number ``step``."""
-        return [{"lr": rank + step / 1024, "momentum": 0.5}]
+        """What ``rank`` reports at its round number ``step``; it changes at every second one."""
+        return [{"lr": rank + step // 2 / 1024, "momentum": 0.5}]
 
     def _train(self, rank: Rank) -> Iterator[None]:
         """The training thread: yields wherever others may come between; ``rank.waits`` says that it cannot go on."""
         members, loaded = list(self.job.ranks), rank.index in self.job.loaded
-        rank.outbox.append(Opened(0, self.config, ["w"], [1], members, loaded, self.hyper(rank.number, 0)))
+        rank.told = self.hyper(rank.number, 0)
+        rank.outbox.append(Opened(0, self.config, ["w"], [1], members, loaded, rank.told))
         yield from self._until(rank, lambda: rank.agreed)
         for number, segment in enumerate(self.job.steps):
             count, start = segment[rank.index], rank.version
@@ -190,7 +193,9 @@ class Simulation:
         self.random.shuffle(order)
         for bucket in order:
             if bucket is None:
-                rank.outbox.append(Stepped(0, step, self.hyper(rank.number, step)))
+                hyper = self.hyper(rank.number, step)
+                rank.outbox.append(Stepped(0, step, None if hyper == rank.told else hyper))
+                rank.told = hyper
             else:
                 if self.random.random() >= self.job.empty:
                     self.produced[bucket].append(gradient)

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"errors", "events", "notices"},  # leaves
-    {"activation", "agreement", "autoquorum", "protocols", "timeline"},
+    {"buckets", "errors", "events", "notices", "sharers", "topology"},  # leaves
+    {"activation", "agreement", "autoquorum", "mixing", "protocols", "timeline"},
     {"rounds", "options", "stats", "wire"},
     {"coordinator"},
     {"control", "engine"},

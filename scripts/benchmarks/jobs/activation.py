@@ -108,7 +108,7 @@ def latency(job: Job, rounds: int, busy: bool) -> None:
     sent = []
     for round_ in range(1, rounds + 1):
         first = round_ % job.size == job.rank
-        pause(GAP if first else 0.0, busy)
+        pause(GAP if first else 2 * GAP, busy)  # the others are at it when the first one arrives, and after it
         if first:
             sent.append(round_)
             listener.arrive(round_)
@@ -117,7 +117,9 @@ def latency(job: Job, rounds: int, busy: bool) -> None:
                 spin()
         else:
             listener.wait_for(round_)
-        if not first:
+        if first:
+            pause(GAP, busy)  # so that all begin the next round together
+        else:
             listener.arrive(round_)  # late: the round has gone
     went = [listener.went[round_] for round_ in range(1, rounds + 1)]
     listener.close(rounds)

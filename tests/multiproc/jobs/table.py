@@ -75,7 +75,7 @@ EQUALITIES = (
     both("adam", "adam"),
     Equality("sgd in buckets", "sgd", {}, SMALL, buckets=6),
     Equality("adam in buckets", "adam", {}, SMALL, buckets=6),
-    both("sum", difference=1e-4, op="Sum"),
+    both("sum", op="Sum"),
     both("predivided", gradient_predivide_factor=2.0),
     both("three passes", passes=3, backward_passes_per_step=3),
     Equality("groups", "sgd", {"groups": 2}, {"groups": 2}, buckets=2),

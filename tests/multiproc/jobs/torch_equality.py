@@ -14,9 +14,9 @@ from torch_common import crc
 import hvd_async.torch as hvd
 
 STEPS = 30
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, factor: torch.optim.SGD(parameters, lr=0.05 * factor, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda parameters, factor: torch.optim.Adam(parameters, lr=1e-3 * factor),
 }
 COMPRESSION = {"fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16, "none": hvd.Compression.none}
 
@@ -49,7 +49,11 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
 def train(case: Equality, wrap: Callable[..., Any], options: dict[str, Any]) -> tuple[torch.nn.Module, Any, int]:
     """30 steps on this rank's own data; also how many buckets left before ``step()``."""
     model = network()
-    optimizer = wrap(OPTIMIZERS[case.optimizer](model.parameters()), model.named_parameters(), **options_of(options))
+    # (a sum over the ranks with an average's rate grows differences in the last bits until they show)
+    factor = 1.0 / hvd.size() if options.get("op") == "Sum" else 1.0
+    optimizer = wrap(
+        OPTIMIZERS[case.optimizer](model.parameters(), factor), model.named_parameters(), **options_of(options)
+    )
     early = 0
     if isinstance(getattr(optimizer, "rounds", None), int):
         worker = optimizer._eager_worker()

@@ -60,11 +60,12 @@ def process_sets(report: Report, sets: list[Any]) -> None:
             distance=mine.consensus_distance(),
             held=len(mine.stats().held_s),
         )
-    other = sets[1 - number]
-    try:
-        hvd.EagerOptimizer(Whole().sgd(), process_set=other)
-    except ValueError as error:
-        report.put("process set of others", text=str(error))
+    alone = Whole()
+    optimizer = hvd.EagerOptimizer(alone.sgd(), process_set=sets[1 - number])
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    whole_steps(optimizer, alone, 0, 3)
+    ends = {"last": optimizer.drain(), "rounds": optimizer.rounds, "distance": optimizer.consensus_distance()}
+    report.put("process set of others", own=alone.weights(), own_expected=set_expected((rank,), 3), **ends)
 
 
 def pace(report: Report, name: str, slow: int, rule: str) -> None:
@@ -147,15 +148,14 @@ def cut_and_resume(report: Report) -> None:
     )
 
 
-def interrupted(report: Report, steps: tuple[int, ...]) -> None:
-    """Synchronous training that is saved and resumed after each part."""
+def interrupted(report: Report, steps: tuple[int, ...], cap: float) -> None:
+    """Synchronous training that is saved and resumed after each part, with buckets of ``cap`` MiB."""
     model, batches = mlp(seed=6), Batches(hvd.rank())
     for part, count in enumerate(steps):
         if part:
             model = mlp(seed=99)
         adam = torch.optim.Adam(model.parameters(), lr=0.01)
-        # In one bucket: Horovod fuses several as they come, and then adds four ranks up in another order each time.
-        optimizer = hvd.EagerOptimizer(adam, quorum="all")
+        optimizer = hvd.EagerOptimizer(adam, quorum="all", bucket_cap_mb=cap)
         if part:
             saved = torch.load(own_file("part"), weights_only=True)
             model.load_state_dict(saved["model"])
@@ -165,7 +165,7 @@ def interrupted(report: Report, steps: tuple[int, ...]) -> None:
             optimizer.step()
         (optimizer.cut if part % 2 else optimizer.drain)()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, own_file("part"))
-    report.put(f"resumed {len(steps)}", weights=crc(model.parameters()), rounds=optimizer.rounds)
+    report.put(f"resumed {len(steps)} {cap}", weights=crc(model.parameters()), rounds=optimizer.rounds)
 
 
 def main() -> None:
@@ -177,8 +177,9 @@ def main() -> None:
     pace(report, "pace rounds", 1, "rounds")
     pace(report, "pace steps", 1, "steps")
     cut_and_resume(report)
-    interrupted(report, (12,))
-    interrupted(report, (5, 4, 3))
+    for cap in (25.0, SMALL):
+        interrupted(report, (12,), cap)
+        interrupted(report, (5, 4, 3), cap)
     hvd.shutdown()
     report.put("end")
 

@@ -53,6 +53,10 @@ def broadcast_state(report: Report, kind: str, steps: tuple[int, int]) -> None:
     before = crc(model.parameters())
     optimizer = hvd.EagerOptimizer(plain, model.named_parameters(), quorum="all")
     own = crc(state_tensors(optimizer))
+    if hvd.rank() == 0:  # as resumed from a checkpoint that the others do not have
+        state = optimizer.state_dict()
+        state["hvd_async"]["rounds"] = 7
+        optimizer.load_state_dict(state)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     result = {
         "moved": crc(model.parameters()) != before,
@@ -66,6 +70,7 @@ def broadcast_state(report: Report, kind: str, steps: tuple[int, int]) -> None:
         batches.backward(model)
         optimizer.step()
     optimizer.drain()
+    result["rounds"] = optimizer.rounds
     result.update(steps=optimizer.stats().steps, weights=crc(model.parameters()), trained=crc(state_tensors(optimizer)))
     report.put(f"broadcast {kind} {steps[0]} {steps[1]}", **result)
 

@@ -1,0 +1,79 @@
+"""The ranks that share an optimizer: all of the job's, those of a Horovod process set, or one rank outside of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Stands for a process set of one rank, where Horovod has none: its collectives give back what they are given.
+
+    Attributes:
+        rank: that rank.
+    """
+
+    rank: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """As of a process set."""
+        return [self.rank]
+
+    @property
+    def process_set_id(self) -> int:
+        """A number that no process set of Horovod's has."""
+        return -1 - self.rank
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that share an optimizer.
+
+    Attributes:
+        process_set: as Horovod knows them, or ``Alone``; None for all ranks.
+        ranks: in order.
+        index: which of them this rank is.
+        id: number of the process set, 0 for all ranks.
+        named: how many ranks the process set has that the user named; this one may be outside.
+    """
+
+    process_set: Any
+    ranks: tuple[int, ...]
+    index: int
+    id: int
+    named: int
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.ranks)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, or none if they are all of the job's."""
+        return () if self.process_set is None else self.ranks
+
+
+def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> Sharers:
+    """The ranks of a process set; a rank outside of it is on its own, as under Horovod's ``DistributedOptimizer``.
+
+    Args:
+        process_set: as the user gave it; ``everyone``, or None, for all ranks.
+        everyone: Horovod's global process set.
+        rank, size: this rank, and the number of ranks in the job.
+
+    Raises:
+        ValueError: it is none, or Horovod does not know it.
+    """
+    if process_set is everyone or process_set is None:
+        return Sharers(None, tuple(range(size)), rank, 0, size)
+    if not hasattr(process_set, "process_set_id"):
+        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
+    if process_set.process_set_id is None:
+        raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
+    ranks, named = tuple(process_set.ranks), len(process_set.ranks)
+    if rank not in ranks:
+        process_set, ranks = Alone(rank), (rank,)
+    return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
