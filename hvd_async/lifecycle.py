@@ -25,10 +25,10 @@ from hvd_async.protocols import Channel, Collectives
 class Drainable(Protocol):
     """A wrapped optimizer."""
 
-    def _eager_offer(self) -> None:
+    def _async_offer(self) -> None:
         """Tell the others that this rank's optimizer is there, without waiting for them."""
 
-    def _eager_drain_all(self) -> int:
+    def _async_drain_all(self) -> int:
         """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
 
 
@@ -103,11 +103,11 @@ class Lifecycle:
         """
         optimizers = [optimizer for _, optimizer in sorted(self._wrapped.items())]
         for optimizer in optimizers:
-            optimizer._eager_offer()  # before the first waits: others may be waiting for this rank to open the second
+            optimizer._async_offer()  # before the first waits: others may be waiting for this rank to open the second
         # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
         # and wait for the garbage collector on another, which would then drain once more often.
         if optimizers:
-            return optimizers[-1]._eager_drain_all()
+            return optimizers[-1]._async_drain_all()
         engine = local_engine() or self._engine
         if engine is None:
             return None

@@ -73,10 +73,10 @@ def derived(optimizer: Any, mixin: type) -> Any:
 
 class Wrapped:
     """Methods of every wrapped optimizer. Private ones begin with ``_eager_``: the class that is wrapped may have an
-    ``_update`` or ``_apply`` of its own. A binding supplies ``_eager_new_worker``, ``_eager_fingerprint``,
-    ``_eager_hyper``, ``_eager_apply`` and ``_eager_finish``."""
+    ``_update`` or ``_apply`` of its own. A binding supplies ``_async_new_worker``, ``_async_fingerprint``,
+    ``_async_hyper``, ``_async_apply`` and ``_async_finish``."""
 
-    _eager: Any
+    _async: Any
 
     def drain(self) -> int:
         """Say "I am done", apply what comes until every rank is done, and check that no gradient was lost.
@@ -92,7 +92,7 @@ class Wrapped:
             GradientLossError: gradients produced and applied differ.
             ReplicaStateError: an earlier round could not be applied here.
         """
-        worker = self._eager_worker()
+        worker = self._async_worker()
         worker.engine.drain(True, worker.wire.process_set_id)
         return worker.last_done
 
@@ -106,19 +106,19 @@ class Wrapped:
         Raises:
             ReplicaStateError: an earlier round could not be applied here.
         """
-        worker = self._eager_worker()
+        worker = self._async_worker()
         worker.engine.drain(False, worker.wire.process_set_id)
 
     @property
     def rounds(self) -> int:
         """Rounds that this rank's weights have seen, those before a resumed checkpoint included."""
-        worker: EagerWorker | None = self._eager.worker
-        before: int = self._eager.rounds_before
+        worker: EagerWorker | None = self._async.worker
+        before: int = self._async.rounds_before
         return before + (0 if worker is None else worker.version)
 
     def stats(self) -> Stats:
         """What this rank's optimizer has done so far."""
-        worker: EagerWorker | None = self._eager.worker
+        worker: EagerWorker | None = self._async.worker
         return Stats() if worker is None else worker.stats()
 
     @contextlib.contextmanager
@@ -127,54 +127,54 @@ class Wrapped:
         self.drain()
         yield
 
-    def _eager_new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
+    def _async_new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
         """A worker for this optimizer's parameters as they are."""
         raise TypeError(f"{type(self).__name__} does not say how its worker is made")
 
-    def _eager_fingerprint(self) -> tuple[list[str], list[int]]:
+    def _async_fingerprint(self) -> tuple[list[str], list[int]]:
         """Names and checksums of everything that must be the same on all ranks."""
         raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
 
-    def _eager_hyper(self) -> Hyper:
+    def _async_hyper(self) -> Hyper:
         """This rank's hyperparameters now, as its rounds carry them."""
         raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
 
-    def _eager_apply(self, round_: Round) -> None:
+    def _async_apply(self, round_: Round) -> None:
         """Apply a round."""
         raise TypeError(f"{type(self).__name__} does not say how a round is applied")
 
-    def _eager_finish(self, worker: EagerWorker, flush: bool) -> None:
+    def _async_finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
-    def _eager_drain_all(self) -> int:
+    def _async_drain_all(self) -> int:
         """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
-        worker = self._eager_worker()
+        worker = self._async_worker()
         worker.engine.drain()
         return worker.last_done
 
-    def _eager_offer(self) -> None:
+    def _async_offer(self) -> None:
         """Tell the other ranks that this optimizer is there, without waiting for them."""
-        state = self._eager
+        state = self._async
         with state.lock:
             if state.worker is None or state.worker.engine.replaced:
                 engine = state.engine or state.lifecycle.engine()
                 state.rounds_before = self.rounds
-                state.worker = self._eager_attach(engine)
+                state.worker = self._async_attach(engine)
                 if state.restored is not None:
                     state.worker.restore(state.restored)
-                state.worker.offer(*self._eager_fingerprint(), self._eager_hyper())
+                state.worker.offer(*self._async_fingerprint(), self._async_hyper())
 
-    def _eager_worker(self) -> EagerWorker:
+    def _async_worker(self) -> EagerWorker:
         """This optimizer's worker; the first call, and the first after a shutdown(), meets the other ranks."""
-        state = self._eager
+        state = self._async
         with state.lock:
             if state.broken is not None:
                 raise ReplicaStateError(
                     f"{state.broken}. This rank's weights are no longer the other ranks': restart from a checkpoint."
                 )
             if state.worker is None or not state.worker.agreed or state.worker.engine.replaced:
-                self._eager_offer()
+                self._async_offer()
                 try:
                     state.worker.meet()
                 except ReplicaMismatchError:
@@ -186,7 +186,7 @@ class Wrapped:
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def _eager_share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+    def _async_share(self, nbytes: Sequence[int]) -> dict[str, Any]:
         """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
 
         Args:
@@ -195,7 +195,7 @@ class Wrapped:
         Raises:
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
-        state, worker = self._eager, self._eager.worker
+        state, worker = self._async, self._async.worker
         held: list[Held] = state.restored or []
         if worker is not None:
             held = worker.pending()
@@ -217,8 +217,8 @@ class Wrapped:
             "versions": [[v - version for v in versions] for _, versions in held],
         }
 
-    def _eager_take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
-        """Take back what ``_eager_share`` gave, before the ranks meet.
+    def _async_take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+        """Take back what ``_async_share`` gave, before the ranks meet.
 
         Args:
             share: of this rank.
@@ -228,9 +228,9 @@ class Wrapped:
             ValueError: it is of another rank, or of a job of another size or other buckets, and holds gradients.
             ReplicaStateError: gradients of the present run are on their way.
         """
-        state = self._eager
+        state = self._async
         lost = max((len(versions) for versions in share["versions"]), default=0)
-        if state.worker is not None and not (state.worker.settled and self._eager_nothing_pending(state.worker)):
+        if state.worker is not None and not (state.worker.settled and self._async_nothing_pending(state.worker)):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
         if lost and (share["size"], share["index"]) != (state.size, state.index):
             raise ValueError(
@@ -245,34 +245,34 @@ class Wrapped:
             )
         if state.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
-        self._eager_count_from(share["rounds"])
+        self._async_count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
             state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
 
-    def _eager_count_from(self, rounds: int) -> None:
+    def _async_count_from(self, rounds: int) -> None:
         """So many rounds have been applied to this rank's weights so far."""
-        state = self._eager
+        state = self._async
         state.rounds_before = rounds - (0 if state.worker is None else state.worker.version)
 
     @staticmethod
-    def _eager_nothing_pending(worker: EagerWorker) -> bool:
+    def _async_nothing_pending(worker: EagerWorker) -> bool:
         return not any(versions for _, versions in worker.pending())
 
-    def _eager_attach(self, engine: Any) -> EagerWorker:
+    def _async_attach(self, engine: Any) -> EagerWorker:
         reference = weakref.ref(self)
 
         def apply(round_: Round) -> None:
             optimizer = reference()
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
-                optimizer._eager_worker()  # raises if this rank's replica is none any more
-                optimizer._eager_apply(round_)
+                optimizer._async_worker()  # raises if this rank's replica is none any more
+                optimizer._async_apply(round_)
 
         def finish(flush: bool) -> None:
             optimizer = reference()
             if optimizer is not None:
-                optimizer._eager_worker()
-                optimizer._eager_finish(worker, flush)
+                optimizer._async_worker()
+                optimizer._async_finish(worker, flush)
 
-        worker = self._eager_new_worker(engine, finish, apply)
+        worker = self._async_new_worker(engine, finish, apply)
         return worker

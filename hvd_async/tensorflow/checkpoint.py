@@ -18,7 +18,7 @@ def is_share(name: str) -> bool:
 
 
 def pack(share: Mapping[str, Any]) -> Arrays:
-    """``Wrapped._eager_share`` as arrays."""
+    """``Wrapped._async_share`` as arrays."""
     arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "nbytes")}
     for bucket, (vector, versions) in enumerate(zip(share["vectors"], share["versions"], strict=True)):
         if vector is not None:
@@ -28,7 +28,7 @@ def pack(share: Mapping[str, Any]) -> Arrays:
 
 
 def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, Any] | None:
-    """What ``pack`` made, as ``Wrapped._eager_take_share`` takes it; None if there is none in ``state``.
+    """What ``pack`` made, as ``Wrapped._async_take_share`` takes it; None if there is none in ``state``.
 
     Args:
         state: arrays by name, others among them.

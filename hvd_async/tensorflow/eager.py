@@ -147,7 +147,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
 def _wrapped(optimizer: Any, state: State, name: str | None) -> Any:
     wrapped = _named(derived(optimizer, EagerMixin), name)
-    vars(wrapped)["_eager"] = state
+    vars(wrapped)["_async"] = state
     LIFECYCLE.add(wrapped)
     return wrapped
 

@@ -26,13 +26,13 @@ from hvd_async.wrapping import Wrapped
 class EagerMixin(Stepping, Wrapped):
     """What ``EagerOptimizer`` adds to the class of the optimizer it wraps."""
 
-    _eager: State
+    _async: State
     _wrapped_class: ClassVar[type[Any]]
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor":
             # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.
-            self._eager.scaled_outside = value is None
+            self._async.scaled_outside = value is None
         super().__setattr__(name, value)
 
     def register_local_var(self, variable: Any) -> None:
@@ -49,13 +49,13 @@ class EagerMixin(Stepping, Wrapped):
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
         """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place."""
-        if self.use_ema and self._eager.worker is not None:
+        if self.use_ema and self._async.worker is not None:
             self.drain()  # rounds that came later would be applied on top
         self._wrapped_class.finalize_variable_values(self, var_list)
 
     def consensus_distance(self: Any) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._eager_worker().engine, self._trainable_variables, self._eager.sharers)
+        return consensus_distance(self._async_worker().engine, self._trainable_variables, self._async.sharers)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
@@ -64,9 +64,9 @@ class EagerMixin(Stepping, Wrapped):
         Raises:
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
-        self._eager_need_built()
+        self._async_need_built()
         own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | checkpoint.pack(self._eager_share(self._eager.layout.nbytes))
+        return own | checkpoint.pack(self._async_share(self._async.layout.nbytes))
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
@@ -74,31 +74,31 @@ class EagerMixin(Stepping, Wrapped):
         Raises:
             ValueError: the state is of another optimizer, or holds gradients of another rank.
         """
-        self._eager_need_built()
-        share = checkpoint.unpack(state, self._eager.layout.dtypes)
+        self._async_need_built()
+        share = checkpoint.unpack(state, self._async.layout.dtypes)
         state = {name: value for name, value in state.items() if not checkpoint.is_share(name)}
         own = {own_name(v): v for v in self.variables}
         if own.keys() != state.keys():
             differing = ", ".join(sorted(own.keys() ^ state.keys())[:3])
             raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
         if share is not None:
-            self._eager_take_share(share, self._eager.layout.nbytes)
+            self._async_take_share(share, self._async.layout.nbytes)
         for name, variable in own.items():
             variable.assign(state[name])
 
-    def _eager_need_built(self: Any) -> None:
-        state = self._eager
+    def _async_need_built(self: Any) -> None:
+        state = self._async
         if not self.built and state.model is not None:
             self.build(state.model.trainable_variables)
         if not self.built:
             raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
-        self._eager_prepare(self._trainable_variables)
+        self._async_prepare(self._trainable_variables)
 
-    def _eager_new_worker(
+    def _async_new_worker(
         self: Any, engine: Engine, finish: Callable[[bool], object], apply: Callable[[Round], None]
     ) -> EagerWorker:
-        self._eager_need_built()
-        state = self._eager
+        self._async_need_built()
+        state = self._async
         layout, codec, sharers = state.layout, state.codec, state.sharers
         wire = Wire(
             zeros=layout.zeros,
@@ -114,8 +114,8 @@ class EagerMixin(Stepping, Wrapped):
         )
         return EagerWorker(engine, EagerConfig(**state.options, buckets=len(layout)), wire, finish, apply)
 
-    def _eager_fingerprint(self: Any) -> tuple[list[str], list[int]]:
-        state = self._eager
+    def _async_fingerprint(self: Any) -> tuple[list[str], list[int]]:
+        state = self._async
         own_rate = id(self._learning_rate)
         held = [v for v in self.variables if id(v) != own_rate]
         kinds = [f"optimizer {self._wrapped_class.__name__}", *(f"setting {one}" for one in settings(self))]
@@ -128,26 +128,26 @@ class EagerMixin(Stepping, Wrapped):
         names += [f"{STATE}{own_name(v)} {tuple(v.shape)}" for v in held]
         return names, [0] * len(kinds) + [checksum(v) for v in [*self._trainable_variables, *held]]
 
-    def _eager_hyper(self: Any) -> Hyper:
-        update = self._eager.update
+    def _async_hyper(self: Any) -> Hyper:
+        update = self._async.update
         group: dict[str, Any] = {"frozen": [], "settings": update.digest}
         if not update.scheduled:
-            group["learning_rate"] = float(self._eager_own_rate())
+            group["learning_rate"] = float(self._async_own_rate())
         return [group]
 
-    def _eager_apply(self: Any, round_: Round) -> None:
+    def _async_apply(self: Any, round_: Round) -> None:
         """Apply a round outside of a step."""
-        state = self._eager
-        self._eager_check_applied()
-        self._eager_worker()  # raises if that found a round broken off
+        state = self._async
+        self._async_check_applied()
+        self._async_worker()  # raises if that found a round broken off
         if round_.gradients:
             with state.applying(round_.index), tf.init_scope():
                 state.update(*state.update.parts(round_.hyper, round_.sums))
 
-    def _eager_finish(self: Any, worker: EagerWorker, flush: bool) -> None:
-        state = self._eager
-        self._eager_check_applied()
-        self._eager_worker()
+    def _async_finish(self: Any, worker: EagerWorker, flush: bool) -> None:
+        state = self._async
+        self._async_check_applied()
+        self._async_worker()
         with tf.init_scope():
             if flush and state.feed.done:
                 warnings.warn(

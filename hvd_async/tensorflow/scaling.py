@@ -34,7 +34,7 @@ class LossScaleMixin:
             with tf.init_scope():
                 self.build(list(trainable_variables))
                 self.built = True
-        finite = self.inner_optimizer._eager_take(list(grads), trainable_variables, raw(self.dynamic_scale) + 0.0)
+        finite = self.inner_optimizer._async_take(list(grads), trainable_variables, raw(self.dynamic_scale) + 0.0)
         scale, counter = raw(self.dynamic_scale), raw(self.step_counter)
         grown = tf.equal(counter, tf.cast(self.dynamic_growth_steps - 1, counter.dtype))
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
@@ -42,8 +42,8 @@ class LossScaleMixin:
         counter.assign(tf.where(tf.logical_and(finite, tf.logical_not(grown)), counter + 1, tf.zeros_like(counter)))
 
     @property
-    def _eager(self) -> Any:
-        return self.inner_optimizer._eager
+    def _async(self) -> Any:
+        return self.inner_optimizer._async
 
     @property
     def rounds(self) -> int:

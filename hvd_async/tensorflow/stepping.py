@@ -26,7 +26,7 @@ from hvd_async.tensorflow.update import Update
 class Stepping:
     """``apply`` and what belongs to it; ``EagerMixin`` has the rest."""
 
-    _eager: State
+    _async: State
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would warn of what it cannot
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
@@ -43,61 +43,61 @@ class Stepping:
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
             FloatingPointError: NaN or infinity in the gradients, with ``nonfinite="raise"``.
         """
-        if self._eager.scaled_outside:
+        if self._async.scaled_outside:
             raise ReplicaStateError(
                 "a LossScaleOptimizer is around this EagerOptimizer (compile() does that under mixed_float16). It "
                 "leaves steps out when a gradient overflows, and other ranks would wait for them: write "
                 "EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
-        self._eager_take(list(grads), trainable_variables, None)
+        self._async_take(list(grads), trainable_variables, None)
 
-    def _eager_take(self: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
+    def _async_take(self: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
         """A step with gradients of a loss that was multiplied by ``scale``; returns whether all were finite (bool)."""
         if not grads:
             return tf.constant(True)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        layout = self._eager_prepare(variables)
-        gradients = self._eager_indexed(grads, variables, scale)
+        layout = self._async_prepare(variables)
+        gradients = self._async_indexed(grads, variables, scale)
         frozen = [i for i, v in enumerate(self._trainable_variables) if not v.trainable and not _among(v, variables)]
         vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}
-        update: Update = self._eager.update
-        give = functools.partial(self._eager_give, scale is not None)
-        step = functools.partial(self._eager_step, scale is not None, frozen, update.digest)
-        rate = [] if update.scheduled else [self._eager_own_rate()]
+        update: Update = self._async.update
+        give = functools.partial(self._async_give, scale is not None)
+        step = functools.partial(self._async_step, scale is not None, frozen, update.digest)
+        rate = [] if update.scheduled else [self._async_own_rate()]
         if tf.executing_eagerly():
             for bucket, vector in vectors.items():
                 give(bucket, vector)
             rounds, finite = step(*rate)
             for _ in range(int(rounds)):
-                self._eager_applied(update(*self._eager_fetch(update)))
+                self._async_applied(update(*self._async_fetch(update)))
             return tf.constant(bool(finite))
         given = [_py(functools.partial(give, bucket), [vector], tf.int32) for bucket, vector in vectors.items()]
         with tf.control_dependencies(given):
             outcome = tf.reshape(_py(step, rate, tf.int32), [2])
 
         def one_round(done: tf.Tensor) -> tf.Tensor:
-            finished = update(*_py(functools.partial(self._eager_fetch, update), [done], update.types))
-            return done + tf.reshape(_py(self._eager_applied, [finished], tf.int32), [])
+            finished = update(*_py(functools.partial(self._async_fetch, update), [done], update.types))
+            return done + tf.reshape(_py(self._async_applied, [finished], tf.int32), [])
 
         tf.while_loop(lambda done: done < outcome[0], one_round, [tf.constant(0)], parallel_iterations=1)
         return outcome[1] > 0
 
-    def _eager_prepare(self: Any, variables: list[Any]) -> Layout:
+    def _async_prepare(self: Any, variables: list[Any]) -> Layout:
         """Build the wrapped optimizer, once, outside of any graph."""
-        state = self._eager
+        state = self._async
         with tf.init_scope():
             if not self.built:
                 self.build(variables)
                 self.built = True
             if state.layout is None:
-                self._eager_lay_out()
+                self._async_lay_out()
             if state.update is None or state.update.stale():
                 state.update = Update(self, state.layout, state.round_transform, lambda: state.momentum_correction)
         layout: Layout = state.layout
         return layout
 
-    def _eager_lay_out(self: Any) -> None:
-        state, variables = self._eager, self._trainable_variables
+    def _async_lay_out(self: Any) -> None:
+        state, variables = self._async, self._trainable_variables
         overwritten = [v for v in variables if self._overwrite_variable_with_gradient(v)]
         if overwritten:
             raise ValueError(
@@ -112,19 +112,19 @@ class Stepping:
         state.codec, state.layout = codec, Layout(variables, buckets, terms)
         state.feed = Feed(state.layout, state.passes, state.average_passes, state.nonfinite)
 
-    def _eager_indexed(self: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:
+    def _async_indexed(self: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:
         """Gradients by their variable's index, dense and unscaled."""
         self._check_variables_are_known(variables)
         indexed = {}
         static = None if self.loss_scale_factor is None else 1.0 / self.loss_scale_factor
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
-                if not self._eager.sparse_as_dense:
+                if not self._async.sparse_as_dense:
                     raise ValueError(
                         f"the gradient of {variable.path} is sparse: pass sparse_as_dense=True to EagerOptimizer to "
                         f"send it as a dense tensor"
                     )
-                with tf.device(self._eager.devices[1] or None):
+                with tf.device(self._async.devices[1] or None):
                     gradient = tf.convert_to_tensor(gradient)
             if gradient is None:
                 continue
@@ -137,45 +137,45 @@ class Stepping:
             raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
         return indexed
 
-    def _eager_own_rate(self: Any) -> tf.Tensor:
+    def _async_own_rate(self: Any) -> tf.Tensor:
         """This rank's learning rate now."""
         return tf.cast(raw(self._get_current_learning_rate()), tf.float32) + 0.0
 
     # -- the Python side of a step ----------------------------------------------------------------------------
 
-    def _eager_give(self: Any, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
-        state = self._eager
+    def _async_give(self: Any, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
+        state = self._async
         state.feed.give(bucket, vector, state.met, scaled)
         return np.int32(0)
 
-    def _eager_step(self: Any, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
+    def _async_step(self: Any, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
         """Returns int32 of shape (2,): how many rounds are to be applied, whether this rank's gradients were finite."""
-        state = self._eager
-        self._eager_check_applied()
+        state = self._async
+        self._async_check_applied()
         group: dict[str, Any] = {"frozen": frozen, "settings": digest}
         if rate:
             group["learning_rate"] = float(rate[0])
-        rounds, finite = state.feed.take(self._eager_worker, [group], scaled)
+        rounds, finite = state.feed.take(self._async_worker, [group], scaled)
         state.fetched.extend(round_ for round_ in rounds if round_.gradients)
         return np.array([len(state.fetched), finite], np.int32)
 
-    def _eager_fetch(self: Any, update: Update, _: Any = None) -> list[Any]:
+    def _async_fetch(self: Any, update: Update, _: Any = None) -> list[Any]:
         """The next round of this step, as ``update`` takes it."""
-        state = self._eager
+        state = self._async
         round_ = state.fetched.popleft()
         state.fetching = round_.index
         return list(update.parts(round_.hyper, round_.sums))
 
-    def _eager_applied(self: Any, _: Any = None) -> np.int32:
+    def _async_applied(self: Any, _: Any = None) -> np.int32:
         """The round that was fetched last is applied: one more is done."""
-        state = self._eager
+        state = self._async
         state.fetching = None
         if not state.fetched and state.worker is not None:
             state.worker.release()
         return np.int32(1)
 
-    def _eager_check_applied(self: Any) -> None:
-        state = self._eager
+    def _async_check_applied(self: Any) -> None:
+        state = self._async
         if state.fetching is not None or state.fetched:
             index = state.fetching if state.fetching is not None else state.fetched[0].index
             state.broken = f"round {index} could not be applied: the training step was broken off"

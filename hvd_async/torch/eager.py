@@ -136,8 +136,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "named_buffers": list(named_buffers or []),
         "buffers": buffers,
     }
-    wrapped._eager = Settings(sharers, names, options)
-    wrapped._eager_lay_out()
+    wrapped._async = Settings(sharers, names, options)
+    wrapped._async_lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
 

@@ -32,7 +32,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if not isinstance(optimizer, EagerMixin):
         hvd.broadcast_optimizer_state(optimizer, root_rank, model)
         return
-    if optimizer._eager.worker is not None:
+    if optimizer._async.worker is not None:
         optimizer.drain()  # no round may be on its way
     state = optimizer.state_dict()
     state.pop("hvd_async")  # each rank's own
@@ -58,7 +58,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return _map(value, fill)
 
     optimizer.load_state_dict(fill(skeleton))
-    optimizer._eager_count_from(rounds)
+    optimizer._async_count_from(rounds)
 
 
 def _map(value: Any, change: Any) -> Any:

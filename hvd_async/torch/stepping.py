@@ -30,7 +30,7 @@ SCALING = ("grad_scale", "found_inf")
 class EagerMixin(Wrapped, torch.optim.Optimizer):
     """Methods of a wrapped torch optimizer."""
 
-    _eager: Settings
+    _async: Settings
     _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
     _step_supports_amp_scaling = True
     """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
@@ -43,7 +43,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         Raises:
             ReplicaStateError: between backward() and step(), when gradients are on their way.
         """
-        state = self._eager
+        state = self._async
         if state.overlap is not None and state.met is not None:
             state.overlap.arm()
         super().zero_grad(set_to_none)
@@ -67,33 +67,33 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        state = self._eager
-        with self._eager_scaling_hidden() as (grad_scale, overflow):
+        state = self._async
+        with self._async_scaling_hidden() as (grad_scale, overflow):
             if state.skip:
-                self._eager_step_shown()
+                self._async_step_shown()
                 return loss
             if state.shown is not None:
                 raise ReplicaStateError(
                     "step() after synchronize() would hand over the round that is in p.grad once more: write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`"
                 )
-            rounds = deque(self._eager_hand_over(None, grad_scale, overflow))
+            rounds = deque(self._async_hand_over(None, grad_scale, overflow))
             while rounds:
-                self._eager_apply(rounds.popleft())
-            self._eager_worker().release()
+                self._async_apply(rounds.popleft())
+            self._async_worker().release()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
 
     @contextlib.contextmanager
-    def _eager_scaling_hidden(self) -> Iterator[tuple[torch.Tensor | None, bool]]:
+    def _async_scaling_hidden(self) -> Iterator[tuple[torch.Tensor | None, bool]]:
         """What a GradScaler has put into attributes: (scale of the gradients or None, overflow?). Meanwhile the wrapped
         optimizer must not see it: fused ones would unscale rounds, which are unscaled, and skip them.
 
         Raises:
             ReplicaStateError: the scaler and ``scaler=`` do not fit together.
         """
-        scaler = self._eager.scaler
+        scaler = self._async.scaler
         mine: dict[str, Any] = {name: vars(self).pop(name) for name in SCALING if name in vars(self)}
         try:
             if mine and scaler is None:
@@ -118,50 +118,50 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
 
         A round that is shown and not followed by a step is left out: do so on all ranks alike.
         """
-        state = self._eager
+        state = self._async
         if state.scaler is not None and state.scaler.is_enabled():
             raise ReplicaStateError(
                 "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
                 "round_transform=, and call scaler.step(optimizer)"
             )
-        rounds = self._eager_hand_over(1, None, False)
+        rounds = self._async_hand_over(1, None, False)
         state.one_by_one, state.unshown = True, 0
         state.shown = rounds[0] if rounds else None
         if state.shown is not None and state.shown.gradients:
-            self._eager_show(state.shown)
+            self._async_show(state.shown)
         else:
             super().zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make ``step()`` apply what ``synchronize()`` has put into p.grad."""
-        self._eager.skip = True
+        self._async.skip = True
         try:
             yield
         finally:
-            self._eager.skip = False
+            self._async.skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes a step has from now on, as in Horovod."""
-        self._eager.passes = passes
-        if self._eager.overlap is not None:
-            self._eager.overlap.passes = passes
+        self._async.passes = passes
+        if self._async.overlap is not None:
+            self._async.overlap.passes = passes
 
-    def _eager_step_shown(self) -> None:
-        state = self._eager
+    def _async_step_shown(self) -> None:
+        state = self._async
         if state.shown is None:
             raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
         shown, state.shown = state.shown, None
         if shown.gradients:
             with state.applying(shown.index):
-                self._eager_update(shown.hyper)
+                self._async_update(shown.hyper)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
-    def _eager_hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
+    def _async_hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
         """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
-        state = self._eager
-        worker = self._eager_worker()
+        state = self._async
+        worker = self._async_worker()
         gone: set[int] = set() if state.overlap is None else state.overlap.handed
         left = [index for index in range(len(state.layout)) if index not in gone]
         if state.overlap is not None:
@@ -172,44 +172,44 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
                 raise
         scale = state.before if grad_scale is None else state.before / grad_scale
         vectors = {index: None if overflow else state.vector(index, scale) for index in left}
-        return worker.step(vectors, self._eager_hyper(), most)
+        return worker.step(vectors, self._async_hyper(), most)
 
-    def _eager_bucket_ready(self, index: int) -> None:
+    def _async_bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
-        state = self._eager
+        state = self._async
         assert state.worker is not None
         state.worker.hand_over(index, state.vector(index, state.before))
 
-    def _eager_parameters(self) -> list[torch.Tensor]:
+    def _async_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
     # -- rounds in --------------------------------------------------------------------------------------------
 
-    def _eager_show(self, round_: Round) -> None:
+    def _async_show(self, round_: Round) -> None:
         """Put a round's average into every ``p.grad``."""
         frozen = hyperparameters.frozen(self.param_groups, round_.hyper)
         sparse = issubclass(self._wrapped_class, torch.optim.SparseAdam)
-        self._eager.layout.set_gradients(round_.sums, self._eager.after, frozen, sparse)
+        self._async.layout.set_gradients(round_.sums, self._async.after, frozen, sparse)
 
-    def _eager_apply(self, round_: Round) -> None:
+    def _async_apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
-        state = self._eager
+        state = self._async
         state.unshown += 1
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
-        parameters = self._eager_parameters()
+        parameters = self._async_parameters()
         own = [p.grad for p in parameters]
         try:
             with state.applying(round_.index):
-                self._eager_show(round_)
+                self._async_show(round_)
                 if state.round_transform is not None:
                     state.round_transform([p for p in parameters if p.grad is not None])
-                self._eager_update(round_.hyper)
+                self._async_update(round_.hyper)
         finally:
             for parameter, gradient in zip(parameters, own, strict=True):
                 parameter.grad = gradient
 
-    def _eager_update(self, hyper: Hyper) -> None:
+    def _async_update(self, hyper: Hyper) -> None:
         own = hyperparameters.read(self.param_groups)
         if own == hyper:
             self._wrapped_class.step(self)
@@ -225,7 +225,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
-        state = self.__dict__.get("_eager")
+        state = self.__dict__.get("_async")
         if state is not None and state.worker is not None:
             raise ReplicaStateError(
                 "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
@@ -242,7 +242,7 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         Raises:
             ReplicaStateError: gradients are on their way.
         """
-        return {**super().state_dict(), "hvd_async": self._eager_share(self._eager.layout.nbytes)}
+        return {**super().state_dict(), "hvd_async": self._async_share(self._async.layout.nbytes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
@@ -254,8 +254,8 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)
         if share is not None:
-            self._eager_lay_out_if_new()
-            self._eager_take_share(share, self._eager.layout.nbytes)
+            self._async_lay_out_if_new()
+            self._async_take_share(share, self._async.layout.nbytes)
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -265,40 +265,40 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
 
     def consensus_distance(self) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._eager_worker().engine, self._eager_parameters(), self._eager.sharers)
+        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReplicaStateError(
             "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
         )
 
-    def _eager_new_worker(
+    def _async_new_worker(
         self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]
     ) -> EagerWorker:
-        self._eager_lay_out()  # groups may have been added since the wrapper was made
-        state = self._eager
+        self._async_lay_out()  # groups may have been added since the wrapper was made
+        state = self._async
         config = EagerConfig(**state.config, buckets=len(state.layout))
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
         return EagerWorker(engine, config, wire, finish, apply)
 
-    def _eager_lay_out_if_new(self) -> None:
-        if self._eager.worker is None:
-            self._eager_lay_out()
+    def _async_lay_out_if_new(self) -> None:
+        if self._async.worker is None:
+            self._async_lay_out()
 
-    def _eager_lay_out(self) -> None:
-        self._eager.lay_out(self._eager_parameters(), self._eager_bucket_ready)
+    def _async_lay_out(self) -> None:
+        self._async.lay_out(self._async_parameters(), self._async_bucket_ready)
 
-    def _eager_fingerprint(self) -> tuple[list[str], list[int]]:
-        parameters = self._eager_parameters()
-        every = self._eager.names(parameters)
+    def _async_fingerprint(self) -> tuple[list[str], list[int]]:
+        parameters = self._async_parameters()
+        every = self._async.names(parameters)
         names = [signature(every[id(p)], p) for p in parameters]
         sizes = [len(group["params"]) for group in self.param_groups]
         place = {id(p): index for index, p in enumerate(parameters)}
-        members = [[place[id(p)] for p in bucket.parameters] for bucket in self._eager.layout.buckets]
+        members = [[place[id(p)] for p in bucket.parameters] for bucket in self._async.layout.buckets]
         buckets = f"{len(members)} buckets ({zlib.crc32(str(members).encode()):08x})"
         kind = (
             f"optimizer {self._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
-            f"factors {self._eager.before} and {self._eager.after}"
+            f"factors {self._async.before} and {self._async.after}"
         )
         held = [
             (f"{STATE}{key} of {name}", checksum(value))
@@ -311,11 +311,11 @@ class EagerMixin(Wrapped, torch.optim.Optimizer):
             [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
         )
 
-    def _eager_hyper(self) -> Hyper:
+    def _async_hyper(self) -> Hyper:
         return hyperparameters.read(self.param_groups)
 
-    def _eager_finish(self, worker: EagerWorker, flush: bool) -> None:
-        state = self._eager
+    def _async_finish(self, worker: EagerWorker, flush: bool) -> None:
+        state = self._async
         left, state.unshown, state.shown = state.unshown, 0, None
         if left and state.one_by_one and state.round_transform is None:
             warnings.warn(

@@ -78,7 +78,7 @@ def test_momentum_correction_follows_the_rounds_rate(graph):
     with scripted_engine(4):
         trainer = KerasTrainer(MOMENTUM, graph)
         worker = attach(trainer.opt, ScriptedWorker(SCRIPTS[0], 4, trainer.weights().size, 0.05, tf.constant))
-        trainer.opt._eager.momentum_correction = True
+        trainer.opt._async.momentum_correction = True
         before = trainer.weights()
         for step, lr in enumerate([0.05, 0.1, 0.1, 0.02]):
             worker.lr = lr
@@ -163,7 +163,7 @@ def test_sparse_gradients_are_refused_or_made_dense():
         opt.apply([slices])
     opt, _ = wrapped(sparse_as_dense=True)
     opt.apply([slices])
-    assert opt._eager.worker.handed[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
+    assert opt._async.worker.handed[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -236,8 +236,8 @@ def test_a_saved_model_loads_with_a_plain_optimizer(tmp_path: pathlib.Path):
         with scripted_engine(2):
             again = hvd.load_model(path, quorum="all")
         assert isinstance(again.optimizer, keras.optimizers.SGD)
-        assert again.optimizer._eager.options["quorum"] == "all"
-        assert again.optimizer._eager.model is again
+        assert again.optimizer._async.options["quorum"] == "all"
+        assert again.optimizer._async.model is again
         assert flat(again.optimizer.momentums).tolist() == momentums.tolist()
 
 
@@ -298,6 +298,6 @@ def test_the_engine_of_the_thread_is_used_in_tensorflows_threads_too():
         trainer = KerasTrainer(SGD, graph=True)
         trainer.train(rank, range(2))
         trainer.opt.drain()
-        return trainer.opt._eager.worker.engine is local_engine()
+        return trainer.opt._async.worker.engine is local_engine()
 
     assert Cluster(2).run(train) == [True, True]

@@ -88,7 +88,7 @@ def test_tuples_and_tensors_stay_what_they_are():
     parameter = quadratic(1.0)
     plain = torch.optim.Adam([parameter], lr=torch.tensor(0.01), betas=(0.8, 0.9))
     opt = wrap_scripted(plain, SCRIPTS[0])
-    opt._eager.worker.lr = 0.02
+    opt._async.worker.lr = 0.02
     opt.step()
     assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
     assert opt.param_groups[0]["lr"].item() == pytest.approx(0.01)
@@ -111,7 +111,7 @@ def test_scheduler_made_before_or_after_wrapping(before):
         for _ in range(3):
             parameter.grad = torch.ones(1)
             opt.step()
-            rates.append(opt._eager.worker.hypers[-1][0]["lr"])
+            rates.append(opt._async.worker.hypers[-1][0]["lr"])
             scheduler.step()
     assert rates == [1.0, 0.5, 0.25]
 

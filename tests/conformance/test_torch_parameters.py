@@ -186,7 +186,7 @@ def test_a_parameter_that_is_unfrozen_between_zero_grad_and_backward_is_in_its_b
     def train(rank: int) -> list[float]:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
         opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum="all")
-        opt._eager_worker()
+        opt._async_worker()
         for free in (False, True, False):
             parameters[joins].requires_grad_(free)
             opt.zero_grad()
@@ -249,7 +249,7 @@ def test_sparse_gradients_without_the_flag_are_refused_by_its_name(first):
         model = embedding()
         opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         if not first:
-            opt._eager_worker()
+            opt._async_worker()
 
         def step() -> None:
             opt.zero_grad()

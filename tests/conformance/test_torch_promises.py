@@ -52,7 +52,7 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
     def train(rank: int) -> Any:
         trainer = TorchTrainer(SGD, **options)
         opt, shown = trainer.opt, []
-        worker = opt._eager_worker()
+        worker = opt._async_worker()
         if rank == 1:
             assert three_taken.wait(30)
             wait_for_rounds(worker, 3)
@@ -135,7 +135,7 @@ def test_closure_is_evaluated_once_before_the_gradients_leave():
 
     assert opt.step(closure).item() == 9.0
     assert calls == [1]
-    assert opt._eager.worker.handed[0].tolist() == [6.0, 1.0]
+    assert opt._async.worker.handed[0].tolist() == [6.0, 1.0]
 
 
 def test_step_hooks_run_once_a_round():
@@ -162,7 +162,7 @@ def test_a_frozen_parameter_is_not_moved():
         opt.step()
     assert frozen.tolist() == [1.0, 2.0]
     assert free.item() != 1.0
-    assert opt._eager.worker.handed[0].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert opt._async.worker.handed[0].tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_a_parameter_without_gradient_counts_as_zero_and_gets_the_others_average():
@@ -190,7 +190,7 @@ def test_other_dtypes_and_several_buckets(dtype):
             one.grad, two.grad = torch.full((2,), 1.0 + rank), torch.full((3,), 2.0**-8 if step else 1.0, dtype=dtype)
             opt.step()
         opt.drain()
-        return [*one.tolist(), *two.tolist()], len(opt._eager.layout)
+        return [*one.tolist(), *two.tolist()], len(opt._async.layout)
 
     total = 1 + 3 * 2.0**-8
     for weights, buckets in Cluster(2).run(train):
@@ -213,7 +213,7 @@ def test_sparse_gradients_are_refused_or_made_dense():
     embedding = sparse_embedding()
     opt = wrap_scripted(torch.optim.SGD(embedding.parameters(), lr=0.1), SCRIPTS[0], sparse_as_dense=True)
     opt.step()
-    assert opt._eager.worker.handed[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
+    assert opt._async.worker.handed[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
 
 
 def test_state_dict_goes_into_a_plain_optimizer_and_back(tapes):

@@ -100,10 +100,10 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def _eager_offer(self) -> None:
+        def _async_offer(self) -> None:
             done.append(("offered", self.number))
 
-        def _eager_drain_all(self) -> int:
+        def _async_drain_all(self) -> int:
             done.append(("drained", self.number))
             return 3
 

@@ -39,8 +39,8 @@ class _Draining(keras.callbacks.Callback):
             return
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        if optimizer._eager.model is None:
-            optimizer._eager.model = self.model  # so that batch-norm statistics agree too
+        if optimizer._async.model is None:
+            optimizer._async.model = self.model  # so that batch-norm statistics agree too
         optimizer.drain()
         object.__setattr__(self.model, "_hvd_async_drained_at", point)
 
@@ -94,7 +94,7 @@ class BroadcastGlobalVariablesCallback(_Draining):
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         ours = eager_optimizer(self.model)
-        if ours is not None and ours._eager.worker is not None:
+        if ours is not None and ours._async.worker is not None:
             ours.drain()
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
         with tf.device(self.device):
@@ -187,7 +187,7 @@ class LearningRateScheduleCallback(_Draining):
         super().on_train_begin(logs)
         optimizer = eager_optimizer(self.model)
         if optimizer is not None and self.momentum_correction:
-            optimizer._eager.momentum_correction = True
+            optimizer._async.momentum_correction = True
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:

@@ -56,7 +56,7 @@ def train(case: Equality, wrap: Callable[..., Any], options: dict[str, Any]) -> 
     )
     early = 0
     if isinstance(getattr(optimizer, "rounds", None), int):
-        worker = optimizer._eager_worker()
+        worker = optimizer._async_worker()
         hand_over = worker.hand_over
 
         def spy(bucket: int, vector: Any) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
             weights=crc(ours.parameters()),
             rounds=optimizer.stats().rounds_applied,
             early=early,
-            buckets=len(optimizer._eager.layout),
+            buckets=len(optimizer._async.layout),
             sent=optimizer.stats().bytes_sent / optimizer.stats().rounds,
         )
     hvd.shutdown()
