@@ -9,12 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
-from hvd_async.events import Bye, Command, Event, Failed, Hello, Leaving, Lost, Opened, Welcome
+from hvd_async.events import (
+    Bye,
+    Command,
+    Event,
+    Failed,
+    GossipConfig,
+    Hello,
+    Leaving,
+    Lost,
+    Opened,
+    OptimizerEvent,
+    Welcome,
+)
+from hvd_async.exchanges import Exchanges
+from hvd_async.machine import Machine
 from hvd_async.notices import notice
 from hvd_async.protocols import Gone, Hub
-from hvd_async.rounds import EagerEvent, Rounds
+from hvd_async.rounds import Rounds
 
 
 class Coordinator:
@@ -41,7 +56,7 @@ class Coordinator:
         self._connected: set[int] = set()
         self._started = clock()
         self._left: set[int] = set()
-        self._rounds: dict[int, Rounds] = {}
+        self._machines: dict[int, Machine[Any]] = {}
         self._waits: dict[str, tuple[object, float]] = {}
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
@@ -71,10 +86,10 @@ class Coordinator:
                 now = self._clock()
                 if item is not None:
                     self._take(*item, now)
-                for rounds in self._rounds.values():
-                    deadline = rounds.deadline()
+                for machine in self._machines.values():
+                    deadline = machine.deadline()
                     if deadline is not None and deadline <= now:
-                        self._send(rounds.tick(now), rounds.ranks)
+                        self._send(machine.tick(now), machine.ranks)
                 self._warn(now)
         except Exception as error:
             notice(f"the coordinator failed: {type(error).__name__}: {error}")
@@ -84,7 +99,7 @@ class Coordinator:
             self._hub.close()
 
     def _timeout(self) -> float:
-        deadlines = [d for d in (rounds.deadline() for rounds in self._rounds.values()) if d is not None]
+        deadlines = [d for d in (machine.deadline() for machine in self._machines.values()) if d is not None]
         until = min(deadlines, default=float("inf")) - self._clock()
         longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
         return max(0.0, min(until, longest))
@@ -111,27 +126,29 @@ class Coordinator:
             case _:
                 self._hear(rank, event, now)
 
-    def _hear(self, rank: int, event: EagerEvent, now: float) -> None:
-        """An event of one of the optimizers; its first one says who shares it."""
-        rounds = self._rounds.get(event.optimizer)
-        if rounds is None:
-            members = event.members if isinstance(event, Opened) else []
-            rounds = self._rounds[event.optimizer] = Rounds(event.optimizer, members or range(self._size))
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        """An event of one of the optimizers; its first one says who shares it, and what it is."""
+        machine = self._machines.get(event.optimizer)
+        if machine is None:
+            opened = event if isinstance(event, Opened) else None
+            kind = Exchanges if opened is not None and isinstance(opened.config, GossipConfig) else Rounds
+            members = (opened.members if opened is not None else []) or range(self._size)
+            machine = self._machines[event.optimizer] = kind(event.optimizer, members)
         try:
-            commands = rounds.handle(rank, event, now)
+            commands = machine.handle(rank, event, now)
         except ProtocolError as error:
             self._lose(rank, f"broke the protocol: {error}")
         else:
-            self._send(commands, rounds.ranks)
+            self._send(commands, machine.ranks)
             self._check_left()
-            if (news := rounds.news()) is not None:
+            if (news := machine.news()) is not None:
                 notice(f"optimizer {event.optimizer}, {news}")
 
     def _check_left(self) -> None:
         """A rank that has left will never open what others wait for."""
-        for number, rounds in self._rounds.items():
+        for number, machine in self._machines.items():
             for rank in self._left:
-                if rounds.lacks(rank) and not self._over:
+                if machine.lacks(rank) and not self._over:
                     self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
 
     def _send_all(self, commands: list[Command]) -> None:
@@ -146,8 +163,8 @@ class Coordinator:
         """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
         context = "; ".join(
             f"optimizer {number} was waiting for {what}"
-            for number, rounds in self._rounds.items()
-            if (what := self._waiting_text(rounds)) is not None
+            for number, machine in self._machines.items()
+            if (what := self._waiting_text(machine)) is not None
         )
         host = self._hosts[rank]
         notice(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
@@ -157,8 +174,8 @@ class Coordinator:
     # -- warnings ---------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _waiting_text(rounds: Rounds) -> str | None:
-        waiting = rounds.waiting_for()
+    def _waiting_text(machine: Machine[Any]) -> str | None:
+        waiting = machine.waiting_for()
         return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
 
     def _warn(self, now: float) -> None:
@@ -170,7 +187,7 @@ class Coordinator:
         if now - self._looked_at < self._warn_after / 8:
             return
         self._looked_at = now
-        waits = {f" of optimizer {number}": rounds.waiting_for() for number, rounds in self._rounds.items()}
+        waits = {f" of optimizer {number}": machine.waiting_for() for number, machine in self._machines.items()}
         waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
         for whose, waiting in waits.items():
             seen, since = self._waits.get(whose, (None, now))

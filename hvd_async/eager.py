@@ -12,32 +12,28 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from hvd_async.engine import Engine
-from hvd_async.errors import GradientLossError, ReplicaMismatchError, ReplicaStateError
+from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.events import (
-    Agreed,
     Arrived,
     Command,
-    Done,
     Drained,
     EagerConfig,
     Go,
     Hyper,
-    Opened,
-    Refused,
     Settle,
     Stepped,
     Took,
 )
-from hvd_async.inbox import Inbox
 from hvd_async.protocols import Vector
 from hvd_async.stats import Stats, Tally
 from hvd_async.transit import Transit
 from hvd_async.wire import Held, Round, Wire
+from hvd_async.worker import Worker
 
 Apply = Callable[[Round], None]
 
 
-class EagerWorker:
+class EagerWorker(Worker):
     """One optimizer of one rank.
 
     Args:
@@ -56,13 +52,11 @@ class EagerWorker:
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
     ) -> None:
-        self.engine, self.config, self.wire = engine, config, wire
-        self._end, self._apply = finish, apply
-        self._inbox = Inbox(engine.changed)
+        super().__init__(engine, config, wire.members, wire.process_set_id, finish)
+        self.config, self.wire, self._apply = config, wire, apply
         self._tally = Tally(wire.members or range(engine.size))
         self._transit = Transit(engine, wire, self._inbox.deliver, self._tally)
         # Training thread's:
-        self._number: int | None = None
         self._steps = self._base = 0
         """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
         self._handed: set[int] = set()
@@ -73,24 +67,15 @@ class EagerWorker:
         self._applied = [0] * config.buckets
         self._produced = [0] * config.buckets
         self._rounds_applied = self._skipped = self._unreleased = 0
-        self._restored = False
-        self._wait_s = 0.0
-        self._announced = False
         self._told: Hyper | None = None
         """The hyperparameters that the coordinator knows of."""
         self._total_produced: int | None = None
         self._settled_at = 0
         """Steps at the last drain or cut."""
-        self.last_done = -1
         self._at_cut: list[Held] | None = None
         """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
 
-    # -- meeting the other ranks ------------------------------------------------------------------------------
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the ranks have met over this optimizer and fit together."""
-        return self._inbox.agreed
+    # -- where it stands -----------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -115,36 +100,11 @@ class EagerWorker:
         """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
         return self._steps == self._settled_at and not self._handed
 
-    def open(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
-        """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
-
-        Raises:
-            ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
-        """
-        self.offer(names, checksums, hyper)
-        self.meet()
-
     def offer(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """The first half of ``open``: tell the coordinator, do not wait for the others."""
         if self._number is None:
-            self._number, self._told = self.engine.register(self, self.wire.process_set_id), hyper or []
-            members, loaded = list(self.wire.members), self._restored
-            opened = Opened(self._number, self.config, names, checksums, members, loaded, self._told)
-            self.engine.post(lambda: self.engine.send(opened))
-
-    def meet(self) -> None:
-        """The second half of ``open``: wait until every rank has offered.
-
-        Raises:
-            ReplicaMismatchError: as ``open``.
-        """
-        self.engine.wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
-        self._check_refused()
-
-    def _check_refused(self) -> None:
-        if self._inbox.refused is not None:
-            self.engine.unregister(self._opened_number())
-            raise ReplicaMismatchError(self._inbox.refused)
+            self._told = hyper or []
+        super().offer(names, checksums, hyper)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -217,10 +177,6 @@ class EagerWorker:
 
     # -- draining (training thread) ---------------------------------------------------------------------------
 
-    def _check_drained(self) -> None:
-        if self._announced:
-            raise ReplicaStateError("a drain() or cut() was broken off: call it again before the next step")
-
     def check_done(self) -> None:
         """Raise, if this rank cannot be done now.
 
@@ -232,13 +188,8 @@ class EagerWorker:
                 "backward() has handed gradients over and no step() has followed: call optimizer.step() before this"
             )
 
-    def announce(self, flush: bool) -> None:
-        """Say "done" to the coordinator, once; raises as ``check_done``."""
-        self.check_done()
-        if not self._announced:
-            self._announced = True
-            number, produced = self._opened_number(), list(self._produced)
-            self.engine.post(lambda: self.engine.send(Done(number, produced, flush)))
+    def _counts(self) -> list[int]:
+        return list(self._produced)
 
     def drain(self, apply: Apply | None = None) -> None:
         """Say "done", apply what comes until all ranks are done, and check that no gradient was lost. (Of a process
@@ -250,18 +201,13 @@ class EagerWorker:
         Raises:
             GradientLossError: gradients applied are not gradients produced.
         """
-        self._wind_up(True, apply)
+        self._apply = apply or self._apply
+        self.wind_up(True)
 
     def cut(self, apply: Apply | None = None) -> None:
         """As ``drain``, but what no round has carried yet stays pending (unless a rank drains)."""
-        self._wind_up(False, apply)
-
-    def _wind_up(self, flush: bool, apply: Apply | None) -> None:
         self._apply = apply or self._apply
-        self.announce(flush)
-        while not self.serve():
-            self._await(lambda: self.served)
-        self.conclude(flush)
+        self.wind_up(False)
 
     @property
     def served(self) -> bool:
@@ -285,12 +231,10 @@ class EagerWorker:
     def conclude(self, flush: bool) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
         binding end it."""
-        drained = self._inbox.take_drained()
-        self._announced = False
+        drained = self._take_drained()
         self._settled_at = self._steps
         self._base = drained.rounds - self._steps
         self._total_produced = max(drained.produced)
-        self.last_done = drained.last
         if drained.flushed and self._applied != drained.produced:
             raise GradientLossError(
                 f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
@@ -337,11 +281,6 @@ class EagerWorker:
             wait_s=self._wait_s,
         )
 
-    def _opened_number(self) -> int:
-        if self._number is None:
-            raise ReplicaStateError("the optimizer was used before it was opened: a bug in the binding")
-        return self._number
-
     def _take(self, most: int | None) -> list[Round]:
         rounds = self._inbox.take(most)
         self.release()
@@ -360,13 +299,6 @@ class EagerWorker:
             self._tally.hold(-self._unreleased)
             self._unreleased = 0
 
-    def _await(self, ready: Callable[[], bool]) -> None:
-        started = time.perf_counter()
-        try:
-            self.engine.wait(ready)
-        finally:
-            self._wait_s += time.perf_counter() - started
-
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
@@ -381,14 +313,10 @@ class EagerWorker:
                 self._transit.go(command)
             case Settle(_, round_, hyper):
                 self._transit.settle(round_, hyper)
-            case Agreed():
-                self._inbox.tell(agreed=True)
-            case Refused(_, problem):
-                self._inbox.tell(refused=problem)
             case Drained():
                 held = [] if command.flushed else self._transit.pending()
                 self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)
-                self._inbox.tell(drained=command)
+        super().obey(command)
 
     def _keep(self, held: list[Held] | None) -> None:
         """Hold what was pending at a cut, or no more of it."""

@@ -18,8 +18,8 @@ Hyper: TypeAlias = list[dict[str, Any]]
 """Hyperparameters of a round: one dictionary (name -> number, bool, None or list of numbers) per parameter group."""
 
 
-class EagerConfig(msgspec.Struct, frozen=True):
-    """What all ranks must have in common before the first round.
+class EagerConfig(msgspec.Struct, frozen=True, tag=True):
+    """What all ranks of a partial allreduce must have in common before the first round.
 
     Attributes:
         quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
@@ -36,6 +36,40 @@ class EagerConfig(msgspec.Struct, frozen=True):
     seed: int
     buckets: int
     pace: str = "steps"
+
+    @property
+    def counts(self) -> int:
+        """How many numbers ``Done.produced`` has."""
+        return self.buckets
+
+
+class GossipConfig(msgspec.Struct, frozen=True, tag=True):
+    """What all ranks that gossip must have in common before the first exchange.
+
+    Attributes:
+        algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
+        graph: the topology's name, and a digest of its edges and their weights.
+        neighbours: of each rank (by its place among those that share the optimizer); AD-PSGD alone needs them here.
+        max_staleness: steps (OSGP).
+        max_local_steps: steps a rank may take between two averagings (AD-PSGD).
+        average_every: steps between two averages over all ranks; 0: never.
+        compression: how messages travel.
+        local_size: ranks that are averaged before they gossip; 1: none.
+    """
+
+    algorithm: str
+    graph: str
+    neighbours: list[list[int]] = []
+    max_staleness: int = 0
+    max_local_steps: int = 0
+    average_every: int = 0
+    compression: str = "none"
+    local_size: int = 1
+
+    @property
+    def counts(self) -> int:
+        """As ``EagerConfig.counts``: steps."""
+        return 1
 
 
 # -- events: rank -> coordinator ------------------------------------------------------------------------------
@@ -57,7 +91,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """
 
     optimizer: int
-    config: EagerConfig
+    config: EagerConfig | GossipConfig
     names: list[str]
     checksums: list[int]
     members: list[int] = []
@@ -88,8 +122,36 @@ class Took(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
+class Offered(msgspec.Struct, frozen=True, tag=True):
+    """This rank has a message for other ranks, ``key`` of its own; its engine holds it until an exchange takes it."""
+
+    optimizer: int
+    key: int
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """This rank wants to be averaged with a neighbour (AD-PSGD)."""
+
+    optimizer: int
+
+
+class Averaged(msgspec.Struct, frozen=True, tag=True):
+    """This rank is in its average number ``index`` over all ranks, and waits for it."""
+
+    optimizer: int
+    index: int
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """An exchange is over on this rank."""
+
+    optimizer: int
+    round: int
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened."""
+    """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened (of
+    gossip: its steps)."""
 
     optimizer: int
     produced: list[int]
@@ -157,6 +219,31 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     hyper: Hyper
 
 
+class Exchange(msgspec.Struct, frozen=True, tag=True):
+    """Submit an exchange, with this rank's part of it: ``mail`` as (sender, key), ``pairs`` of ranks to be averaged."""
+
+    optimizer: int
+    round: int
+    mail: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
+
+
+class Average(msgspec.Struct, frozen=True, tag=True):
+    """Submit the average number ``index`` over ``ranks``; all others bring nothing."""
+
+    optimizer: int
+    index: int
+    ranks: list[int]
+
+
+class Retired(msgspec.Struct, frozen=True, tag=True):
+    """A rank is done: nothing of its steps after ``step`` (since the last drain) will come."""
+
+    optimizer: int
+    rank: int
+    step: int
+
+
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
 
@@ -190,8 +277,10 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-Event: TypeAlias = Hello | Opened | Stepped | Arrived | Took | Done | Failed | Leaving
-Command: TypeAlias = Welcome | Agreed | Go | Settle | Drained | Refused | Lost | Bye
+OptimizerEvent: TypeAlias = Opened | Stepped | Arrived | Took | Offered | Wanted | Averaged | Landed | Done
+Event: TypeAlias = Hello | OptimizerEvent | Failed | Leaving
+OptimizerCommand: TypeAlias = Agreed | Go | Settle | Exchange | Average | Retired | Drained | Refused
+Command: TypeAlias = Welcome | OptimizerCommand | Lost | Bye
 
 DecodeError = msgspec.DecodeError
 _encoder = msgspec.msgpack.Encoder()

@@ -23,29 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvd_async import activation
-from hvd_async.agreement import disagreement
 from hvd_async.autoquorum import AutoQuorum
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
-    Agreed,
     Arrived,
     Command,
-    Done,
-    Drained,
     EagerConfig,
     Firing,
     Go,
     Hyper,
-    Opened,
-    Refused,
+    OptimizerEvent,
     Settle,
     Stepped,
     Took,
 )
-
-EagerEvent = Opened | Stepped | Arrived | Took | Done
+from hvd_async.machine import Machine
 
 
 @dataclass
@@ -83,24 +78,13 @@ class _InStep:
     at: float
 
 
-class Rounds:
-    """Partial allreduce of one optimizer, as the coordinator sees it.
-
-    Args:
-        optimizer: the number all its messages carry.
-        ranks: that share it.
-    """
+class Rounds(Machine[EagerConfig]):
+    """Partial allreduce of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
-        self._optimizer, self.ranks = optimizer, tuple(ranks)
-        self._opened: dict[int, Opened] = {}
-        self._config: EagerConfig | None = None
+        super().__init__(optimizer, ranks)
         self._auto: AutoQuorum | None = None
         self._buckets: list[_Bucket] = []
-        self._refused = False
-        self._done: set[int] = set()
-        self._flush = False
-        self._produced: dict[int, list[int]] = {}
         self._in_step: dict[int, _InStep] = {}
         """In the order in which they were heard."""
         self._told: dict[int, Hyper] = {}
@@ -108,25 +92,39 @@ class Rounds:
         self._rounds: dict[int, _Round] = {}
         self._last_hyper: Hyper = []
 
-    # -- what the coordinator calls ---------------------------------------------------------------------------
+    def tick(self, now: float) -> list[Command]:
+        """Fire what only waited for its grace to run out."""
+        return self._advance(None, now)
 
-    def handle(self, rank: int, event: EagerEvent, now: float) -> list[Command]:
-        """Take in one event of ``rank`` at time ``now`` (s, any origin).
+    def deadline(self) -> float | None:
+        """The earliest end of a grace."""
+        return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
 
-        Returns:
-            Commands, each for every rank that shares the optimizer, in the order in which they must be sent.
+    def news(self) -> str | None:
+        """Another quorum was chosen, and why."""
+        return None if self._auto is None else self._auto.news()
 
-        Raises:
-            ProtocolError: the event is not allowed now; nothing has changed.
-        """
-        if rank not in self.ranks:
-            raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
-        if isinstance(event, Opened):
-            return self._open(rank, event, now)
-        if rank not in self._opened:
-            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
-        if self._refused:
-            return []
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        for bucket in self._buckets:
+            if bucket.waiting:
+                round_ = bucket.fired + 1
+                late = {r for r in self._active() if bucket.position[r] < round_}
+                blocking = self._too_late(bucket, round_) or late
+                return f"round {round_}", frozenset(blocking)
+        return None
+
+    def _begin(self, config: Any) -> EagerConfig:
+        assert isinstance(config, EagerConfig)
+        self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
+        self._last_hyper = self._told[self.ranks[0]]
+        if config.quorum == "auto":
+            self._auto = AutoQuorum(self.ranks, config.max_staleness, config.pace)
+        self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(config.buckets)]
+        for bucket in self._buckets:
+            bucket.loaded = any(opened.loaded for opened in self._opened.values())
+        return config
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case Stepped():
                 return self._stepped(rank, event, now)
@@ -134,73 +132,10 @@ class Rounds:
                 return self._arrived(rank, event, now)
             case Took():
                 return self._took(rank, event, now)
-            case Done():
-                return self._finish(rank, event, now)
-
-    def tick(self, now: float) -> list[Command]:
-        """Fire what only waited for its grace to run out."""
-        return self._advance(None, now)
-
-    def deadline(self) -> float | None:
-        """When ``tick`` should be called next: the earliest end of a grace, None if there is none."""
-        return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
-
-    def lacks(self, rank: int) -> bool:
-        """Whether ranks wait for ``rank`` to open."""
-        return bool(self._opened) and rank in self.ranks and rank not in self._opened
-
-    def news(self) -> str | None:
-        """What people should know and were not told yet: another quorum was chosen, and why."""
-        return None if self._auto is None else self._auto.news()
-
-    def waiting_for(self) -> tuple[str, frozenset[int]] | None:
-        """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
-        everyone = frozenset(self.ranks)
-        if self._refused or not self._opened:
-            return None
-        if self._config is None:
-            return "the first step or drain", everyone - frozenset(self._opened)
-        for bucket in self._buckets:
-            if bucket.waiting:
-                round_ = bucket.fired + 1
-                late = {r for r in self._active() if bucket.position[r] < round_}
-                blocking = self._too_late(bucket, round_) or late
-                return f"round {round_}", frozenset(blocking)
-        if self._done:
-            return "drain", everyone - self._done
-        return None
-
-    # -- opening ----------------------------------------------------------------------------------------------
-
-    def _open(self, rank: int, event: Opened, now: float) -> list[Command]:
-        if rank in self._opened:
-            raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
-        self._opened[rank] = event
-        self._told[rank] = event.hyper
-        if len(self._opened) < len(self.ranks):
-            return []
-        problem = disagreement(self._opened)
-        if problem is not None:
-            self._refused = True
-            return [Refused(self._optimizer, problem)]
-        self._config = event.config
-        self._last_hyper = self._opened[self.ranks[0]].hyper
-        if event.config.quorum == "auto":
-            self._auto = AutoQuorum(self.ranks, event.config.max_staleness, event.config.pace)
-        self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(event.config.buckets)]
-        for bucket in self._buckets:
-            bucket.loaded = any(opened.loaded for opened in self._opened.values())
-        finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
-        return [Agreed(self._optimizer), *finished]
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
 
     # -- steps ------------------------------------------------------------------------------------------------
-
-    def _running(self, rank: int, event: EagerEvent) -> EagerConfig:
-        if self._config is None:
-            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before all ranks had opened")
-        if rank in self._done:
-            raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
-        return self._config
 
     def _stepped(self, rank: int, event: Stepped, now: float) -> list[Command]:
         self._running(rank, event)
@@ -245,26 +180,14 @@ class Rounds:
             bucket.position[rank] = event.version
         return self._advance(rank, now)
 
-    def _finish(self, rank: int, event: Done, now: float) -> list[Command]:
-        if rank in self._done:
-            raise ProtocolError(f"rank {rank} sent Done although it is done")
+    def _check_done(self, rank: int) -> None:
         if any(rank in bucket.waiting for bucket in self._buckets):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
-        buckets = self._opened[rank].config.buckets
-        before = self._produced.get(rank, [0] * buckets)
-        if len(event.produced) != buckets or any(a < b for a, b in zip(event.produced, before, strict=True)):
-            raise ProtocolError(f"rank {rank} has produced {event.produced} gradients a bucket, earlier {before}")
-        self._done.add(rank)
-        self._flush = self._flush or event.flush
-        self._produced[rank] = event.produced
-        if len(self._done) < len(self.ranks) or self._config is None:
-            return self._advance(rank, now)
-        return self._drain(rank, now)
+
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        return self._advance(rank, now)
 
     # -- firing -----------------------------------------------------------------------------------------------
-
-    def _active(self) -> set[int]:
-        return set(self.ranks) - self._done
 
     def _all_fired(self, round_: int) -> bool:
         return all(bucket.fired >= round_ for bucket in self._buckets)
@@ -344,8 +267,8 @@ class Rounds:
         for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
             del self._rounds[old]
 
-    def _drain(self, rank: int, now: float) -> list[Command]:
-        """All are done: carry what is pending in a last round, with the last hyperparameters, and start afresh."""
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Carry what is pending in a last round, with the last hyperparameters."""
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands: list[Command] = []
@@ -356,12 +279,8 @@ class Rounds:
                 commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
         for bucket in self._buckets:
             bucket.position = dict.fromkeys(self.ranks, last)
-        self._done.clear()
         self._in_step.clear()
         self._rounds.clear()
         if self._auto is not None:
             self._auto.interrupted()
-        produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
-        commands.append(Drained(self._optimizer, last, produced, rank, self._flush))
-        self._flush = False
-        return commands
+        return commands, last

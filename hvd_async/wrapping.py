@@ -93,7 +93,7 @@ class Wrapped:
             ReplicaStateError: an earlier round could not be applied here.
         """
         worker = self._async_worker()
-        worker.engine.drain(True, worker.wire.process_set_id)
+        worker.engine.drain(True, worker.process_set_id)
         return worker.last_done
 
     def cut(self) -> None:
@@ -107,7 +107,7 @@ class Wrapped:
             ReplicaStateError: an earlier round could not be applied here.
         """
         worker = self._async_worker()
-        worker.engine.drain(False, worker.wire.process_set_id)
+        worker.engine.drain(False, worker.process_set_id)
 
     @property
     def rounds(self) -> int:

@@ -7,8 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvd_async import activation
-from hvd_async.events import Arrived, Command, Done, Drained, EagerConfig, Go, Hyper, Opened, Settle, Stepped, Took
-from hvd_async.rounds import EagerEvent
+from hvd_async.events import (
+    Arrived,
+    Command,
+    Done,
+    Drained,
+    EagerConfig,
+    Go,
+    Hyper,
+    Opened,
+    OptimizerEvent,
+    Settle,
+    Stepped,
+    Took,
+)
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
 
@@ -55,7 +67,7 @@ class Ledger:
         self._unsettled: set[int] = set()
         self._quorums: dict[int, set[int]] = {}
 
-    def hear(self, rank: int, event: EagerEvent, now: float) -> None:
+    def hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
         match event:
             case Opened():

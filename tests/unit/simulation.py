@@ -28,11 +28,12 @@ from hvd_async.events import (
     Go,
     Hyper,
     Opened,
+    OptimizerEvent,
     Settle,
     Stepped,
     Took,
 )
-from hvd_async.rounds import EagerEvent, Rounds
+from hvd_async.rounds import Rounds
 from tests.unit.ledger import Ledger
 
 Gradient = tuple[int, int, int]
@@ -84,7 +85,7 @@ class Rank:
     index: int
     number: int
     pending: list[list[Gradient]]
-    outbox: deque[EagerEvent] = field(default_factory=deque)
+    outbox: deque[OptimizerEvent] = field(default_factory=deque)
     inbox: deque[Command] = field(default_factory=deque)
     knows: set[int] = field(default_factory=set)
     """Rounds whose hyperparameters have come."""
@@ -343,7 +344,7 @@ class Simulation:
         assert snapshot(self.rounds) == before
         self.illegal_tried += 1
 
-    def _illegal(self, rank: Rank) -> list[EagerEvent]:
+    def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         r, buckets = rank.number, self.config.buckets
         many = [10**6] * buckets
         if not rank.opened:
@@ -353,7 +354,7 @@ class Simulation:
         bucket = self.random.randrange(buckets)
         ledger = self.ledger
         position, fired = ledger.position[bucket][r], ledger.fired[bucket]
-        moves: list[EagerEvent] = [
+        moves: list[OptimizerEvent] = [
             Opened(0, self.config, ["w"], [1]),
             Arrived(0, -1, position + 1),
             Arrived(0, buckets, position + 1),

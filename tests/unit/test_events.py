@@ -31,6 +31,15 @@ CONFIG = st.builds(
     buckets=NUMBERS,
     pace=st.sampled_from(["steps", "rounds"]),
 )
+GOSSIP = st.builds(
+    events.GossipConfig,
+    algorithm=st.sampled_from(["sgp", "adpsgd"]),
+    graph=TEXT,
+    neighbours=st.lists(st.lists(NUMBERS)),
+    max_staleness=NUMBERS,
+    local_size=NUMBERS,
+)
+PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
 FIRING = st.builds(
     events.Firing,
     reason=TEXT,
@@ -43,7 +52,8 @@ FIRING = st.builds(
 FIRED = events.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
 KINDS = {int: NUMBERS, bool: st.booleans(), str: TEXT, events.Firing: FIRING,
          events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
-         events.EagerConfig: CONFIG, list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
+         events.EagerConfig | events.GossipConfig: CONFIG | GOSSIP, list[tuple[int, int]]: PAIRS,
+         list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
 
 
 def messages(union: object) -> st.SearchStrategy[msgspec.Struct]:

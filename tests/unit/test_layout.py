@@ -13,11 +13,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = [
     {"buckets", "errors", "events", "notices", "sharers", "topology"},  # leaves
     {"activation", "agreement", "autoquorum", "mixing", "protocols", "timeline"},
-    {"rounds", "options", "stats", "wire"},
+    {"machine", "options", "stats", "wire"},
+    {"exchanges", "rounds"},
     {"coordinator"},
     {"control", "engine"},
     {"inbox", "lifecycle", "transit"},
-    {"eager", "testing", "runner"},
+    {"testing", "runner", "worker"},
+    {"eager"},
     {"wrapping"},
     {"torch", "tensorflow"},
     {"torch_models", "tf_models"},

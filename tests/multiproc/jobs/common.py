@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.events import Command, Done
-from hvd_async.rounds import EagerEvent, Rounds
+from hvd_async.events import Command, Done, OptimizerEvent
+from hvd_async.rounds import Rounds
 from hvd_async.runner.inject import parse_inject
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
@@ -64,7 +64,7 @@ class Baton:
         """Lay it when the coordinator, which is in this process, has heard that ``rank`` is done."""
         handle = Rounds.handle
 
-        def watched(rounds: Rounds, sender: int, event: EagerEvent, now: float) -> list[Command]:
+        def watched(rounds: Rounds, sender: int, event: OptimizerEvent, now: float) -> list[Command]:
             commands = handle(rounds, sender, event, now)
             if sender == rank and isinstance(event, Done):
                 Rounds.handle = handle  # type: ignore[method-assign]

@@ -1,0 +1,215 @@
+"""The coordinator's state machine for gossip: which messages travel together, who is averaged with whom.
+
+The laws it keeps:
+
+1. *One exchange at a time*, each one collective of all ranks. The next goes when the last has landed and every active
+   rank has something for it, or when the first that has waits for as long as an exchange takes: waiting longer would
+   cost more than a second exchange, waiting less would make many small ones of one.
+2. *In order.* A rank's messages go in the order in which it offered them, one an exchange.
+3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
+   waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
+   exchange at the most. So nobody waits for a neighbour that computes.
+4. *Averages* over all ranks go when every active rank is in its average of that number.
+5. *Ends.* A rank that is done is announced: nobody may wait for what it will not send. What has been offered when all
+   are done goes out before they are told.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+
+(A graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_async.errors import ProtocolError
+from hvd_async.events import (
+    Average,
+    Averaged,
+    Command,
+    Exchange,
+    GossipConfig,
+    Landed,
+    Offered,
+    OptimizerEvent,
+    Retired,
+    Wanted,
+)
+from hvd_async.machine import Machine
+
+SMOOTHING = 0.2
+"""Of the running mean of how long an exchange takes."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    key: int
+    at: float
+
+
+@dataclass(frozen=True)
+class _Flight:
+    round: int
+    started: float
+
+
+class Exchanges(Machine[GossipConfig]):
+    """Gossip of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
+        self._wants: dict[int, float] = {}
+        """Ranks that want to be averaged, in order, and since when."""
+        self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        """The last exchange in which a rank was averaged."""
+        self._averages: dict[int, dict[int, float]] = {}
+        self._average = 0
+        """The last average that went."""
+        self._round = 0
+        self._flight: _Flight | None = None
+        self._duration = 0.0
+        """Mean seconds of an exchange."""
+        self._wake_at: float | None = None
+
+    def tick(self, now: float) -> list[Command]:
+        """Send the exchange that only waited for more ranks."""
+        return self._advance(now)
+
+    def deadline(self) -> float | None:
+        """When the first that waits has waited as long as an exchange takes."""
+        return self._wake_at
+
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        if self._averages:
+            number = min(self._averages)
+            return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
+        return None
+
+    def _begin(self, config: Any) -> GossipConfig:
+        assert isinstance(config, GossipConfig)
+        return config
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case Offered(_, key):
+                self._offered(rank, event, key, now)
+            case Wanted():
+                self._wanted(rank, event, now)
+            case Averaged(_, index):
+                self._running(rank, event)
+                if index <= self._average or rank in self._averages.get(index, {}):
+                    raise ProtocolError(f"rank {rank} is in average {index} again, or late")
+                self._averages.setdefault(index, {})[rank] = now
+            case Landed(_, number):
+                self._landed(rank, number, now)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a gossip")
+        return self._advance(now)
+
+    def _offered(self, rank: int, event: OptimizerEvent, key: int, now: float) -> None:
+        if self._config is None:
+            self._running(rank, event)
+        elif rank in self._done and self._config.local_size == 1:  # (else its engine still serves its host)
+            raise ProtocolError(f"rank {rank} offered message {key} although it is done")
+        if any(offer.key == key for offer in self._offers[rank]):
+            raise ProtocolError(f"rank {rank} offered message {key} twice")
+        self._offers[rank].append(_Offer(key, now))
+
+    def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        if self._running(rank, event).algorithm != "adpsgd":
+            raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
+        if rank in self._wants:
+            raise ProtocolError(f"rank {rank} wants to be averaged twice")
+        self._wants[rank] = now
+
+    def _landed(self, rank: int, number: int, now: float) -> None:
+        if not 1 <= number <= self._round:
+            raise ProtocolError(f"rank {rank} saw exchange {number} land, of {self._round}")
+        if self._flight is not None and self._flight.round == number:
+            took = now - self._flight.started
+            self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
+            self._flight = None
+
+    # -- what goes --------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Command]:
+        self._wake_at = None
+        if self._config is None:
+            return []
+        commands = self._due_averages()
+        waits = [offers[0].at for offers in self._offers.values() if offers] + list(self._wants.values())
+        if self._flight is not None or not waits:
+            return commands
+        there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
+        if not self._active() <= there and now < min(waits) + self._duration:
+            self._wake_at = min(waits) + self._duration
+            return commands
+        exchange = self._next(now)
+        if exchange is None:
+            return commands
+        self._flight = _Flight(exchange.round, now)
+        return [*commands, exchange]
+
+    def _due_averages(self) -> list[Command]:
+        due: list[Command] = []
+        for index in sorted(self._averages):
+            if self._averages[index].keys() >= self._active():
+                self._average = index
+                due.append(Average(self._optimizer, index, sorted(self._averages.pop(index))))
+        return due
+
+    def _next(self, now: float) -> Exchange | None:
+        """The next exchange, of all that waits; None if nobody that waits has a partner."""
+        mail = [(rank, offers.popleft().key) for rank, offers in self._offers.items() if offers]
+        pairs = self._pair()
+        if not mail and not pairs:
+            return None
+        self._round += 1
+        for pair in pairs:
+            for rank in pair:
+                self._wants.pop(rank, None)
+                self._met[rank] = self._round
+        return Exchange(self._optimizer, self._round, mail, pairs)
+
+    def _pair(self) -> list[tuple[int, int]]:
+        """Law 3; of several neighbours the one whose last average is longest ago."""
+        assert self._config is not None
+        taken: set[int] = set()
+        pairs: list[tuple[int, int]] = []
+        for wanting in (True, False):
+            for rank in self._wants:
+                if rank in taken:
+                    continue
+                peers = (self.ranks[place] for place in self._config.neighbours[self.ranks.index(rank)])
+                free = [p for p in peers if p not in self._done and p not in taken and (p in self._wants) == wanting]
+                if free:
+                    partner = min(free, key=lambda peer: self._met[peer])
+                    taken |= {rank, partner}
+                    pairs.append((rank, partner))
+        return pairs
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _check_done(self, rank: int) -> None:
+        if any(rank in there for there in self._averages.values()):
+            raise ProtocolError(f"rank {rank} is done although it waits for an average")
+
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        self._wants.pop(rank, None)
+        return [Retired(self._optimizer, rank, self._produced[rank][0]), *self._advance(now)]
+
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Send what has been offered."""
+        self._wants.clear()
+        commands: list[Command] = []
+        while any(self._offers.values()):
+            exchange = self._next(now)
+            assert exchange is not None
+            commands.append(exchange)
+        self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
+        self._averages.clear()
+        self._wake_at = None
+        return commands, self._round
