@@ -136,10 +136,11 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Averaged(msgspec.Struct, frozen=True, tag=True):
-    """This rank is in its average number ``index`` over all ranks, and waits for it."""
+    """This rank is in its average number ``index`` over all ranks, with this push-sum weight, and waits for it."""
 
     optimizer: int
     index: int
+    weight: float
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -229,11 +230,13 @@ class Exchange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Average(msgspec.Struct, frozen=True, tag=True):
-    """Submit the average number ``index`` over ``ranks``; all others bring nothing."""
+    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others bring
+    nothing."""
 
     optimizer: int
     index: int
     ranks: list[int]
+    weight: float
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True):

@@ -66,8 +66,11 @@ class Exchanges(Machine[GossipConfig]):
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """The last exchange in which a rank was averaged."""
         self._averages: dict[int, dict[int, float]] = {}
+        """Averages that have not gone: the ranks that are in them, and their push-sum weights."""
         self._average = 0
-        """The last average that went."""
+        """The last one that went, since the last drain."""
+        self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        """Each rank's steps at the last drain."""
         self._round = 0
         self._flight: _Flight | None = None
         self._duration = 0.0
@@ -98,11 +101,11 @@ class Exchanges(Machine[GossipConfig]):
                 self._offered(rank, event, key, now)
             case Wanted():
                 self._wanted(rank, event, now)
-            case Averaged(_, index):
+            case Averaged(_, index, weight):
                 self._running(rank, event)
                 if index <= self._average or rank in self._averages.get(index, {}):
                     raise ProtocolError(f"rank {rank} is in average {index} again, or late")
-                self._averages.setdefault(index, {})[rank] = now
+                self._averages.setdefault(index, {})[rank] = weight
             case Landed(_, number):
                 self._landed(rank, number, now)
             case _:
@@ -121,9 +124,7 @@ class Exchanges(Machine[GossipConfig]):
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
         if self._running(rank, event).algorithm != "adpsgd":
             raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
-        if rank in self._wants:
-            raise ProtocolError(f"rank {rank} wants to be averaged twice")
-        self._wants[rank] = now
+        self._wants.setdefault(rank, now)  # (told again, if an averaging that it did not ask for was on its way)
 
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
@@ -158,7 +159,8 @@ class Exchanges(Machine[GossipConfig]):
         for index in sorted(self._averages):
             if self._averages[index].keys() >= self._active():
                 self._average = index
-                due.append(Average(self._optimizer, index, sorted(self._averages.pop(index))))
+                there = self._averages.pop(index)
+                due.append(Average(self._optimizer, index, sorted(there), sum(there.values())))
         return due
 
     def _next(self, now: float) -> Exchange | None:
@@ -199,7 +201,8 @@ class Exchanges(Machine[GossipConfig]):
 
     def _retire(self, rank: int, now: float) -> list[Command]:
         self._wants.pop(rank, None)
-        return [Retired(self._optimizer, rank, self._produced[rank][0]), *self._advance(now)]
+        last = self._produced[rank][0] - self._bases[rank]
+        return [Retired(self._optimizer, rank, last), *self._advance(now)]
 
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Send what has been offered."""
@@ -211,5 +214,7 @@ class Exchanges(Machine[GossipConfig]):
             commands.append(exchange)
         self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
         self._averages.clear()
+        self._average = 0
+        self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
         return commands, self._round

@@ -14,6 +14,9 @@ from hvd_async.events import Command, Event
 Vector: TypeAlias = Any
 """A flat (1-D) array of the binding's framework: NumPy, torch or TensorFlow. The core only uses ``+=`` and ``[-1]``."""
 
+Rows: TypeAlias = Any
+"""Messages between ranks as bytes: a 2-D uint8 array of the binding's framework, a row each."""
+
 
 class Gone(NamedTuple):
     """A connection ended. ``host`` is that of the other end, where this end knows it."""
@@ -111,6 +114,14 @@ class Collectives(Protocol):
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
         """Start sending rank ``root``'s vector to all."""
+
+    def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+        """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.
+
+        The result is a pair: what has come, shape (messages, bytes), in the order of the senders, and how many of each.
+        ``rows`` is not changed; it must have the same shape in all calls of a name on all ranks, which Horovod's cache
+        of responses wants.
+        """
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """All ranks' payloads, in rank order; blocks until every rank has called it."""

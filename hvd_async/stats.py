@@ -52,6 +52,36 @@ class Stats:
     peak_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class GossipStats:
+    """What one rank's gossiping optimizer has done so far.
+
+    Attributes:
+        steps: of this rank.
+        exchanges: that this rank has seen land; one carries messages of several ranks.
+        messages_sent, messages_taken: of this rank; equally many in all when all ranks have drained.
+        averagings: AD-PSGD: how often this rank was averaged with a neighbour. Else: averages over all ranks.
+        staleness: how many messages were taken in how many steps after the step of the sender.
+        wait_s: seconds this rank's training thread waited in ``step()`` and ``drain()``.
+        waited_for: for each rank (of the process set, in order) the seconds of it that ended with its message.
+        bytes_sent: what this rank has given to collectives for others.
+        latency_s: mean seconds of an exchange on this rank, from the command until all of it was there.
+        push_sum_weight: SGP's w of this rank now; 1 where all send and get as much.
+    """
+
+    steps: int = 0
+    exchanges: int = 0
+    messages_sent: int = 0
+    messages_taken: int = 0
+    averagings: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    wait_s: float = 0.0
+    waited_for: tuple[float, ...] = ()
+    bytes_sent: int = 0
+    latency_s: float = 0.0
+    push_sum_weight: float = 1.0
+
+
 class Tally:
     """Counts that both the engine thread and the training thread add to.
 

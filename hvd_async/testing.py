@@ -21,7 +21,7 @@ from hvd_async.coordinator import Coordinator
 from hvd_async.engine import Engine
 from hvd_async.events import Command, Event, Failed, Hello, Leaving, decode_command, decode_event, encode
 from hvd_async.lifecycle import use_engine
-from hvd_async.protocols import Channel, Gone, Handle, Vector
+from hvd_async.protocols import Channel, Gone, Handle, Rows, Vector
 
 T = TypeVar("T")
 
@@ -162,14 +162,14 @@ class Switchboard:
 
 
 class _MemoryHandle:
-    def __init__(self, meeting: _Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: _Meeting, part: Callable[[Any], Any] = lambda result: result + 0) -> None:
+        self._meeting, self._part = meeting, part  # (a copy: every rank owns its result)
 
     def done(self) -> bool:
         return self._meeting.complete.is_set()
 
-    def result(self) -> Vector:
-        return self._meeting.result + 0  # a copy: every rank owns its result
+    def result(self) -> Any:
+        return self._part(self._meeting.result)
 
     def poll_in(self) -> float | None:
         return None
@@ -215,6 +215,23 @@ class MemoryCollectives:
         members = _members(process_set)
         at = root if members is None else members.index(root)
         return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[at], members))
+
+    def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+        members = _members(process_set) or list(range(self.size))
+        place = members.index(self.rank)
+
+        def deal(parts: list[tuple[Any, list[int]]]) -> list[tuple[list[Any], list[int]]]:
+            received: list[tuple[list[Any], list[int]]] = [([], []) for _ in parts]
+            for sent, counts in parts:
+                at = 0
+                for (into, numbers), count in zip(received, counts, strict=True):
+                    into.extend(sent[i] + 0 for i in range(at, at + count))
+                    numbers.append(count)
+                    at += count
+            return received
+
+        meeting = self._board.join(self.rank, name, (rows, splits), deal, members)
+        return _MemoryHandle(meeting, lambda result: result[place])
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         meeting = self._board.join(self.rank, name, payload, list)

@@ -93,7 +93,7 @@ class _Graph:
     def __init__(self) -> None:
         self._graph = tf.Graph()
         self._lock = threading.Lock()
-        self._calls: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
         config = tf.compat.v1.ConfigProto(
             inter_op_parallelism_threads=OWN_THREADS, use_per_session_threads=True, device_count={"GPU": 0}
         )
@@ -112,6 +112,20 @@ class _Graph:
         if result.dtype.kind == "f" and result.ctypes.data % ALIGNMENT == 0:
             return tf.experimental.dlpack.from_dlpack(result.__dlpack__())  # nobody else has it: no copy either
         return tf.convert_to_tensor(result)
+
+    def exchange(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
+        """An alltoall of NumPy rows; what has come, as NumPy, and how much of whom."""
+        key = ("exchange", name)
+        with self._lock:
+            if key not in self._calls:
+                with self._graph.as_default():
+                    fed = tf.compat.v1.placeholder(tf.uint8, [None, rows.shape[1]])
+                    counts = tf.compat.v1.placeholder(tf.int32, [None])
+                    received = hvd.alltoall(fed, counts, name=name, process_set=ranks)
+                    self._calls[key] = self._session.make_callable(list(received), [fed, counts])
+            call = self._calls[key]
+        received, counts = call(rows, np.asarray(splits, np.int32))
+        return received, counts.tolist()
 
     def close(self) -> None:
         self._session.close()
@@ -197,6 +211,12 @@ class HorovodCollectives:
         return self._run(
             ("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name, process_set=ranks), vector
         )
+
+    def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed((rows[:0], [0]))
+        ranks = hvd.global_process_set if process_set is None else process_set
+        return _Handle(self._threads.run(lambda: self._graph.exchange(name, ranks, rows, splits)))
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))

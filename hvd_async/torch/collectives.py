@@ -47,6 +47,14 @@ class _HorovodHandle:
         return min(max(FINEST_POLL, elapsed / 10), COARSEST_POLL)
 
 
+class _Received(_HorovodHandle):
+    """An alltoall: what has come, and how much of whom."""
+
+    def result(self) -> Any:
+        rows, counts = super().result()
+        return rows, counts.tolist()
+
+
 class _BFloat16Sum:
     """A sum of bfloat16 vectors, which Horovod does not add: every rank sums one part of all, in float32, and all
     gather the parts. It moves as many bytes as an allreduce.
@@ -141,6 +149,13 @@ class HorovodCollectives:
             return Landed(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._handle(hvd.broadcast_async_(vector, root, name=name, process_set=ranks), name)
+
+    def exchange(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
+        if isinstance(process_set, Alone):
+            return Landed((rows[:0], [0]))
+        ranks = hvd.global_process_set if process_set is None else process_set
+        handle = hvd.alltoall_async(rows, torch.tensor(splits, dtype=torch.int32), name=name, process_set=ranks)
+        return _Received(handle, name.rpartition(".")[0], self._durations)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))

@@ -1,0 +1,355 @@
+"""Gossip as one rank sees it, in any framework: after each local update its weights are mixed with those of others.
+
+Every rank has biased weights x and a push-sum weight w, 1 at first; the model holds z = x / w. What a rank sends leaves
+its x and w, what it takes in joins them, each times the weight that the plan gives the edge: so the sums of x and of w
+over the ranks and the messages on their way never change, whatever comes late, is compressed, or stays unsent because
+a rank is done. SGP and OSGP: Assran et al., ICML 2019. D-PSGD: Lian et al., NeurIPS 2017; its w stays 1 by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hvd_async.engine import Engine
+from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.events import Average, Averaged, Command, Drained, Exchange, GossipConfig, Retired
+from hvd_async.mail import NAMES_IN_RING, Letter, Mail, Post
+from hvd_async.plan import Plan
+from hvd_async.protocols import Vector
+from hvd_async.stats import GossipStats
+from hvd_async.worker import Worker
+
+WEIGHT_TOLERANCE = 1e-6
+"""Relative, of the sum of push-sum weights."""
+EVERYWHERE = "everywhere"
+"""CHOCO-SGD: what all ranks know, the weights that they began with or that the last drain gave them."""
+
+
+class Kept(NamedTuple):
+    """What of a rank's gossip a checkpoint after ``cut()`` holds, beside its weights z."""
+
+    weight: float
+    copies: dict[str, Vector]
+    """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
+
+
+class _Summed(NamedTuple):
+    """An average that has come: the sum of x over so many ranks, and that of w."""
+
+    x: Vector
+    weight: float
+    ranks: int
+
+
+class GossipWorker(Worker):
+    """One optimizer of one rank that gossips by push-sum: SGP, OSGP, D-PSGD, or only averages ("allreduce").
+
+    Args:
+        engine: this rank's.
+        plan: who sends to whom.
+        post: how messages look and travel.
+        finish: as ``Worker``.
+
+    Attributes:
+        log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan.config, post.members, post.process_set_id, finish)
+        self.config: GossipConfig = plan.config
+        self.plan, self._post = plan, post
+        self._ranks = post.members or tuple(range(engine.size))
+        self._place = self._ranks.index(engine.rank)
+        self._mail = Mail(engine, post, self._deliver, self._snapshot)
+        self._copies: dict[str, Vector] = {}
+        self._come: dict[tuple[int, int], tuple[float, Vector]] = {}
+        """Messages that were not taken yet, by (sender's place, its step)."""
+        self._retired: dict[int, int] = {}
+        """Ranks that are done (by place), and their last step."""
+        self._sums: dict[int, _Summed] = {}
+        self._due: set[tuple[int, int]] = set()
+        """Messages that this rank's steps so far call for, and that were not taken yet."""
+        self._weight = 1.0
+        self._step = self._before = 0
+        """Steps since the last drain or cut, and before it."""
+        self._offered = self._taken = 0
+        """Steps whose messages were offered; messages taken in."""
+        self._averages = self._averagings = 0
+        """Averages over all ranks since the last drain or cut; averages of any kind in all."""
+        self._brought: dict[int, Vector] = {}
+        """This rank's x for averages that have not gone yet (engine thread)."""
+        self._staleness: Counter[int] = Counter()
+        self._waited_for = [0.0] * len(self._ranks)
+        self.log: list[Any] | None = None
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight: the optimizer works on z x weight."""
+        return self._weight
+
+    @property
+    def version(self) -> int:
+        """Exchanges that have landed here."""
+        return self._mail.landed
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken since the last drain or cut."""
+        return self._step == 0
+
+    @property
+    def wants_before(self) -> bool:
+        """Whether ``mix`` wants the weights as they were before the update."""
+        return self.config.algorithm == "dpsgd"
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def begin(self, weights: Vector) -> None:
+        """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
+        if self._post.differences and not self._copies:
+            self._copies[EVERYWHERE] = weights
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step: send, take in what has to be and what is there.
+
+        Args:
+            before: x before the update, shape (n,); not looked at unless ``wants_before``.
+            after: x after the update. Both belong to the worker from now on.
+
+        Returns:
+            z, shape (n,).
+        """
+        self._opened_number()
+        self._check_drained()
+        # (a rank that waits for nobody must not run away from what it sends)
+        self._await(lambda: self._offered - self._mail.gone <= 1 + self.config.max_staleness)
+        self._step += 1
+        x = after if self.config.algorithm == "allreduce" else self._send(before if self.wants_before else after, after)
+        self._due |= {(sender, self._step) for sender, _ in self.plan.into(self._place, self._step)}
+        self._await_messages()
+        x = self._take_in(x)
+        if self.config.average_every and self._step % self.config.average_every == 0:
+            x = self._average(x)
+        return x if self._weight == 1.0 else x * (1.0 / self._weight)
+
+    def _send(self, message: Vector, x: Vector) -> Vector:
+        """Offer this step's messages; returns x without what was given away."""
+        step, phase = self._step, self.plan.phase(self._step)
+        out = [(to, p) for to, p in self.plan.out(self._place, step) if to not in self._retired]
+        weight, given = self._weight, sum(p for _, p in out)
+        letters: list[Letter] = []
+        if out:
+            data, sent = self._encode(f"out {phase}", message)
+            letters = [Letter(to, data) for to, _ in out]
+            # (the message must stay as it is until it has gone: x may share its memory)
+            x = x * (1.0 - given) if sent is x else self._post.add(x, sent, -given)
+            self._weight -= given * weight
+        number = self._opened_number()
+        self._offered += 1
+        self.engine.post(lambda: self._mail.offer(number, step, letters, weight))
+        return x
+
+    def _encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
+        """Bytes to send, and what the receiver makes of them."""
+        post = self._post
+        if not post.differences:
+            data = post.encode(vector)
+            return data, vector if post.lossless else post.decode(data)
+        known = self._known(edge)
+        data = post.encode(vector - known)
+        known = self._copies[edge] = known + post.decode(data)
+        return data, known
+
+    def _decode(self, edge: str, data: Vector) -> Vector:
+        vector = self._post.decode(data)
+        if self._post.differences:
+            vector = self._copies[edge] = self._known(edge) + vector
+        return vector
+
+    def _known(self, edge: str) -> Vector:
+        return self._copies[edge] if edge in self._copies else self._copies[EVERYWHERE]
+
+    def _missing(self) -> set[int]:
+        """Ranks (by place) whose messages this step has to wait for."""
+        last = self._step - self.config.max_staleness
+        return {
+            sender
+            for sender, step in self._due
+            if step <= last and (sender, step) not in self._come and step <= self._retired.get(sender, step)
+        }
+
+    def _await_messages(self) -> None:
+        waited = self._wait_s
+        while missing := self._missing():
+            self._await(lambda before=missing: self._missing() != before)  # type: ignore[misc]
+            for place in missing - self._missing():
+                self._waited_for[place] += self._wait_s - waited
+            waited = self._wait_s
+
+    def _take_in(self, x: Vector, all_: bool = False) -> Vector:
+        """Mix in what has come, in one order: of senders' steps up to this one's, or ``all_``."""
+        with self.engine.changed:
+            here = sorted(key for key in self._come if all_ or key[1] <= self._step)
+            messages = [(*key, *self._come.pop(key)) for key in here]
+        for sender, step, weight, data in messages:
+            p = dict(self.plan.into(self._place, step))[sender]
+            x = self._post.add(x, self._decode(f"{sender} {self.plan.phase(step)}", data), p)
+            self._weight += p * weight
+            self._staleness[max(0, self._step - step)] += 1
+        self._taken += len(messages)
+        self._due = {
+            (sender, step) for sender, step in self._due.difference(here) if step <= self._retired.get(sender, step)
+        }
+        if self.log is not None:
+            self.log.append((self._step, here))
+        return x
+
+    def _average(self, x: Vector) -> Vector:
+        """The mean of x and w over the ranks that are not done."""
+        self._averages += 1
+        self._averagings += 1
+        index = self._averages
+        self.engine.post(lambda: self._brought.update({index: x}))
+        self.send(Averaged(self._opened_number(), index, self._weight))
+        self._await(lambda: index in self._sums)
+        total = self._sums.pop(index)
+        self._weight = total.weight / total.ranks
+        return total.x * (1.0 / total.ranks)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        return [self._before + self._step]
+
+    def _whole(self) -> bool:
+        """Whether all ranks are done, and all that was sent is here."""
+        drained = self._inbox.drained
+        return drained is not None and self._mail.landed >= drained.rounds
+
+    @property
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+        return self._inbox.refused is not None or self._whole()
+
+    def serve(self) -> bool:
+        """Nothing to do but wait: messages are taken in at the end."""
+        self._check_refused()
+        return self._whole()
+
+    def conclude(self, flush: bool) -> None:
+        """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
+        drained = self._take_drained()
+        self._end(drained.flushed)
+        self._before += self._step
+        self._step = self._averages = 0
+        self._due.clear()
+        self.engine.post(self._mail.resume)
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """In a drain or cut, after all messages have come: take them in; with ``flush``, average all ranks.
+
+        Args:
+            weights: z, shape (n,); it belongs to the worker from now on.
+            flush: whether it is a drain. A collective then.
+
+        Returns:
+            z: the average of all ranks, or this rank's own.
+
+        Raises:
+            GradientLossError: push-sum weights do not sum to the number of ranks.
+        """
+        x = self._take_in(weights * self._weight, all_=True)
+        if not flush:
+            return x * (1.0 / self._weight)
+        z = self.average(x)
+        self._weight = 1.0
+        self._copies.clear()
+        if self._post.differences:
+            self._copies[EVERYWHERE] = z + 0
+        return z
+
+    def average(self, x: Vector) -> Vector:
+        """The mean over all ranks of what has been taken in; a collective, right after a drain or cut.
+
+        Args:
+            x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
+        """
+        size, name = len(self._ranks), f"hvd_async.gossip.{self.process_set_id}"
+        total = self.engine.sum(self._post.scalar(self._weight), f"{name}.weight", self._post.process_set)
+        if abs(float(total[0]) - size) > WEIGHT_TOLERANCE * size:
+            raise GradientLossError(
+                f"push-sum weights of {size} ranks sum to {float(total[0]):.9g}: messages were lost or counted twice. "
+                f"This is a bug in hvd_async; please report it with stats()."
+            )
+        return self.engine.sum(x, f"{name}.mean", self._post.process_set) * (1.0 / size)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def kept(self) -> Kept:
+        """What a checkpoint needs beside the weights; complete after a cut or drain."""
+        return Kept(self._weight, dict(self._copies))
+
+    def restore(self, kept: Kept) -> None:
+        """Begin with what an earlier run's cut has left (before ``open``)."""
+        self._weight, self._copies = kept.weight, dict(kept.copies)
+        self._restored = True
+
+    def stats(self) -> GossipStats:
+        """A snapshot."""
+        mail = self._mail
+        return GossipStats(
+            steps=self._before + self._step,
+            exchanges=mail.landed,
+            messages_sent=mail.sent,
+            messages_taken=self._taken,
+            averagings=self._averagings,
+            staleness=dict(sorted(self._staleness.items())),
+            wait_s=self._wait_s,
+            waited_for=tuple(self._waited_for),
+            bytes_sent=mail.bytes_sent,
+            latency_s=mail.seconds / mail.landed if mail.landed else 0.0,
+            push_sum_weight=self._weight,
+        )
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def obey(self, command: Command) -> None:
+        """Carry out a command."""
+        match command:
+            case Exchange():
+                self._mail.exchange(command)
+            case Average():
+                self._submit_average(command)
+            case Retired(_, rank, step):
+                with self.engine.changed:
+                    self._retired[self._ranks.index(rank)] = step
+                    self.engine.changed.notify_all()
+            case Drained():
+                self._mail.pause(command.rounds)
+                self._retired.clear()
+                super().obey(command)
+            case _:
+                super().obey(command)
+
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        """A message has come; whoever waits for it is told when all of its exchange are here."""
+        self._come[sender, key] = (weight, data)
+
+    def _snapshot(self, partner: int, round_: int) -> Vector:
+        raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+
+    def _submit_average(self, command: Average) -> None:
+        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
+        own = self._brought.pop(command.index, None)
+        vector = self._post.zeros() if own is None else own
+
+        def landed(total: Vector) -> None:
+            with self.engine.changed:
+                if own is not None:
+                    self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
+
+        self.engine.submit(
+            lambda: self.engine.collectives.sum(vector, name, self._post.process_set, keep=own is None), landed
+        )

@@ -1,0 +1,141 @@
+"""AD-PSGD as one rank sees it: the engine averages a shadow of its weights with neighbours' while it computes.
+
+Lian et al., ICML 2018: whenever a rank is ready, its weights and a neighbour's become their mean, and gradients that
+were computed at older weights are applied to the current ones. Here the coordinator pairs ranks, on any symmetric
+graph; the training thread adds what its optimizer has changed to the shadow and takes the shadow for its weights, so
+any optimizer will do; the engine reads snapshots of the shadow only, so no rank ever waits for one that computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hvd_async.engine import Engine
+from hvd_async.events import Command, Drained, Exchange, Retired, Wanted
+from hvd_async.gossip import GossipWorker
+from hvd_async.mail import Post
+from hvd_async.plan import Plan
+from hvd_async.protocols import Vector
+
+
+class PairWorker(GossipWorker):
+    """One optimizer of one rank under AD-PSGD.
+
+    Attributes:
+        log: in the order in which they have changed the shadow: ("step", number), ("sent", exchange, partner's place),
+            ("landed", exchange, partner's place).
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan, post, finish)
+        self._lock = threading.Lock()
+        """Held while the shadow changes, and while the log does."""
+        self._shadow: Vector = None
+        self._mine: dict[int, Vector] = {}
+        """What was sent, as the partner reads it, by exchange (engine thread)."""
+        self._owed = 0
+        """Averagings that this rank is behind its steps; -1: one before (engine thread)."""
+        self._asked = False
+        """Whether it wants one, and none has been ordered (engine thread)."""
+        self._left = set(plan.topology.neighbours(self._place))
+        """Neighbours that are not done."""
+        self._local = 0
+        """Steps since the last averaging."""
+
+    @property
+    def wants_before(self) -> bool:
+        """Always: the difference of a step is what counts."""
+        return True
+
+    def begin(self, weights: Vector) -> None:
+        """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
+        self._shadow = weights
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step, as ``GossipWorker.mix``; waits only after ``max_local_steps`` without an averaging."""
+        self._opened_number()
+        self._check_drained()
+        self._step += 1
+        change = self._post.add(after, before, -1.0)
+        with self._lock:
+            self._local += 1
+            self._shadow = self._post.add(self._shadow, change, 1.0)
+            if self.log is not None:
+                self.log.append(("step", self._before + self._step))
+        self.engine.post(self._ask)
+        limit = self.config.max_local_steps
+        if self._local >= limit:
+            self._await(lambda: self._local < limit or not self._left)
+        return self._shadow_copy()
+
+    def _shadow_copy(self) -> Vector:
+        with self._lock:
+            copy: Vector = self._shadow + 0
+        return copy
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """In a drain or cut: the average of all ranks with ``flush``, else this rank's own; as ``GossipWorker``."""
+        z = self._shadow_copy()
+        if flush:
+            z = self.average(z)
+            with self._lock:
+                self._shadow = z + 0
+                if self.log is not None:
+                    self.log.append(("drained",))
+        self._local = 0
+        return z
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Want an averaging for a step, if none came in advance."""
+        self._owed += 1
+        self._want()
+
+    def _want(self) -> None:
+        if self._owed > 0 and not self._asked and self._left and not self._announced:
+            self._asked = True
+            self.engine.send(Wanted(self._opened_number()))
+
+    def obey(self, command: Command) -> None:
+        """Carry out a command."""
+        match command:
+            case Exchange(_, _, _, pairs):
+                if any(self.engine.rank in pair for pair in pairs):
+                    self._asked = False
+                super().obey(command)
+            case Retired(_, rank, _):
+                super().obey(command)
+                with self.engine.changed:
+                    self._left.discard(self._ranks.index(rank))
+                    self.engine.changed.notify_all()
+            case Drained():
+                self._left = set(self.plan.topology.neighbours(self._place))
+                self._owed, self._asked = 0, False
+                super().obey(command)
+            case _:
+                super().obey(command)
+
+    def _snapshot(self, partner: int, round_: int) -> Vector:
+        with self._lock:
+            data = self._post.encode(self._shadow + 0)
+            if self.log is not None:
+                self.log.append(("sent", round_, partner))
+        self._mine[round_] = data
+        return data
+
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        mine = self._post.decode(self._mine.pop(key))
+        theirs = self._post.decode(data)
+        with self._lock:
+            self._shadow = self._post.add(self._post.add(self._shadow, theirs, 0.5), mine, -0.5)
+            if self.log is not None:
+                self.log.append(("landed", key, sender))
+            self._local = 0
+        self._averagings += 1
+        self._taken += 1
+        self._owed = max(self._owed - 1, -1)
+        self._want()

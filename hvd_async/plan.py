@@ -1,0 +1,226 @@
+"""Which ranks gossip with which, with what weights: a topology and its mixing matrices, checked for an algorithm."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hvd_async import mixing, topology
+from hvd_async.events import GossipConfig
+from hvd_async.mixing import Matrix
+from hvd_async.topology import Topology
+
+DIRECTED = ("sgp", "osgp")
+SYMMETRIC = ("dpsgd", "adpsgd")
+ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends to whom at each step, and what the receiver multiplies by.
+
+    Attributes:
+        config: what all ranks must have in common.
+        topology: of the ranks that share the optimizer, by place; of their hosts, if ranks are averaged there first.
+        matrices: one a phase, ``W[receiver, sender]``, columns sum to 1.
+    """
+
+    config: GossipConfig
+    topology: Topology
+    matrices: tuple[Matrix, ...]
+
+    def phase(self, step: int) -> int:
+        """Of a step, from 1."""
+        return (step - 1) % len(self.matrices)
+
+    @cached_property
+    def _edges(self) -> list[tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]]:
+        found = []
+        for weights in self.matrices:
+            size = len(weights)
+            out = [[(i, float(weights[i, j])) for i in range(size) if i != j and weights[i, j]] for j in range(size)]
+            into = [[(j, float(weights[i, j])) for j in range(size) if i != j and weights[i, j]] for i in range(size)]
+            found.append((out, into))
+        return found
+
+    def out(self, place: int, step: int) -> list[tuple[int, float]]:
+        """(receiver, weight) of what ``place`` sends at ``step``, in ascending order."""
+        return self._edges[self.phase(step)][0][place]
+
+    def into(self, place: int, step: int) -> list[tuple[int, float]]:
+        """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
+        return self._edges[self.phase(step)][1][place]
+
+    @property
+    def most(self) -> int:
+        """The most messages that a rank sends in a step; AD-PSGD: one."""
+        if self.config.algorithm == "adpsgd":
+            return 1
+        return max(1, *(len(sent) for out, _ in self._edges for sent in out))
+
+
+def algorithms_of(graph: Topology) -> tuple[str, ...]:
+    """The algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if some
+    rank never hears of another."""
+    if graph.unreachable() is not None:
+        return ()
+    return DIRECTED + SYMMETRIC if graph.symmetric else DIRECTED
+
+
+def make_plan(
+    size: int,
+    algorithm: str = "sgp",
+    graph: Any = None,
+    peers: int = 1,
+    weights: Any = "uniform",
+    max_staleness: int | None = None,
+    max_local_steps: int = 4,
+    average_every: int = 0,
+    compression: str = "none",
+    local_size: int = 1,
+) -> Plan:
+    """Check how ranks are to gossip, and lay it out.
+
+    Args:
+        size: ranks that share the optimizer.
+        algorithm: one of ``ALGORITHMS``.
+        graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
+        peers: a rank has so many a step, where the graph leaves it open.
+        weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
+        max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
+        max_local_steps: steps between two averagings (AD-PSGD).
+        average_every: steps between two averages over all ranks; 0: never.
+        compression: one of ``COMPRESSIONS``.
+        local_size: ranks of a host that are averaged before they gossip.
+
+    Raises:
+        ValueError: what does not fit together, and what would.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
+    _check_number("max_local_steps", max_local_steps, 1)
+    _check_number("average_every", average_every, 0)
+    if max_staleness is None:
+        max_staleness = 1 if algorithm == "osgp" else 0
+    _check_number("max_staleness", max_staleness, 0)
+    if max_staleness and algorithm != "osgp":
+        raise ValueError(f"max_staleness={max_staleness}: messages of {algorithm} are never late; take 'osgp', or 0")
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
+    if compression == "int8" and algorithm in ("adpsgd", "allreduce"):
+        raise ValueError(
+            f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
+            f"fp16 or bf16, or another algorithm"
+        )
+    if algorithm == "allreduce":
+        average_every = average_every or 1
+    elif algorithm == "adpsgd" and average_every:
+        raise ValueError("average_every: adpsgd has no steps that all ranks take; call drain() where an average is due")
+    if size % local_size:
+        raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
+    if local_size > 1 and algorithm in ("adpsgd", "allreduce"):
+        raise ValueError(f"hierarchical does not go with {algorithm}: take sgp, osgp or dpsgd")
+    places = size // local_size
+    if algorithm == "allreduce":
+        chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
+    else:
+        chosen, matrices = _graph(places, algorithm, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
+    digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
+    neighbours = [list(chosen.neighbours(place)) for place in range(places)] if algorithm == "adpsgd" else []
+    config = GossipConfig(
+        algorithm=algorithm,
+        graph=f"{chosen.name} ({digest:08x})",
+        neighbours=neighbours,
+        max_staleness=max_staleness,
+        max_local_steps=max_local_steps if algorithm == "adpsgd" else 0,
+        average_every=average_every,
+        compression=compression,
+        local_size=local_size,
+    )
+    return Plan(config, chosen, tuple(matrices))
+
+
+def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what: str) -> tuple[Topology, list[Matrix]]:
+    """The graph and its matrices, fit for the algorithm."""
+    if isinstance(weights, str):
+        chosen = _topology(size, graph, peers, algorithm)
+        matrices = mixing.matrices(chosen, weights)
+    else:
+        if graph is not None:
+            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology out")
+        matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
+        for matrix in matrices:
+            mixing.check_columns(matrix)
+        chosen = _of_matrices(matrices)
+    if chosen.size != size:
+        raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
+    mixing.check_connected(chosen)
+    if algorithm in SYMMETRIC:
+        _check_symmetric(chosen, algorithm)
+    if algorithm == "dpsgd":
+        for matrix in matrices:
+            try:
+                mixing.check_doubly(matrix)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; D-PSGD needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
+                ) from None
+            if not np.allclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE):
+                i, j = map(int, np.argwhere(~np.isclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE))[0])
+                raise ValueError(
+                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; D-PSGD "
+                    f"needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
+                )
+    return chosen, matrices
+
+
+def _topology(size: int, graph: Any, peers: int, algorithm: str) -> Topology:
+    if graph is None:
+        graph = "exponential" if algorithm in DIRECTED else "bipartite-exponential"
+    if isinstance(graph, str):
+        return topology.named(graph, size, peers)
+    topology.check_peers(peers, size)
+    if peers != 1:
+        raise ValueError(f"peers={peers}: a graph that is given says itself who sends to whom; leave peers out")
+    if isinstance(graph, Topology):
+        return graph
+    if hasattr(graph, "nodes") and hasattr(graph, "is_directed"):
+        return topology.from_networkx(graph)
+    raise ValueError(
+        f"topology={graph!r} is none: take a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph"
+    )
+
+
+def _of_matrices(matrices: Sequence[Matrix]) -> Topology:
+    sizes = {len(matrix) for matrix in matrices}
+    if len(sizes) != 1:
+        raise ValueError(f"mixing matrices of different sizes: {sorted(sizes)}; each needs a row and a column a rank")
+    phases = [frozenset((int(j), int(i)) for i, j in np.argwhere(matrix) if i != j) for matrix in matrices]
+    return Topology("given by mixing=", sizes.pop(), tuple(phases))
+
+
+def _check_symmetric(graph: Topology, algorithm: str) -> None:
+    for step, edges in enumerate(graph.phases):
+        for sender, receiver in sorted(edges):
+            if (receiver, sender) not in edges:
+                raise ValueError(
+                    f"topology {graph.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
+                    f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
+                    f"that is, or algorithm='sgp'"
+                )
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not a number of steps: take {least} or more")
+
+
+def _is_list(weights: Any) -> bool:
+    """Whether it is several matrices, rather than the rows of one."""
+    return np.ndim(weights) == 3 or (isinstance(weights, list | tuple) and bool(weights) and np.ndim(weights[0]) == 2)
