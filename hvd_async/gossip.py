@@ -80,6 +80,8 @@ class GossipWorker(Worker):
         """Averages over all ranks since the last drain or cut; averages of any kind in all."""
         self._brought: dict[int, Vector] = {}
         """This rank's x for averages that have not gone yet (engine thread)."""
+        self._together = True
+        """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
         self._waited_for = [0.0] * len(self._ranks)
         self.log: list[Any] | None = None
@@ -260,6 +262,7 @@ class GossipWorker(Worker):
         Raises:
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
+        self._together = flush
         x = self._take_in(weights * self._weight, all_=True)
         if not flush:
             return x * (1.0 / self._weight)
@@ -287,14 +290,18 @@ class GossipWorker(Worker):
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def kept(self) -> Kept:
-        """What a checkpoint needs beside the weights; complete after a cut or drain."""
-        return Kept(self._weight, dict(self._copies))
+    def kept(self) -> Kept | None:
+        """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
+        return None if self._together else Kept(self._weight, dict(self._copies))
 
     def restore(self, kept: Kept) -> None:
         """Begin with what an earlier run's cut has left (before ``open``)."""
         self._weight, self._copies = kept.weight, dict(kept.copies)
-        self._restored = True
+        self._restored, self._together = True, False
+
+    def retire(self) -> None:
+        """This worker is of no more use, after a drain."""
+        self.engine.unregister(self._opened_number())
 
     def stats(self) -> GossipStats:
         """A snapshot."""

@@ -78,7 +78,7 @@ class PairWorker(GossipWorker):
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """In a drain or cut: the average of all ranks with ``flush``, else this rank's own; as ``GossipWorker``."""
-        z = self._shadow_copy()
+        z, self._together = self._shadow_copy(), flush
         if flush:
             z = self.average(z)
             with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -80,6 +81,25 @@ class GossipStats:
     bytes_sent: int = 0
     latency_s: float = 0.0
     push_sum_weight: float = 1.0
+
+    def __add__(self, later: GossipStats) -> GossipStats:
+        """Of two runs, one after the other."""
+        exchanges = self.exchanges + later.exchanges
+        seconds = self.latency_s * self.exchanges + later.latency_s * later.exchanges
+        pairs = itertools.zip_longest(self.waited_for, later.waited_for, fillvalue=0.0)
+        return GossipStats(
+            steps=self.steps + later.steps,
+            exchanges=exchanges,
+            messages_sent=self.messages_sent + later.messages_sent,
+            messages_taken=self.messages_taken + later.messages_taken,
+            averagings=self.averagings + later.averagings,
+            staleness=dict(sorted((Counter(self.staleness) + Counter(later.staleness)).items())),
+            wait_s=self.wait_s + later.wait_s,
+            waited_for=tuple(a + b for a, b in pairs),
+            bytes_sent=self.bytes_sent + later.bytes_sent,
+            latency_s=seconds / exchanges if exchanges else 0.0,
+            push_sum_weight=later.push_sum_weight,
+        )
 
 
 class Tally:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_async.agreement import STATE
 from hvd_async.eager import EagerWorker
+from hvd_async.eager_wrapping import EagerWrapped
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import EagerConfig, Hyper
@@ -20,10 +21,9 @@ from hvd_async.tensorflow.state import State
 from hvd_async.tensorflow.stepping import Stepping
 from hvd_async.tensorflow.update import settings
 from hvd_async.wire import Round, Wire
-from hvd_async.wrapping import Wrapped
 
 
-class EagerMixin(Stepping, Wrapped):
+class EagerMixin(Stepping, EagerWrapped):
     """What ``EagerOptimizer`` adds to the class of the optimizer it wraps."""
 
     _async: State

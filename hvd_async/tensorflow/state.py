@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from hvd_async.eager_wrapping import EagerState
 from hvd_async.sharers import Sharers
 from hvd_async.tensorflow.buffers import Layout
 from hvd_async.tensorflow.collectives import LIFECYCLE
@@ -12,10 +13,9 @@ from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.feed import Feed
 from hvd_async.tensorflow.update import RoundTransform, Update
 from hvd_async.wire import Round
-from hvd_async.wrapping import WrapperState
 
 
-class State(WrapperState):
+class State(EagerState):
     """What the wrapper was given, and what it keeps between calls; Keras does not track it.
 
     Args:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from hvd_async.eager_wrapping import EagerState
 from hvd_async.sharers import Sharers
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import slots
 from hvd_async.torch.layout import MIB, Layout
 from hvd_async.torch.overlap import Overlap
 from hvd_async.wire import Round
-from hvd_async.wrapping import WrapperState
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 
 
-class Settings(WrapperState):
+class Settings(EagerState):
     """What the wrapper was given, and what it keeps between calls."""
 
     def __init__(self, sharers: Sharers, named: dict[int, str] | None, options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from hvd_async.agreement import STATE
 from hvd_async.eager import EagerWorker
+from hvd_async.eager_wrapping import EagerWrapped
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import EagerConfig, Hyper
@@ -21,13 +22,12 @@ from hvd_async.torch.buffers import checksum, consensus_distance, signature, uni
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.settings import Settings
 from hvd_async.wire import Round
-from hvd_async.wrapping import Wrapped
 
 SCALING = ("grad_scale", "found_inf")
 """The attributes in which a GradScaler tells ``step()`` what it knows."""
 
 
-class EagerMixin(Wrapped, torch.optim.Optimizer):
+class EagerMixin(EagerWrapped, torch.optim.Optimizer):
     """Methods of a wrapped torch optimizer."""
 
     _async: Settings

@@ -50,7 +50,7 @@ FIRING = st.builds(
     held=st.floats(0, 9),
 )
 FIRED = events.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
-KINDS = {int: NUMBERS, bool: st.booleans(), str: TEXT, events.Firing: FIRING,
+KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, events.Firing: FIRING,
          events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
          events.EagerConfig | events.GossipConfig: CONFIG | GOSSIP, list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip

@@ -20,8 +20,8 @@ LAYERS = [
     {"inbox", "lifecycle", "transit"},
     {"mail", "plan", "testing", "runner", "worker"},
     {"eager", "gossip", "parcels"},
-    {"pairs"},
-    {"wrapping"},
+    {"pairs", "wrapping"},
+    {"eager_wrapping", "gossip_wrapping"},
     {"torch", "tensorflow"},
     {"torch_models", "tf_models"},
     {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun, one a framework

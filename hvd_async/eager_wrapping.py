@@ -1,0 +1,168 @@
+"""What the wrapped optimizers of both bindings have in common where gradients are averaged by partial allreduce."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hvd_async.eager import EagerWorker
+from hvd_async.errors import ReplicaStateError
+from hvd_async.events import Hyper
+from hvd_async.lifecycle import Lifecycle
+from hvd_async.sharers import Sharers
+from hvd_async.stats import Stats
+from hvd_async.wire import Held, Round
+from hvd_async.wrapping import Wrapped, WrapperState
+
+
+class EagerState(WrapperState):
+    """As ``WrapperState``.
+
+    Attributes:
+        restored: what an earlier run has left pending on this rank; None if nothing was loaded.
+    """
+
+    worker: EagerWorker | None
+
+    def __init__(self, lifecycle: Lifecycle, sharers: Sharers) -> None:
+        super().__init__(lifecycle, sharers)
+        self.restored: list[Held] | None = None
+
+    @property
+    def met(self) -> EagerWorker | None:
+        """The worker, if gradients can be handed over to it now: the ranks have met and all is well."""
+        worker = self.worker
+        fine = worker is not None and worker.ready and not worker.engine.replaced and self.broken is None
+        return worker if fine else None
+
+    @contextlib.contextmanager
+    def applying(self, round_index: int) -> Iterator[None]:
+        """Around the application of a round: if it fails, this rank's weights are no longer the others'."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"round {round_index} could not be applied: {type(error).__name__}: {error}"
+            raise
+
+
+class EagerWrapped(Wrapped):
+    """Methods of every ``EagerOptimizer``. A binding supplies ``_async_new_worker``, ``_async_fingerprint``,
+    ``_async_hyper``, ``_async_apply`` and ``_async_finish``."""
+
+    def stats(self) -> Stats:
+        """What this rank's optimizer has done so far."""
+        worker: EagerWorker | None = self._async.worker
+        return Stats() if worker is None else worker.stats()
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """In it the model holds the network's average (here: all are equal after a ``drain()``). A collective."""
+        self.drain()
+        yield
+
+    def _async_new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
+        """A worker for this optimizer's parameters as they are."""
+        raise TypeError(f"{type(self).__name__} does not say how its worker is made")
+
+    def _async_fingerprint(self) -> tuple[list[str], list[int]]:
+        """Names and checksums of everything that must be the same on all ranks."""
+        raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
+
+    def _async_hyper(self) -> Hyper:
+        """This rank's hyperparameters now, as its rounds carry them."""
+        raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
+
+    def _async_apply(self, round_: Round) -> None:
+        """Apply a round."""
+        raise TypeError(f"{type(self).__name__} does not say how a round is applied")
+
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
+        reference = weakref.ref(self)
+
+        def apply(round_: Round) -> None:
+            optimizer = reference()
+            if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
+                optimizer._async_worker()  # raises if this rank's replica is none any more
+                optimizer._async_apply(round_)
+
+        return self._async_new_worker(engine, finish, apply)
+
+    def _async_offer_to(self, worker: EagerWorker) -> None:
+        if self._async.restored is not None:
+            worker.restore(self._async.restored)
+        worker.offer(*self._async_fingerprint(), self._async_hyper())
+
+    def _async_met(self) -> None:
+        self._async.restored = None
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _async_share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+        """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
+
+        Args:
+            nbytes: of each bucket's vector.
+
+        Raises:
+            ReplicaStateError: gradients may be on their way, on some rank or other.
+        """
+        state, worker = self._async, self._async.worker
+        held: list[Held] = state.restored or []
+        if worker is not None:
+            held = worker.pending()
+            synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
+            if not worker.settled and not synchronous:
+                pending = max((len(versions) for _, versions in held), default=0)
+                raise ReplicaStateError(
+                    f"gradients are on their way: {pending} of this rank's would be lost by saving its state now, and "
+                    f"other ranks' too. Call drain() on every rank first and save rank 0's state, or call cut() on "
+                    f"every rank and save every rank's."
+                )
+        version = 0 if worker is None else worker.version
+        return {
+            "size": state.size,
+            "index": state.index,
+            "rounds": self.rounds,
+            "nbytes": list(nbytes),
+            "vectors": [vector for vector, _ in held],
+            "versions": [[v - version for v in versions] for _, versions in held],
+        }
+
+    def _async_take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+        """Take back what ``_async_share`` gave, before the ranks meet.
+
+        Args:
+            share: of this rank.
+            nbytes: of each bucket's vector now.
+
+        Raises:
+            ValueError: it is of another rank, or of a job of another size or other buckets, and holds gradients.
+            ReplicaStateError: gradients of the present run are on their way.
+        """
+        state = self._async
+        lost = max((len(versions) for versions in share["versions"]), default=0)
+        if state.worker is not None and not (state.worker.settled and self._async_nothing_pending(state.worker)):
+            raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
+        if lost and (share["size"], share["index"]) != (state.size, state.index):
+            raise ValueError(
+                f"this state is of rank {share['index']} of {share['size']} after cut(), with {lost} gradient(s) "
+                f"pending; on rank {state.index} of {state.size} they would be lost. Load each rank's own file at the "
+                f"same size, or save after drain()."
+            )
+        if lost and list(share["nbytes"]) != list(nbytes):
+            raise ValueError(
+                f"this state has {lost} gradient(s) pending in buckets of {share['nbytes']} bytes, and this optimizer "
+                f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups and compression"
+            )
+        if state.worker is not None and lost:
+            raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
+        self._async_count_from(share["rounds"])
+        if lost:
+            pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
+            state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
+
+    @staticmethod
+    def _async_nothing_pending(worker: EagerWorker) -> bool:
+        return not any(versions for _, versions in worker.pending())
