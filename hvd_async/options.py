@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_async.activation import Quorum, check_quorum
@@ -58,8 +59,8 @@ def check_compression(compression: Any) -> None:
     """
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
         raise ValueError(
-            f"compression={compression!r} cannot compress: take hvd.Compression.none, .fp16, .bf16, or a class with "
-            f"compress(tensor) and decompress(tensor, ctx)"
+            f"compression={compression!r} cannot compress gradients: take hvd.Compression.none, .fp16, .bf16, or a "
+            f"class with compress(tensor) and decompress(tensor, ctx)"
         )
 
 
@@ -97,3 +98,71 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
             raise ValueError("gradient_predivide_factor splits the division of op=hvd.Average: leave it out with Sum")
         return 1.0, 1.0
     return 1.0 / predivide, predivide / size
+
+
+def check_gossip_options(op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str) -> None:
+    """Refuse those of Horovod's arguments that mean nothing where weights travel and gradients do not.
+
+    Args:
+        op: as the user gave it; ``average`` is ``hvd.Average``.
+        predivide: Horovod's ``gradient_predivide_factor``.
+        groups: Horovod's ``groups`` or ``num_groups``.
+        passes: Horovod's ``backward_passes_per_step``.
+        buffers: how batch-norm statistics are to agree.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if op != average:
+        raise ValueError(f"op={op!r}: gossip mixes weights, by averages; leave op out, or take hvd.Average")
+    if predivide != 1.0:
+        raise ValueError("gradient_predivide_factor: gradients stay on their rank in gossip; leave it out")
+    if groups:
+        raise ValueError("groups, num_groups: a rank's weights travel as one message in gossip; leave them out")
+    check_passes(passes)
+    if buffers not in BUFFERS:
+        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
+
+
+def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
+    """How gossip's messages travel, by name.
+
+    Args:
+        compression: a name, or one of the values of ``known``.
+        known: the binding's compressors by name.
+
+    Raises:
+        ValueError: another one; messages are coded by the library itself.
+    """
+    for name, compressor in known.items():
+        if compression is compressor or compression == name:
+            return name
+    raise ValueError(
+        f"compression={compression!r} of messages is not known: take hvd.Compression.{', .'.join(known)}, or one of "
+        f"these names"
+    )
+
+
+def host_size(hierarchical: Any, hvd: Any) -> int:
+    """Ranks of a host that are averaged before they gossip.
+
+    Args:
+        hierarchical: True for Horovod's local ranks, False for none, or a number of ranks, numbered host by host.
+        hvd: Horovod's module; asked about its hosts if it is True.
+
+    Raises:
+        ValueError: hosts of different sizes, ranks in another order, or no number of ranks.
+    """
+    if isinstance(hierarchical, bool):
+        if not hierarchical:
+            return 1
+        local, hosts = int(hvd.local_size()), int(hvd.cross_size())
+        if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
+            raise ValueError(
+                "hierarchical=True needs as many ranks on each host, numbered host by host: start them so (horovodrun "
+                "-H a:4,b:4), or leave it out"
+            )
+        return local
+    if not isinstance(hierarchical, int) or hierarchical < 1:
+        raise ValueError(f"hierarchical={hierarchical!r}: take True, False, or the number of ranks of a host")
+    return hierarchical

@@ -6,6 +6,7 @@ from horovod.torch import HorovodInternalError, elastic  # noqa: F401
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, join, shutdown
+from hvd_async.torch.gossip import GossipOptimizer
 
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (Compression, EagerOptimizer, broadcast_optimizer_state, join, shutdown)
+_ours = (Compression, EagerOptimizer, GossipOptimizer, broadcast_optimizer_state, join, shutdown)

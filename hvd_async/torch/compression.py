@@ -27,10 +27,15 @@ class BF16Compressor:
         return tensor.to(ctx)
 
 
+class Int8Messages:
+    """Stands for messages of 8 bits an element, with error feedback: ``GossipOptimizer`` codes them itself."""
+
+
 class Compression(hvd.Compression):
-    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``."""
+    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``, and ``int8`` for ``GossipOptimizer``'s messages."""
 
     bf16 = BF16Compressor
+    int8 = Int8Messages
 
 
 def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,11 +12,11 @@ import torch
 from hvd_async import activation
 from hvd_async.options import check_compression, check_eager_options, check_passes, scales
 from hvd_async.sharers import sharers_of
+from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.settings import RoundTransform, Settings
 from hvd_async.torch.stepping import EagerMixin
-from hvd_async.wrapping import derived
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -108,19 +108,9 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size)
     if num_groups and groups is None:
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} is no torch optimizer: pass one, as in "
-            f"EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure several times a step, which a round cannot average: take another")
-    if isinstance(optimizer, EagerMixin) or hasattr(optimizer, "_allreduce_grad_async"):
-        raise ValueError("this optimizer averages gradients already: wrap the plain one")
+    check_optimizer(optimizer, "EagerOptimizer")
     names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
-    wrapped = derived(optimizer, EagerMixin)
-    vars(wrapped).pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
-    vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
+    wrapped = wrap(optimizer, EagerMixin)
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
     options = {
         "config": config,
@@ -140,25 +130,3 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     wrapped._async_lay_out()
     LIFECYCLE.add(wrapped)
     return wrapped
-
-
-def parameter_names(
-    parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[int, str] | None:
-    """Names by the parameters' id; None if ``named`` is.
-
-    Raises:
-        ValueError: ``named`` is no sequence of pairs, repeats a name, or leaves a parameter out.
-    """
-    if named is None:
-        return None
-    pairs = list(named)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError("named_parameters wants pairs (name, parameter): pass model.named_parameters()")
-    names = {id(parameter): name for name, parameter in pairs}
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise ValueError("named_parameters repeats a name: names must be unique")
-    missing = sum(id(parameter) not in names for parameter in parameters)
-    if missing:
-        raise ValueError(f"named_parameters leaves out {missing} of the optimizer's {len(parameters)} parameters")
-    return names

@@ -9,7 +9,7 @@ import torch
 
 from hvd_async import timeline
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.stepping import EagerMixin
+from hvd_async.wrapping import Wrapped
 
 timeline.watch_exit(hvd.shutdown)
 
@@ -29,7 +29,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         root_rank: whose state to send.
         model: as in Horovod; not needed.
     """
-    if not isinstance(optimizer, EagerMixin):
+    if not isinstance(optimizer, Wrapped):
         hvd.broadcast_optimizer_state(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:

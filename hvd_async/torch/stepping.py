@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import EagerConfig, Hyper
 from hvd_async.torch import hyper as hyperparameters
+from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.settings import Settings
@@ -27,11 +28,10 @@ SCALING = ("grad_scale", "found_inf")
 """The attributes in which a GradScaler tells ``step()`` what it knows."""
 
 
-class EagerMixin(EagerWrapped, torch.optim.Optimizer):
+class EagerMixin(EagerWrapped, TorchWrapped):
     """Methods of a wrapped torch optimizer."""
 
     _async: Settings
-    _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
     _step_supports_amp_scaling = True
     """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
 
@@ -180,9 +180,6 @@ class EagerMixin(EagerWrapped, torch.optim.Optimizer):
         assert state.worker is not None
         state.worker.hand_over(index, state.vector(index, state.before))
 
-    def _async_parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     # -- rounds in --------------------------------------------------------------------------------------------
 
     def _async_show(self, round_: Round) -> None:
@@ -223,15 +220,9 @@ class EagerMixin(EagerWrapped, torch.optim.Optimizer):
 
     # -- the rest of the interface ----------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
-        state = self.__dict__.get("_async")
-        if state is not None and state.worker is not None:
-            raise ReplicaStateError(
-                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
-                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
-            )
-        super().add_param_group(param_group)
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
+        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.
@@ -256,21 +247,7 @@ class EagerMixin(EagerWrapped, torch.optim.Optimizer):
         if share is not None:
             self._async_lay_out_if_new()
             self._async_take_share(share, self._async.layout.nbytes)
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups  # a scheduler that was made before the wrapper holds these very objects
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ReplicaStateError(
-            "an EagerOptimizer cannot be copied or pickled, it belongs to this process's engine: save its state_dict()"
-        )
 
     def _async_new_worker(
         self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]

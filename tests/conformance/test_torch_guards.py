@@ -141,5 +141,5 @@ def test_horovods_own_wrapper_is_not_wrapped():
         def _allreduce_grad_async(self) -> None:
             """As Horovod's has."""
 
-    with scripted_engine(2), pytest.raises(ValueError, match="averages gradients already: wrap the plain one"):
+    with scripted_engine(2), pytest.raises(ValueError, match="averages over ranks already: wrap the plain one"):
         hvd.EagerOptimizer(Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
