@@ -33,6 +33,7 @@ from hvd_async.events import (
     GossipConfig,
     Landed,
     Offered,
+    Opened,
     OptimizerEvent,
     Retired,
     Wanted,
@@ -91,6 +92,12 @@ class Exchanges(Machine[GossipConfig]):
             return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
         return None
 
+    def _open(self, rank: int, event: Opened, now: float) -> list[Command]:
+        commands = super()._open(rank, event, now)
+        if self._config is not None:  # ranks that were done before know others only now
+            commands[1:1] = [self._retired(done) for done in sorted(self._done)]
+        return commands
+
     def _begin(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
         return config
@@ -103,8 +110,8 @@ class Exchanges(Machine[GossipConfig]):
                 self._wanted(rank, event, now)
             case Averaged(_, index, weight):
                 self._running(rank, event)
-                if index <= self._average or rank in self._averages.get(index, {}):
-                    raise ProtocolError(f"rank {rank} is in average {index} again, or late")
+                if index != self._average + 1 or rank in self._averages.get(index, {}):
+                    raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
                 self._averages.setdefault(index, {})[rank] = weight
             case Landed(_, number):
                 self._landed(rank, number, now)
@@ -200,9 +207,13 @@ class Exchanges(Machine[GossipConfig]):
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
     def _retire(self, rank: int, now: float) -> list[Command]:
+        if self._config is None:
+            return []  # (others may not have opened: they are told when all have)
         self._wants.pop(rank, None)
-        last = self._produced[rank][0] - self._bases[rank]
-        return [Retired(self._optimizer, rank, last), *self._advance(now)]
+        return [self._retired(rank), *self._advance(now)]
+
+    def _retired(self, rank: int) -> Retired:
+        return Retired(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
 
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Send what has been offered."""

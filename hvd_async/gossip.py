@@ -80,6 +80,10 @@ class GossipWorker(Worker):
         """Averages over all ranks since the last drain or cut; averages of any kind in all."""
         self._brought: dict[int, Vector] = {}
         """This rank's x for averages that have not gone yet (engine thread)."""
+        self._total = 0
+        """Steps of all ranks before the last drain or cut."""
+        self._uneven = False
+        """Whether some ranks took fewer of them than others since the one before."""
         self._together = True
         """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
@@ -110,8 +114,8 @@ class GossipWorker(Worker):
 
     def begin(self, weights: Vector) -> None:
         """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
-        if self._post.differences and not self._copies:
-            self._copies[EVERYWHERE] = weights
+        if self._post.differences and not self._copies:  # (weights of an earlier run's cut are each rank's own)
+            self._copies[EVERYWHERE] = self._post.zeros() if self._restored else weights
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step: send, take in what has to be and what is there.
@@ -139,7 +143,7 @@ class GossipWorker(Worker):
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages; returns x without what was given away."""
         step, phase = self._step, self.plan.phase(self._step)
-        out = [(to, p) for to, p in self.plan.out(self._place, step) if to not in self._retired]
+        out = [(to, p) for to, p in self.plan.out(self._place, step) if step <= self._retired.get(to, step)]
         weight, given = self._weight, sum(p for _, p in out)
         letters: list[Letter] = []
         if out:
@@ -265,6 +269,8 @@ class GossipWorker(Worker):
         self._together = flush
         x = self._take_in(weights * self._weight, all_=True)
         if not flush:
+            if self._uneven and self._copies:  # which edges were left out is known at one end only: both start anew
+                self._copies = {EVERYWHERE: self._copies[EVERYWHERE]}
             return x * (1.0 / self._weight)
         z = self.average(x)
         self._weight = 1.0
@@ -335,6 +341,9 @@ class GossipWorker(Worker):
                     self.engine.changed.notify_all()
             case Drained():
                 self._mail.pause(command.rounds)
+                known, total = list(self._retired.values()), command.produced[0]
+                self._uneven = len({*known, total - self._total - sum(known)}) > 1  # (all but the last have retired)
+                self._total = total
                 self._retired.clear()
                 super().obey(command)
             case _:
@@ -342,7 +351,8 @@ class GossipWorker(Worker):
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         """A message has come; whoever waits for it is told when all of its exchange are here."""
-        self._come[sender, key] = (weight, data)
+        with self.engine.changed:
+            self._come[sender, key] = (weight, data)
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")

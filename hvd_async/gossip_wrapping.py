@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.hosts import HostWorker
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.mail import Post
 from hvd_async.pairs import PairWorker
@@ -204,7 +205,8 @@ class GossipWrapped(Wrapped):
         state = self._async
         if state.worker is not None:  # of an engine that was shut down, and drained before
             state.stats_before = self.stats()
-        kind = PairWorker if state.plan.config.algorithm == "adpsgd" else GossipWorker
+        config = state.plan.config
+        kind = PairWorker if config.algorithm == "adpsgd" else HostWorker if config.local_size > 1 else GossipWorker
         return kind(engine, state.plan, self._async_post(state.plan), finish)
 
     def _async_offer_to(self, worker: GossipWorker) -> None:

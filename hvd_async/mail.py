@@ -40,6 +40,8 @@ class Post:
         lossless: whether ``decode(encode(x))`` is x.
         differences: whether what is encoded is the difference to what the receiver knows (CHOCO-SGD).
         add: ``add(x, y, a)`` is x + a y; it may change x.
+        split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
+        join: takes that back.
         zeros: a vector that holds nothing; it is never changed, and may be the same one each time.
         scalar: a vector of one float64.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
@@ -56,6 +58,8 @@ class Post:
     lossless: bool
     differences: bool
     add: Callable[[Vector, Vector, float], Vector]
+    split: Callable[[Vector], list[Vector]]
+    join: Callable[[Sequence[Vector]], Vector]
     zeros: Callable[[], Vector]
     scalar: Callable[[float], Vector]
     process_set: Any = None

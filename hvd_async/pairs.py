@@ -56,6 +56,9 @@ class PairWorker(GossipWorker):
         """End a step, as ``GossipWorker.mix``; waits only after ``max_local_steps`` without an averaging."""
         self._opened_number()
         self._check_drained()
+        limit = self.config.max_local_steps
+        if self._local >= limit:
+            self._await(lambda: self._local < limit or not self._left)
         self._step += 1
         change = self._post.add(after, before, -1.0)
         with self._lock:
@@ -63,11 +66,9 @@ class PairWorker(GossipWorker):
             self._shadow = self._post.add(self._shadow, change, 1.0)
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
+            z: Vector = self._shadow + 0
         self.engine.post(self._ask)
-        limit = self.config.max_local_steps
-        if self._local >= limit:
-            self._await(lambda: self._local < limit or not self._left)
-        return self._shadow_copy()
+        return z
 
     def _shadow_copy(self) -> Vector:
         with self._lock:
@@ -137,5 +138,6 @@ class PairWorker(GossipWorker):
             self._local = 0
         self._averagings += 1
         self._taken += 1
-        self._owed = max(self._owed - 1, -1)
+        # (a rank that may take one step only must ask in it: two that wait for one another would never meet)
+        self._owed = max(self._owed - 1, -1 if self.config.max_local_steps > 1 else 0)
         self._want()

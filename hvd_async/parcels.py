@@ -59,7 +59,9 @@ def dequantize(data: Array, elements: int) -> Array:
     return (levels * scales).reshape(-1)[:elements]
 
 
-def make_post(elements: int, dtype: Any, compression: str, rows: int, sharers: Sharers | None = None) -> Post:
+def make_post(
+    elements: int, dtype: Any, compression: str, rows: int, sharers: Sharers | None = None, parts: int = 1
+) -> Post:
     """How NumPy vectors of weights travel.
 
     Args:
@@ -68,9 +70,10 @@ def make_post(elements: int, dtype: Any, compression: str, rows: int, sharers: S
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
         sharers: the ranks that gossip; None: all.
+        parts: a message holds one of so many parts of a vector.
     """
-    kind = np.dtype(dtype)
-    nbytes = encoded_bytes(elements, kind.itemsize, compression)
+    kind, part = np.dtype(dtype), -(-elements // parts)
+    nbytes = encoded_bytes(part, kind.itemsize, compression)
     stride = row_bytes(nbytes)
     nothing, zeros = np.zeros((rows, stride), np.uint8), np.zeros(elements, kind)
 
@@ -83,7 +86,7 @@ def make_post(elements: int, dtype: Any, compression: str, rows: int, sharers: S
 
     def decode(data: Array) -> Array:
         if compression == "int8":
-            return dequantize(data, elements).astype(kind, copy=False)
+            return dequantize(data, part).astype(kind, copy=False)
         if compression == "bf16":
             return from_bf16(data.view(np.uint16)).astype(kind, copy=False)
         return data.view(np.float16 if compression == "fp16" else kind).astype(kind, copy=False)
@@ -96,6 +99,9 @@ def make_post(elements: int, dtype: Any, compression: str, rows: int, sharers: S
             row[:nbytes] = data
             row[-HEADER.size :] = np.frombuffer(header, np.uint8)
         return packed
+
+    def split(vector: Array) -> list[Array]:
+        return list(np.pad(vector, (0, part * parts - elements)).reshape(parts, part))
 
     def add(x: Array, y: Array, a: float) -> Array:
         x += y if a == 1.0 else y * kind.type(a)
@@ -111,6 +117,8 @@ def make_post(elements: int, dtype: Any, compression: str, rows: int, sharers: S
         lossless=compression == "none",
         differences=compression == "int8",
         add=add,
+        split=split,
+        join=lambda pieces: np.concatenate(pieces)[:elements],
         zeros=lambda: zeros,
         scalar=lambda value: np.array([value], np.float64),
         process_set=None if sharers is None else sharers.process_set,

@@ -59,10 +59,10 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The most messages that a rank sends in a step; AD-PSGD: one."""
+        """The most messages that a rank sends in an exchange; AD-PSGD: one."""
         if self.config.algorithm == "adpsgd":
             return 1
-        return max(1, *(len(sent) for out, _ in self._edges for sent in out))
+        return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
 
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
@@ -118,11 +118,13 @@ def make_plan(
             f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
             f"fp16 or bf16, or another algorithm"
         )
+    if local_size > 1 and (compression != "none" or average_every):
+        raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
     if algorithm == "allreduce":
         average_every = average_every or 1
     elif algorithm == "adpsgd" and average_every:
         raise ValueError("average_every: adpsgd has no steps that all ranks take; call drain() where an average is due")
-    if size % local_size:
+    if local_size < 1 or size % local_size:
         raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
     if local_size > 1 and algorithm in ("adpsgd", "allreduce"):
         raise ValueError(f"hierarchical does not go with {algorithm}: take sgp, osgp or dpsgd")
@@ -152,8 +154,8 @@ def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what
         chosen = _topology(size, graph, peers, algorithm)
         matrices = mixing.matrices(chosen, weights)
     else:
-        if graph is not None:
-            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology out")
+        if graph is not None or peers != 1:
+            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
         matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
         for matrix in matrices:
             mixing.check_columns(matrix)
@@ -223,4 +225,6 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 def _is_list(weights: Any) -> bool:
     """Whether it is several matrices, rather than the rows of one."""
-    return np.ndim(weights) == 3 or (isinstance(weights, list | tuple) and bool(weights) and np.ndim(weights[0]) == 2)
+    if isinstance(weights, list | tuple):  # (of different sizes, maybe: NumPy would have no number of dimensions)
+        return bool(weights) and np.ndim(weights[0]) == 2
+    return bool(np.ndim(weights) == 3)

@@ -133,7 +133,8 @@ class GossipMixin(GossipWrapped, TorchWrapped):
 
     def _async_post(self, plan: Plan) -> Post:
         self._async_check_parameters()  # groups may have been added since the wrapper was made
-        return make_post(self._async_read(), plan.config.compression, plan.most, self._async.sharers)
+        config, sharers = plan.config, self._async.sharers
+        return make_post(self._async_read(), config.compression, plan.most, sharers, config.local_size)
 
     def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters = self._async_parameters()

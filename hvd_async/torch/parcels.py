@@ -28,7 +28,7 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
 
 
-def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers) -> Post:
+def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers, parts: int = 1) -> Post:
     """How torch vectors of weights travel.
 
     Args:
@@ -36,9 +36,11 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers)
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
         sharers: the ranks that gossip.
+        parts: a message holds one of so many parts of a vector.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
-    nbytes = encoded_bytes(elements, kind.itemsize, compression)
+    part = -(-elements // parts)
+    nbytes = encoded_bytes(part, kind.itemsize, compression)
     stride = row_bytes(nbytes)
     nothing = torch.zeros(rows, stride, dtype=torch.uint8, device=device)
 
@@ -49,7 +51,7 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers)
 
     def decode(data: torch.Tensor) -> torch.Tensor:
         if compression == "int8":
-            return dequantize(data, elements).to(kind)
+            return dequantize(data, part).to(kind)
         return data.view(HALVES.get(compression, kind)).to(kind)
 
     def pack(messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
@@ -64,6 +66,9 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers)
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
         return row[:nbytes], row[-HEADER.size :].cpu().numpy().tobytes()
 
+    def split(vector: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
+
     return Post(
         encode=encode,
         decode=decode,
@@ -74,6 +79,8 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers)
         lossless=compression == "none",
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),
+        split=split,
+        join=lambda pieces: torch.cat(list(pieces))[:elements],
         zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
         scalar=lambda value: torch.tensor([value], dtype=torch.float64),
         process_set=sharers.process_set,

@@ -20,7 +20,7 @@ LAYERS = [
     {"inbox", "lifecycle", "transit"},
     {"mail", "plan", "testing", "runner", "worker"},
     {"eager", "gossip", "parcels"},
-    {"pairs", "wrapping"},
+    {"hosts", "pairs", "wrapping"},
     {"eager_wrapping", "gossip_wrapping"},
     {"torch", "tensorflow"},
     {"torch_models", "tf_models"},

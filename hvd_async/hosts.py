@@ -1,0 +1,245 @@
+"""Gossip between hosts, as one rank sees it: the ranks of a host are averaged first, and go on with the same weights.
+
+Each rank of a host owns a part of the weights. A step has three stages, each a message: every rank sends the owners
+their parts; an owner adds them up and gossips the host's sum of its part with the owners of that part on other hosts;
+it sends what comes of it, divided by their number, back to the ranks. So one host sends the weights once to each of its
+neighbours, over the connections of all its ranks. Engines do the second and third stage, whatever their training thread
+does; what is sent is mass, weights and push-sum weights alike, so the sums over the ranks never change here either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hvd_async.engine import Engine
+from hvd_async.errors import ReplicaStateError
+from hvd_async.events import Command, Drained, Retired
+from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.mail import Letter, Post
+from hvd_async.plan import Plan
+from hvd_async.protocols import Vector
+
+STAGES = 3
+GIVE, MIX, RETURN = range(STAGES)
+
+
+class _Mass(NamedTuple):
+    """A part of the weights, times how much it counts, and that."""
+
+    x: Vector
+    weight: float
+
+
+@dataclass
+class _Step:
+    """A step of the host, as the owner of a part sees it."""
+
+    given: dict[int, _Mass] = field(default_factory=dict)
+    """By the ranks of the host that have given theirs."""
+    before: Vector = None
+    """The owner's part before its update, of D-PSGD."""
+    mass: _Mass | None = None
+    """The host's, once all have given and other hosts were sent their share."""
+
+
+class HostWorker(GossipWorker):
+    """One optimizer of one rank whose host gossips."""
+
+    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan, post, finish)
+        size = plan.config.local_size
+        self._host, self._own = divmod(self._place, size)
+        self._locals = range(self._host * size, (self._host + 1) * size)
+        # Engine thread's:
+        self._steps: dict[int, _Step] = {}
+        self._mixed = 0
+        """The last step that was sent back."""
+        self._had: set[tuple[int, int]] = set()
+        """Messages that were taken in before they had to be: (host, its step)."""
+        self._parts: dict[int, dict[int, _Mass]] = {}
+        """What came back, by step and owner."""
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step, as ``GossipWorker.mix``; z is that of the whole host."""
+        number = self._opened_number()
+        self._check_drained()
+        self._step += 1
+        step, weight = self._step, self._weight
+        parts = self._post.split(after)
+        own_before = self._post.split(before)[self._own] if self.wants_before else None
+        letters = [Letter(to, self._post.encode(parts[place])) for place, to in enumerate(self._locals)
+                   if to != self._place]  # fmt: skip
+
+        def give() -> None:
+            self._mail.offer(number, step * STAGES + GIVE, letters, weight)
+            self._at(step).before = own_before
+            self._take_part(step, self._place, _Mass(parts[self._own] + 0, weight))
+
+        self.engine.post(give)
+        self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
+        back = self._parts.pop(step)
+        self._weight = back[0].weight
+        x = self._post.join([back[place].x for place in range(len(self._locals))])
+        return x if self._weight == 1.0 else x * (1.0 / self._weight)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """As ``GossipWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
+        if not flush:
+            self._together = False
+            return weights
+        return super().gather(weights, flush)
+
+    def _take_in(self, x: Vector, all_: bool = False) -> Vector:
+        """Add what other hosts have sent, in a drain: to this rank's part of this rank's x."""
+        return self._with_leftover(x, keep=False)
+
+    def average(self, x: Vector) -> Vector:
+        """As ``GossipWorker.average``."""
+        weight = self._weight
+        x = self._with_leftover(x, keep=True)
+        mean = super().average(x)
+        self._weight = weight
+        return mean
+
+    def _with_leftover(self, x: Vector, keep: bool) -> Vector:
+        with self.engine.changed:
+            come = [self._come[key] for key in sorted(self._come)]
+            if not keep:
+                self._come.clear()
+        if not come:
+            return x
+        parts = self._post.split(x)
+        for weight, part in come:
+            parts[self._own] = self._post.add(parts[self._own], part, 1.0)
+            if self._own == 0:  # (all owners of a host have got the same)
+                self._weight += weight
+        self._taken += 0 if keep else len(come)
+        return self._post.join(parts)
+
+    def kept(self) -> Kept | None:
+        """As ``GossipWorker.kept``.
+
+        Raises:
+            ReplicaStateError: after a cut, while messages of other hosts wait to be taken in.
+        """
+        if self._come:
+            raise ReplicaStateError(
+                "messages of other hosts are on their way, which a checkpoint after cut() cannot hold yet: call "
+                "drain() and save rank 0's state"
+            )
+        return super().kept()
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def obey(self, command: Command) -> None:
+        """Carry out a command."""
+        super().obey(command)
+        match command:
+            case Retired():
+                self._progress()
+            case Drained():
+                with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
+                    self._come = {
+                        (host, -i): self._come[host, step] for i, (host, step) in enumerate(sorted(self._come))
+                    }
+                self._steps.clear()
+                self._had.clear()
+                self._mixed = 0
+
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        step, stage = divmod(key, STAGES)
+        x = self._post.decode(data)
+        if stage == GIVE:
+            self._take_part(step, sender, _Mass(x, weight))
+        elif stage == RETURN:
+            self._returned(step, sender - self._locals[0], _Mass(x, weight))
+        else:
+            host = sender // len(self._locals)
+            p = dict(self.plan.into(self._host, step))[host]
+            with self.engine.changed:
+                self._come[host, step] = (p * weight, x * p)
+            self._progress()
+
+    def _at(self, step: int) -> _Step:
+        return self._steps.setdefault(step, _Step())
+
+    def _take_part(self, step: int, giver: int, mass: _Mass) -> None:
+        self._at(step).given[giver] = mass
+        self._progress()
+
+    def _returned(self, step: int, place: int, mass: _Mass) -> None:
+        with self.engine.changed:
+            self._parts.setdefault(step, {})[place] = mass
+            self.engine.changed.notify_all()
+
+    def _active(self, place: int, step: int) -> bool:
+        """Whether a rank takes a step, as far as is known."""
+        return step <= self._retired.get(place, step)
+
+    def _goes_on(self, host: int, step: int) -> bool:
+        """Whether some rank of a host takes a step, as far as is known."""
+        size = len(self._locals)
+        return any(self._active(place, step) for place in range(host * size, (host + 1) * size))
+
+    def _progress(self) -> None:
+        """Do what can be done of the next step of the host."""
+        while (step := self._steps.get(self._mixed + 1)) is not None:
+            number = self._mixed + 1
+            if step.mass is None:
+                if any(self._active(place, number) and place not in step.given for place in self._locals):
+                    return
+                if not step.given:
+                    return
+                step.mass = self._share(number, step)
+            mass = self._with_others(number, step.mass)
+            if mass is None:
+                return
+            self._give_back(number, step, mass)
+            del self._steps[number]
+            self._mixed = number
+
+    def _share(self, number: int, step: _Step) -> _Mass:
+        """Add up what the ranks of the host have given, and send other hosts their share."""
+        masses = [step.given[place] for place in sorted(step.given)]
+        x, weight = masses[0].x + 0, masses[0].weight
+        for mass in masses[1:]:
+            x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
+        size = len(self._locals)
+        receivers = [(host, p) for host, p in self.plan.out(self._host, number) if self._goes_on(host, number)]
+        message = x + 0 if step.before is None else step.before * float(len(masses))
+        data, given = self._post.encode(message), sum(p for _, p in receivers)
+        letters = [Letter(host * size + self._own, data) for host, _ in receivers]
+        self._mail.offer(self._opened_number(), number * STAGES + MIX, letters, weight)
+        if receivers:
+            x = self._post.add(x, message, -given)
+        return _Mass(x, weight * (1.0 - given))
+
+    def _with_others(self, number: int, mass: _Mass) -> _Mass | None:
+        """With what other hosts have sent; None while a message that has to be waited for is missing."""
+        last = number - self.config.max_staleness  # (earlier ones were waited for in earlier steps)
+        for host, _ in self.plan.into(self._host, last) if last > 0 else ():
+            if self._goes_on(host, last) and (host, last) not in self._come and (host, last) not in self._had:
+                return None
+        with self.engine.changed:
+            here = sorted(key for key in self._come if key[1] <= number)
+            come = [self._come.pop(key) for key in here]
+        x, weight = mass
+        for (_, past), (own_weight, part) in zip(here, come, strict=True):
+            x, weight = self._post.add(x, part, 1.0), weight + own_weight
+            self._staleness[max(0, number - past)] += 1
+        self._had = {(host, past) for host, past in self._had.union(here) if past > last}
+        self._taken += len(come)
+        return _Mass(x, weight)
+
+    def _give_back(self, number: int, step: _Step, mass: _Mass) -> None:
+        share = 1.0 / len(step.given)
+        x, weight = mass.x * share, mass.weight * share
+        data = self._post.encode(x)
+        letters = [Letter(place, data) for place in sorted(step.given) if place != self._place]
+        self._mail.offer(self._opened_number(), number * STAGES + RETURN, letters, weight)
+        if self._place in step.given:
+            self._returned(number, self._own, _Mass(x, weight))
