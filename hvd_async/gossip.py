@@ -53,6 +53,7 @@ class GossipWorker(Worker):
         finish: as ``Worker``.
 
     Attributes:
+        keep: what must live until the next drain: other ranks count on this one's weights.
         log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
     """
 
@@ -80,14 +81,17 @@ class GossipWorker(Worker):
         """Averages over all ranks since the last drain or cut; averages of any kind in all."""
         self._brought: dict[int, Vector] = {}
         """This rank's x for averages that have not gone yet (engine thread)."""
-        self._total = 0
-        """Steps of all ranks before the last drain or cut."""
+        self._stepped = 0
+        """Steps of all ranks before the last drain or cut (engine thread)."""
         self._uneven = False
         """Whether some ranks took fewer of them than others since the one before."""
         self._together = True
         """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
         self._waited_for = [0.0] * len(self._ranks)
+        self._total = 0
+        """Steps of all ranks until the last drain."""
+        self.keep: object = None
         self.log: list[Any] | None = None
 
     @property
@@ -142,12 +146,12 @@ class GossipWorker(Worker):
 
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages; returns x without what was given away."""
-        step, phase = self._step, self.plan.phase(self._step)
+        step = self._step
         out = [(to, p) for to, p in self.plan.out(self._place, step) if step <= self._retired.get(to, step)]
         weight, given = self._weight, sum(p for _, p in out)
         letters: list[Letter] = []
         if out:
-            data, sent = self._encode(f"out {phase}", message)
+            data, sent = self._encode(self._edge("out", step), message)
             letters = [Letter(to, data) for to, _ in out]
             # (the message must stay as it is until it has gone: x may share its memory)
             x = x * (1.0 - given) if sent is x else self._post.add(x, sent, -given)
@@ -173,6 +177,10 @@ class GossipWorker(Worker):
         if self._post.differences:
             vector = self._copies[edge] = self._known(edge) + vector
         return vector
+
+    def _edge(self, end: int | str, step: int) -> str:
+        """The name of what a sender is known by ("out": this rank itself). On another graph both ends begin anew."""
+        return f"{self.config.graph}: {end} {self.plan.phase(step)}"
 
     def _known(self, edge: str) -> Vector:
         return self._copies[edge] if edge in self._copies else self._copies[EVERYWHERE]
@@ -201,7 +209,7 @@ class GossipWorker(Worker):
             messages = [(*key, *self._come.pop(key)) for key in here]
         for sender, step, weight, data in messages:
             p = dict(self.plan.into(self._place, step))[sender]
-            x = self._post.add(x, self._decode(f"{sender} {self.plan.phase(step)}", data), p)
+            x = self._post.add(x, self._decode(self._edge(sender, step), data), p)
             self._weight += p * weight
             self._staleness[max(0, self._step - step)] += 1
         self._taken += len(messages)
@@ -247,11 +255,26 @@ class GossipWorker(Worker):
     def conclude(self, flush: bool) -> None:
         """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
-        self._end(drained.flushed)
+        total = sum(drained.produced)
+        if total != self._total or (drained.flushed and not self._together):
+            self._end(drained.flushed)  # (where no rank has stepped, and all are at the average, nothing is to be done)
+        if drained.flushed:
+            self._total, self.keep = total, None
         self._before += self._step
         self._step = self._averages = 0
         self._due.clear()
         self.engine.post(self._mail.resume)
+
+    def orphaned(self) -> None:
+        """The optimizer is gone, and the others are at a drain or cut.
+
+        Raises:
+            ReplicaStateError: always: its weights were theirs too.
+        """
+        raise ReplicaStateError(
+            f"rank {self.engine.rank}'s optimizer was deleted while other ranks went on with theirs: keep it until all "
+            f"have called drain()"
+        )
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """In a drain or cut, after all messages have come: take them in; with ``flush``, average all ranks.
@@ -267,12 +290,14 @@ class GossipWorker(Worker):
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
         self._together = flush
-        x = self._take_in(weights * self._weight, all_=True)
         if not flush:
+            if self._come:  # (else the weights stay as they are, to the bit)
+                x = self._take_in(weights * self._weight, all_=True)
+                weights = x * (1.0 / self._weight)
             if self._uneven and self._copies:  # which edges were left out is known at one end only: both start anew
                 self._copies = {EVERYWHERE: self._copies[EVERYWHERE]}
-            return x * (1.0 / self._weight)
-        z = self.average(x)
+            return weights
+        z = self.average(self._take_in(weights * self._weight, all_=True))
         self._weight = 1.0
         self._copies.clear()
         if self._post.differences:
@@ -285,7 +310,7 @@ class GossipWorker(Worker):
         Args:
             x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
         """
-        size, name = len(self._ranks), f"hvd_async.gossip.{self.process_set_id}"
+        size, name = len(self._ranks), f"hvd_async.gossip.{self._opened_number()}"
         total = self.engine.sum(self._post.scalar(self._weight), f"{name}.weight", self._post.process_set)
         if abs(float(total[0]) - size) > WEIGHT_TOLERANCE * size:
             raise GradientLossError(
@@ -302,7 +327,8 @@ class GossipWorker(Worker):
 
     def restore(self, kept: Kept) -> None:
         """Begin with what an earlier run's cut has left (before ``open``)."""
-        self._weight, self._copies = kept.weight, dict(kept.copies)
+        here = (EVERYWHERE, f"{self.config.graph}: ")
+        self._weight, self._copies = kept.weight, {e: c for e, c in kept.copies.items() if e.startswith(here)}
         self._restored, self._together = True, False
 
     def retire(self) -> None:
@@ -342,8 +368,8 @@ class GossipWorker(Worker):
             case Drained():
                 self._mail.pause(command.rounds)
                 known, total = list(self._retired.values()), command.produced[0]
-                self._uneven = len({*known, total - self._total - sum(known)}) > 1  # (all but the last have retired)
-                self._total = total
+                self._uneven = len({*known, total - self._stepped - sum(known)}) > 1  # (all but the last have retired)
+                self._stepped = total
                 self._retired.clear()
                 super().obey(command)
             case _:

@@ -172,7 +172,9 @@ class GossipWrapped(Wrapped):
                 f"max_local_steps or average_every"
             )
         if "algorithm" in named:  # what belonged to the algorithm before is not its successor's
-            named = {"max_staleness": None, **({"graph": None} if "graph" not in named else {}), **named}
+            named = {"max_staleness": None, "graph": None, **named}
+        if "graph" in named:
+            named = {"peers": 1, "weights": "uniform", **named}
         self._async_switch(*self._async.other(named))
 
     def set_epoch(self, epoch: int) -> None:
@@ -213,6 +215,7 @@ class GossipWrapped(Wrapped):
         restored = self._async.restored
         if restored is not None:
             worker.restore(restored)
+        worker.keep = self
         worker.begin(self._async_read())
         worker.offer(*self._async_fingerprint(restored is not None))
 
@@ -227,6 +230,8 @@ class GossipWrapped(Wrapped):
     @contextlib.contextmanager
     def _async_updating(self) -> Iterator[None]:
         """Around a step: if it is broken off, this rank's weights are not what the others take them for."""
+        if self._async.worker is not None:
+            self._async.worker.keep = self
         try:
             yield
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Gossip between hosts, as one rank sees it: the ranks of a host are averaged first, and go on with the same weights.
 
-Each rank of a host owns a part of the weights. A step has three stages, each a message: every rank sends the owners
+Each rank of a host owns a part of the weights, and a part has a push-sum weight of its own: its owner may have taken in
+what the owner of another part has not, or have left out an edge to a host that is done. A step has three stages, each a message: every rank sends the owners
 their parts; an owner adds them up and gossips the host's sum of its part with the owners of that part on other hosts;
 it sends what comes of it, divided by their number, back to the ranks. So one host sends the weights once to each of its
 neighbours, over the connections of all its ranks. Engines do the second and third stage, whatever their training thread
@@ -52,6 +53,10 @@ class HostWorker(GossipWorker):
         size = plan.config.local_size
         self._host, self._own = divmod(self._place, size)
         self._locals = range(self._host * size, (self._host + 1) * size)
+        self._weights = [1.0] * size
+        """Push-sum weights of the parts; ``weight`` is their mean."""
+        self._excess: Vector | None = None
+        """What x has beyond z x ``weight``; None if all parts have that weight."""
         # Engine thread's:
         self._steps: dict[int, _Step] = {}
         self._mixed = 0
@@ -66,23 +71,33 @@ class HostWorker(GossipWorker):
         number = self._opened_number()
         self._check_drained()
         self._step += 1
-        step, weight = self._step, self._weight
-        parts = self._post.split(after)
-        own_before = self._post.split(before)[self._own] if self.wants_before else None
-        letters = [Letter(to, self._post.encode(parts[place])) for place, to in enumerate(self._locals)
+        step, weights = self._step, self._weights
+        parts = self._post.split(self._with_excess(after))
+        own_before = self._post.split(self._with_excess(before))[self._own] if self.wants_before else None
+        letters = [Letter(to, self._post.encode(parts[part]), weights[part]) for part, to in enumerate(self._locals)
                    if to != self._place]  # fmt: skip
 
         def give() -> None:
-            self._mail.offer(number, step * STAGES + GIVE, letters, weight)
+            self._mail.offer(number, step * STAGES + GIVE, letters, 0.0)
             self._at(step).before = own_before
-            self._take_part(step, self._place, _Mass(parts[self._own] + 0, weight))
+            self._take_part(step, self._place, _Mass(parts[self._own] + 0, weights[self._own]))
 
         self.engine.post(give)
         self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
         back = self._parts.pop(step)
-        self._weight = back[0].weight
-        x = self._post.join([back[place].x for place in range(len(self._locals))])
-        return x if self._weight == 1.0 else x * (1.0 / self._weight)
+        return self._settle([back[part] for part in range(len(self._locals))])
+
+    def _with_excess(self, x: Vector) -> Vector:
+        return x if self._excess is None else self._post.add(x, self._excess, 1.0)
+
+    def _settle(self, parts: list[_Mass]) -> Vector:
+        """Take these parts for x and their weights; returns z."""
+        weights = self._weights = [weight for _, weight in parts]
+        mean = self._weight = weights[0] if len(set(weights)) == 1 else sum(weights) / len(weights)
+        z = [x if weight == 1.0 else x * (1.0 / weight) for x, weight in parts]
+        even = all(weight == mean for weight in weights)
+        self._excess = None if even else self._post.join([x * (w - mean) for x, w in zip(z, weights, strict=True)])
+        return self._post.join(z)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -91,11 +106,15 @@ class HostWorker(GossipWorker):
         if not flush:
             self._together = False
             return weights
-        return super().gather(weights, flush)
+        z = super().gather(weights, flush)
+        self._weights = [1.0] * len(self._locals)
+        return z
 
     def _take_in(self, x: Vector, all_: bool = False) -> Vector:
         """Add what other hosts have sent, in a drain: to this rank's part of this rank's x."""
-        return self._with_leftover(x, keep=False)
+        x = self._with_leftover(x, keep=False)
+        self._excess = None
+        return x
 
     def average(self, x: Vector) -> Vector:
         """As ``GossipWorker.average``."""
@@ -110,13 +129,13 @@ class HostWorker(GossipWorker):
             come = [self._come[key] for key in sorted(self._come)]
             if not keep:
                 self._come.clear()
+        x = self._with_excess(x)
         if not come:
             return x
         parts = self._post.split(x)
         for weight, part in come:
             parts[self._own] = self._post.add(parts[self._own], part, 1.0)
-            if self._own == 0:  # (all owners of a host have got the same)
-                self._weight += weight
+            self._weight += weight / len(parts)
         self._taken += 0 if keep else len(come)
         return self._post.join(parts)
 
@@ -124,14 +143,20 @@ class HostWorker(GossipWorker):
         """As ``GossipWorker.kept``.
 
         Raises:
-            ReplicaStateError: after a cut, while messages of other hosts wait to be taken in.
+            ReplicaStateError: after a cut, while messages of other hosts wait to be taken in, or have been by the
+                owners of some parts only.
         """
-        if self._come:
+        if self._come or self._excess is not None:
             raise ReplicaStateError(
                 "messages of other hosts are on their way, which a checkpoint after cut() cannot hold yet: call "
                 "drain() and save rank 0's state"
             )
         return super().kept()
+
+    def restore(self, kept: Kept) -> None:
+        """As ``GossipWorker.restore``."""
+        super().restore(kept)
+        self._weights = [self._weight] * len(self._locals)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
@@ -153,6 +178,7 @@ class HostWorker(GossipWorker):
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         step, stage = divmod(key, STAGES)
         x = self._post.decode(data)
+        self._taken += stage != MIX
         if stage == GIVE:
             self._take_part(step, sender, _Mass(x, weight))
         elif stage == RETURN:
@@ -210,7 +236,10 @@ class HostWorker(GossipWorker):
             x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
         size = len(self._locals)
         receivers = [(host, p) for host, p in self.plan.out(self._host, number) if self._goes_on(host, number)]
-        message = x + 0 if step.before is None else step.before * float(len(masses))
+        if step.before is None or len({mass.weight for mass in masses}) > 1:  # (the owner is done; or after a cut)
+            message = x + 0
+        else:
+            message = step.before * float(len(masses))
         data, given = self._post.encode(message), sum(p for _, p in receivers)
         letters = [Letter(host * size + self._own, data) for host, _ in receivers]
         self._mail.offer(self._opened_number(), number * STAGES + MIX, letters, weight)

@@ -149,6 +149,9 @@ class Worker:
         """All ranks are done, and all has come: start afresh, and let the binding end it."""
         raise NotImplementedError
 
+    def orphaned(self) -> None:
+        """The optimizer that this worker is of is gone, at the end of a drain or cut."""
+
     # -- the engine -------------------------------------------------------------------------------------------
 
     def send(self, event: OptimizerEvent) -> None:

@@ -151,9 +151,11 @@ class Wrapped:
 
         def finish(flush: bool) -> None:
             optimizer = reference()
-            if optimizer is not None:  # else nobody holds its weights any more
-                optimizer._async_worker()  # raises if this rank can go no further
-                optimizer._async_finish(worker, flush)
+            if optimizer is None:
+                worker.orphaned()
+                return
+            optimizer._async_worker()  # raises if this rank can go no further
+            optimizer._async_finish(worker, flush)
 
         worker = self._async_make(engine, finish)
         return worker

@@ -1,0 +1,105 @@
+"""What the gossip jobs of both frameworks share: training by the cases, and ranks that are stuck. No framework here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from common import Baton, Report
+from gossip_table import STEPS, Gossip
+
+STUCK = 12
+"""Steps that the others take under AD-PSGD while a rank is stuck."""
+HELD = 3
+"""The step that a rank is late for under SGP."""
+
+
+class Trainer(Protocol):
+    """One rank's model and optimizer."""
+
+    optimizer: Any
+
+    def step(self, rank: int, step: int) -> None:
+        """One step on the rank's batch of that step."""
+
+    def weights(self) -> list[float]:
+        """What the model holds."""
+
+
+def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer]) -> None:
+    """A case, with what the test needs to replay it."""
+    trainer = make(**case.options)
+    optimizer = trainer.optimizer
+    offer_to = optimizer._async_offer_to
+    log: list[Any] = []
+
+    def recorded(worker: Any) -> None:
+        worker.log = log  # before others know of it: they may be averaged with this rank at once
+        offer_to(worker)
+
+    vars(optimizer)["_async_offer_to"] = recorded
+    worker = optimizer._async_worker()
+    for step in range(1, case.steps(rank) + 1):
+        trainer.step(rank, step)
+    before, weight, events = trainer.weights(), worker.weight, list(log)
+    optimizer.cut()
+    after_cut = trainer.weights()
+    distance = optimizer.consensus_distance()
+    with optimizer.consensus():
+        consensus = trainer.weights()
+    back = trainer.weights()
+    optimizer.drain()
+    stats = optimizer.stats()
+    report.put(
+        case.name,
+        before=before,
+        weight=weight,
+        log=events,
+        after_cut=after_cut,
+        back=back,
+        distance=distance,
+        consensus=consensus,
+        drained=trainer.weights(),
+        sent=stats.messages_sent,
+        taken=stats.messages_taken,
+        averagings=stats.averagings,
+        bytes=stats.bytes_sent,
+        weight_after=stats.push_sum_weight,
+    )
+
+
+def stuck(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -> None:
+    """AD-PSGD on a ring: rank 1 does not begin its second step before the others have taken ``STUCK``, each of which
+    needs an averaging in time."""
+    trainer = make(algorithm="adpsgd", topology="ring", max_local_steps=2)
+    batons = [Baton(f"stuck.{other}") for other in range(size)]
+    trainer.step(rank, 1)
+    if rank == 1:
+        for other in range(size):
+            if other != rank:
+                batons[other].wait()
+    for step in range(2, STUCK + 1):
+        trainer.step(rank, step)
+    if rank != 1:
+        batons[rank].lay()
+    stats = trainer.optimizer.stats()
+    trainer.optimizer.drain()
+    report.put("stuck", averagings=stats.averagings, drained=trainer.weights())
+
+
+def held(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -> None:
+    """SGP on a one-way ring: rank 0 does not begin step ``HELD`` before each rank d has ended step ``HELD`` + d - 2,
+    which is as far as the graph lets it come."""
+    trainer = make(algorithm="sgp", topology="ring-right")
+    batons = [Baton(f"held.{other}") for other in range(size)]
+    waits = []
+    for step in range(1, STEPS + 1):
+        if rank == 0 and step == HELD:
+            for other in range(1, size):
+                batons[other].wait()
+        trainer.step(rank, step)
+        waits.append(trainer.optimizer.stats().wait_s)
+        if rank and step == HELD + rank - 2:
+            batons[rank].lay()
+    trainer.optimizer.drain()
+    report.put("held", waits=waits, waited_for=list(trainer.optimizer.stats().waited_for), drained=trainer.weights())

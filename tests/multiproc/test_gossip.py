@@ -1,0 +1,177 @@
+"""Gossip under ``horovodrun``: both frameworks against the float64 reference, at 2, 3 and 4 ranks, on Gloo and MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, STEPS, UNEVEN, Gossip
+from launch import Job, RunJob
+
+from hvd_async.mixing import Matrix
+from hvd_async.plan import make_plan
+from tests.conformance import gossip_reference as reference
+from tests.conformance.cases import CASES
+
+pytestmark = pytest.mark.multiproc
+
+CASE = next(case for case in CASES if case.name == "nesterov")
+TORCH = ("torch_gossip.py", 4, "gloo", ())
+SETTINGS = (TORCH,)
+FEW_SETTINGS = (("torch_gossip.py", 3, "gloo", ("--cases", "few")), ("torch_gossip.py", 2, "mpi", ("--cases", "few")))
+Setting = tuple[str, int, str, tuple[str, ...]]
+
+
+def ident(value: Any) -> str | None:
+    """How a parameter shows in a test's name."""
+    if isinstance(value, Gossip):
+        return value.name
+    return f"{value[0].partition('_')[0]}-{value[1]}-{value[2]}" if isinstance(value, tuple) else None
+
+
+def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> reference.Outcome:
+    """What the reference makes of it, taking in what the ranks took in."""
+    problem = reference.least_squares(size, CASE, framework)
+    if case.algorithm == "adpsgd":
+        return reference.adpsgd(problem, logs)
+    if case.algorithm == "allreduce":
+        return reference.allreduce(problem, STEPS)
+    plan = make_plan(size, **case.plan)
+    matrices: list[Matrix] = list(plan.matrices)
+    takes = [[taken for _, taken in log] for log in logs] if case.algorithm == "osgp" else None
+    return reference.gossip(
+        problem,
+        matrices,
+        STEPS,
+        takes,
+        algorithm="dpsgd" if case.algorithm == "dpsgd" else "sgp",
+        max_staleness=plan.config.max_staleness,
+        average_every=plan.config.average_every,
+        local_size=plan.config.local_size,
+    )
+
+
+def check_ends(ranks: list[dict[str, Any]]) -> None:
+    """What holds for every gossip: consensus, distance and drain agree, and nothing is lost."""
+    own = np.array([rank["after_cut"] for rank in ranks])
+    apart = np.sqrt(((own - own.mean(axis=0)) ** 2).sum(axis=1).mean())
+    for rank in ranks:
+        assert rank["back"] == rank["after_cut"]
+        assert rank["drained"] == ranks[0]["drained"]
+        assert rank["consensus"] == ranks[0]["consensus"]
+        assert rank["drained"] == pytest.approx(rank["consensus"], abs=1e-6)
+        assert rank["distance"] == pytest.approx(apart, abs=1e-6)
+        assert rank["weight_after"] == 1.0
+    assert sum(rank["sent"] for rank in ranks) == sum(rank["taken"] for rank in ranks)
+
+
+def check_equal(job: Job, case: Gossip, framework: str) -> None:
+    ranks = job.case(case.name)
+    size = len(ranks)
+    outcome = expected(case, size, [rank["log"] for rank in ranks], framework)
+    np.testing.assert_allclose([rank["before"] for rank in ranks], outcome.z, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=1e-5)
+    if case.algorithm != "adpsgd":
+        np.testing.assert_allclose([rank["weight"] for rank in ranks], outcome.w, rtol=0, atol=1e-9)
+    check_ends(ranks)
+
+
+def framework_of(setting: Setting) -> str:
+    """As the reference names it."""
+    return "torch" if setting[0].startswith("torch") else "keras"
+
+
+def run(job: RunJob, setting: Setting) -> Job:
+    """The job of a setting."""
+    script, ranks, transport, args = setting
+    return job(script, ranks, transport, args, timeout=300.0)
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, *FEW_SETTINGS], ids=ident)
+def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
+    run(job, setting).check().case("end")
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+@pytest.mark.parametrize("case", [*EXACT, *HOSTS], ids=ident)
+def test_every_algorithm_equals_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
+    check_equal(run(job, setting), case, framework_of(setting))
+
+
+@pytest.mark.parametrize("setting", FEW_SETTINGS, ids=ident)
+@pytest.mark.parametrize("case", [case for case in FEW if case in EXACT], ids=ident)
+def test_other_sizes_and_transports_equal_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
+    check_equal(run(job, setting), case, framework_of(setting))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+@pytest.mark.parametrize("case", COMPRESSED, ids=ident)
+def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) -> None:
+    ranks = run(job, setting).case(case.name)
+    check_ends(ranks)
+    exact = reference.least_squares(len(ranks), CASE)
+    plan = make_plan(len(ranks), **{**case.plan, "compression": "none"})
+    if case.algorithm in ("sgp", "dpsgd"):
+        outcome = reference.gossip(exact, list(plan.matrices), STEPS, algorithm=case.algorithm)
+        np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+@pytest.mark.parametrize("case", UNEVEN, ids=ident)
+def test_ranks_that_are_done_early_hold_nobody_up(job: RunJob, setting: Setting, case: Gossip) -> None:
+    check_ends(run(job, setting).case(case.name))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+def test_adpsgd_goes_on_while_a_rank_is_stuck(job: RunJob, setting: Setting) -> None:
+    ranks = run(job, setting).case("stuck")
+    assert len({str(rank["drained"]) for rank in ranks}) == 1
+    assert all(rank["averagings"] > 0 for rank in ranks)  # its engine answers for the one that was stuck
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+def test_under_sgp_a_late_rank_holds_up_those_that_the_graph_says(job: RunJob, setting: Setting) -> None:
+    ranks = run(job, setting).case(
+        "held"
+    )  # (ends at all: each came as far as the graph lets it, before rank 0 went on)
+    assert len({str(rank["drained"]) for rank in ranks}) == 1
+    assert all(rank["waited_for"][(index - 1) % len(ranks)] > 0 for index, rank in enumerate(ranks) if index)
+    assert all(
+        seconds == 0 for i, rank in enumerate(ranks) for j, seconds in enumerate(rank["waited_for"])
+        if j != (i - 1) % len(ranks)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+def test_algorithm_and_peers_change_by_epoch_at_the_same_weights(job: RunJob, setting: Setting) -> None:
+    for rank in (ranks := run(job, setting).case("switches")):
+        starts, ends = rank["seen"][::2], rank["seen"][1::2]
+        for before, after in zip(ends, starts[1:], strict=False):
+            assert after == before or after != ranks[0]["seen"]
+        assert starts[1] == pytest.approx(ends[0], abs=1e-6)  # what all-reduce had come to
+        assert starts[2] == pytest.approx(ends[1], abs=1e-6)  # a switch begins with the average
+        assert rank["steps"] == 20
+    assert sum(rank["sent"] for rank in ranks) == len(ranks) * (5 + 5 * 2 + 5 * 2)
+
+
+@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+def test_a_cut_resumes_bit_identical(job: RunJob, setting: Setting) -> None:
+    ranks = run(job, setting).case("resumed")
+    assert all(rank["again"] == rank["straight"] for rank in ranks)
+    assert sum(rank["weight"] for rank in ranks) == pytest.approx(len(ranks))
+
+
+@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+def test_bad_input_is_refused_on_every_rank(job: RunJob, setting: Setting) -> None:
+    hints = {
+        "disconnected": "nothing of rank 0 ever reaches rank 2",
+        "not stochastic": "rank 0 gives away 2 in all",
+        "peers": "peers=4 at 4 ranks",
+        "size": "one of 5 ranks, and there are 4",
+        "directed": "needs a symmetric graph",
+        "different": "wrapped their optimizers differently",
+    }
+    for rank in run(job, setting).case("refused"):
+        for name, hint in hints.items():
+            assert hint in rank["errors"][name]
