@@ -24,6 +24,10 @@ OPTIMIZERS = 1 << 16
 """Of one process set: how far apart the numbers of two process sets' optimizers begin."""
 CAUSE_WAIT = 5.0
 """Seconds a rank whose collective failed waits to hear from the coordinator which rank is to blame."""
+BEGINNING = (
+    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
+    "those that are missing, by hvd_async.rendezvous"
+)
 
 
 class Participant(Protocol):
@@ -158,11 +162,12 @@ class Engine:
         """Rank ``root``'s ``vector``; every rank must call it. ``vector`` is given away."""
         return self._run_collective(lambda: self.collectives.broadcast(vector, root, name, process_set))
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Wait until ``ready()``; a failure of the engine ends the wait with its error.
 
         Args:
             ready: checked after every change that the engine makes; the lock of ``changed`` is held then.
+            waiting_for: what a warning says is missing, where the coordinator does not know.
 
         Raises:
             WaitTimeoutError: the opt-in limit ran out. Otherwise the wait goes on as long as the engine lives:
@@ -173,13 +178,10 @@ class Engine:
         with self.changed:
             while not ready():
                 self.check()
-                if self._channel is None and time.monotonic() > warn_at:
+                if (self._channel is None or waiting_for is not None) and time.monotonic() > warn_at:
                     warn_at += self._warn_after
-                    notice(
-                        f"rank {self.rank} has waited {self._warn_after:.0f} s more for others to begin: every rank of "
-                        f"the job must wrap an optimizer, and step or drain it. Horovod's warnings name those that are "
-                        f"missing, by hvd_async.rendezvous. Waiting on."
-                    )
+                    what = BEGINNING if self._channel is None or waiting_for is None else waiting_for()
+                    notice(f"rank {self.rank} has waited {self._warn_after:.0f} s more for {what}. Waiting on.")
                 left = started + self.timeout - time.monotonic()
                 if left <= 0:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hvd_async.engine import Engine
-from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.events import Average, Averaged, Command, Drained, Exchange, GossipConfig, Retired
 from hvd_async.mail import NAMES_IN_RING, Letter, Mail, Post
 from hvd_async.plan import Plan
@@ -121,6 +121,11 @@ class GossipWorker(Worker):
         if self._post.differences and not self._copies:  # (weights of an earlier run's cut are each rank's own)
             self._copies[EVERYWHERE] = self._post.zeros() if self._restored else weights
 
+    def check_step(self) -> None:
+        """Raise, if no step can be taken now; before one changes any weight."""
+        self._opened_number()
+        self._check_drained()
+
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step: send, take in what has to be and what is there.
 
@@ -197,7 +202,12 @@ class GossipWorker(Worker):
     def _await_messages(self) -> None:
         waited = self._wait_s
         while missing := self._missing():
-            self._await(lambda before=missing: self._missing() != before)  # type: ignore[misc]
+            self._await(
+                lambda before=missing: self._missing() != before,  # type: ignore[misc]
+                lambda: (
+                    f"messages of {ranks_text(self._ranks[place] for place in self._missing())} in step {self._step}"
+                ),
+            )
             for place in missing - self._missing():
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s

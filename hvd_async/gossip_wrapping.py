@@ -58,10 +58,24 @@ class GossipState(WrapperState):
         """What was loaded of an earlier run's cut."""
 
     def _at(self, epoch: int) -> dict[str, Any]:
-        return {**self._options, "algorithm": _latest(self._schedule, epoch), "peers": _latest(self._peers, epoch, 1)}
+        algorithm, others = _latest(self._schedule, epoch), list(self._schedule.values())
+        settings = {**self._options, "algorithm": algorithm, "peers": _latest(self._peers, epoch, 1)}
+        if algorithm != "osgp" and "osgp" in others:
+            settings["max_staleness"] = None  # it is for the epochs of that one
+        return settings | (self.messages_of(algorithm) if any(one != algorithm for one in others) else {})
+
+    def messages_of(self, algorithm: str) -> dict[str, Any]:
+        """What was said of messages, where the algorithm is one of several: "allreduce" sends none."""
+        if algorithm == "allreduce":
+            return {"compression": "none", "local_size": 1}
+        return {name: self._options[name] for name in ("compression", "local_size") if name in self._options}
 
     def _plan_of(self, settings: Mapping[str, Any]) -> Plan:
-        return make_plan(self.size, **settings)
+        plan = make_plan(self.sharers.named, **settings)
+        if self.size == self.sharers.named:
+            return plan
+        alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        return make_plan(self.size, **{name: settings[name] for name in alone if name in settings})
 
     def other(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Plan]:
         """Settings that differ from those of now, and their plan.
@@ -172,7 +186,7 @@ class GossipWrapped(Wrapped):
                 f"max_local_steps or average_every"
             )
         if "algorithm" in named:  # what belonged to the algorithm before is not its successor's
-            named = {"max_staleness": None, "graph": None, **named}
+            named = {"max_staleness": None, "graph": None, **self._async.messages_of(named["algorithm"]), **named}
         if "graph" in named:
             named = {"peers": 1, "weights": "uniform", **named}
         self._async_switch(*self._async.other(named))
@@ -209,15 +223,15 @@ class GossipWrapped(Wrapped):
             state.stats_before = self.stats()
         config = state.plan.config
         kind = PairWorker if config.algorithm == "adpsgd" else HostWorker if config.local_size > 1 else GossipWorker
-        return kind(engine, state.plan, self._async_post(state.plan), finish)
+        worker: GossipWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
+        if state.restored is not None:
+            worker.restore(state.restored)
+        return worker
 
     def _async_offer_to(self, worker: GossipWorker) -> None:
-        restored = self._async.restored
-        if restored is not None:
-            worker.restore(restored)
         worker.keep = self
         worker.begin(self._async_read())
-        worker.offer(*self._async_fingerprint(restored is not None))
+        worker.offer(*self._async_fingerprint(self._async.restored is not None))
 
     def _async_met(self) -> None:
         self._async.restored = None
@@ -273,6 +287,11 @@ class GossipWrapped(Wrapped):
         state = self._async
         if state.worker is not None and not state.worker.settled:
             raise ReplicaStateError("messages of this run are on their way: call drain() before loading a state")
+        if "cut" not in share:
+            raise ValueError(
+                "this state was saved by another wrapper than GossipOptimizer: if that was after drain(), load it "
+                'without its entry "hvd_async"'
+            )
         if share["cut"] and (share["size"], share["index"]) != (state.size, state.index):
             raise ValueError(
                 f"this state is of rank {share['index']} of {share['size']} after cut(): its weights are that rank's "

@@ -1,11 +1,12 @@
 """Gossip between hosts, as one rank sees it: the ranks of a host are averaged first, and go on with the same weights.
 
 Each rank of a host owns a part of the weights, and a part has a push-sum weight of its own: its owner may have taken in
-what the owner of another part has not, or have left out an edge to a host that is done. A step has three stages, each a message: every rank sends the owners
-their parts; an owner adds them up and gossips the host's sum of its part with the owners of that part on other hosts;
-it sends what comes of it, divided by their number, back to the ranks. So one host sends the weights once to each of its
-neighbours, over the connections of all its ranks. Engines do the second and third stage, whatever their training thread
-does; what is sent is mass, weights and push-sum weights alike, so the sums over the ranks never change here either.
+what the owner of another part has not, or have left out an edge to a host that is done. A step has three stages, each a
+message: every rank sends the owners their parts; an owner adds them up and gossips the host's sum of its part with the
+owners of that part on other hosts; it sends what comes of it, divided by their number, back to the ranks. So one host
+sends the weights once to each of its neighbours, over the connections of all its ranks. Engines do the second and third
+stage, whatever their training thread does; what is sent is mass, weights and push-sum weights alike, so the sums over
+the ranks never change here either.
 """
 
 from __future__ import annotations

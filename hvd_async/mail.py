@@ -20,10 +20,11 @@ HEADER = struct.Struct("<qd")
 
 
 class Letter(NamedTuple):
-    """A message to a rank (by its place): encoded, as bytes."""
+    """A message to a rank (by its place): encoded, as bytes; and its push-sum weight, if it is not the sender's."""
 
     to: int
     data: Vector
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ class Mail:
         for sender, key in command.mail:
             if sender == own:
                 letters, weight = self._outbox.pop(key)
-                rows += [(to, data, HEADER.pack(key, weight)) for to, data in letters]
+                rows += [
+                    (to, data, HEADER.pack(key, weight if own_weight is None else own_weight))
+                    for to, data, own_weight in letters
+                ]
         for pair in command.pairs:
             if own in pair:
                 partner = self._place[pair[0] if pair[1] == own else pair[1]]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from hvd_async.engine import Engine
 from hvd_async.events import Command, Drained, Exchange, Retired, Wanted
-from hvd_async.gossip import GossipWorker
+from hvd_async.gossip import GossipWorker, Kept
 from hvd_async.mail import Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -48,6 +48,20 @@ class PairWorker(GossipWorker):
         """Always: the difference of a step is what counts."""
         return True
 
+    def restore(self, kept: Kept) -> None:
+        """As ``GossipWorker.restore``.
+
+        Raises:
+            ValueError: this rank's weights count for more or less than others', which only push-sum knows what to do
+                with.
+        """
+        if kept.weight != 1.0:
+            raise ValueError(
+                f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and adpsgd knows none: go "
+                f"on with the algorithm that it was saved with, or save after drain()"
+            )
+        super().restore(kept)
+
     def begin(self, weights: Vector) -> None:
         """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
         self._shadow = weights
@@ -58,7 +72,7 @@ class PairWorker(GossipWorker):
         self._check_drained()
         limit = self.config.max_local_steps
         if self._local >= limit:
-            self._await(lambda: self._local < limit or not self._left)
+            self._await(lambda: self._local < limit or not self._left, lambda: "an averaging with a neighbour")
         self._step += 1
         change = self._post.add(after, before, -1.0)
         with self._lock:

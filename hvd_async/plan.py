@@ -159,6 +159,12 @@ def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what
         matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
         for matrix in matrices:
             mixing.check_columns(matrix)
+            if algorithm != "adpsgd" and not matrix.diagonal().all():
+                rank = int(np.argmin(matrix.diagonal()))
+                raise ValueError(
+                    f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
+                    f"neighbours' are late: give it a part above 0"
+                )
         chosen = _of_matrices(matrices)
     if chosen.size != size:
         raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")

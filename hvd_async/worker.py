@@ -158,10 +158,10 @@ class Worker:
         """Have the engine send an event, after all that was posted before."""
         self.engine.post(lambda: self.engine.send(event))
 
-    def _await(self, ready: Callable[[], bool]) -> None:
+    def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         started = time.perf_counter()
         try:
-            self.engine.wait(ready)
+            self.engine.wait(ready, waiting_for)
         finally:
             self._wait_s += time.perf_counter() - started
 

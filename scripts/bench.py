@@ -10,10 +10,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import accuracy, activation, balanced, hard, memory, plot, skew, soak, straggler
+from benchmarks import (
+    accuracy,
+    activation,
+    balanced,
+    exchange,
+    hard,
+    hetero,
+    independence,
+    memory,
+    plot,
+    skew,
+    soak,
+    straggler,
+)
 from benchmarks.launch import JobError
 
-MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, soak)
+MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, hetero, independence, exchange, soak)
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
@@ -36,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
         common = one.add_argument_group("of every case")
         common.add_argument("--ranks", type=int, metavar="N", help="processes")
         common.add_argument(
-            "--arms", metavar="A,B,...", help="of horovod, ddp, all, majority, solo, auto, k3 (three ranks), 0.75"
+            "--arms",
+            metavar="A,B,...",
+            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(

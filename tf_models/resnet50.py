@@ -1,7 +1,8 @@
-"""Train ResNet-50 in TensorFlow by partial allreduce: `horovodrun -np 2 --gloo python tf_models/resnet50.py`."""
+"""Train ResNet-50 in TensorFlow by allreduce or gossip: `horovodrun -np 2 --gloo python tf_models/resnet50.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -22,7 +23,7 @@ from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.run import World, start
+from hvd_async.runner.run import World, start, told_to_people
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
@@ -37,7 +38,7 @@ class TensorFlowTrainer:
         keras.config.set_dtype_policy(POLICIES[options.precision])
         self._options, self._classes = options, classes
         self._model = vision.build(options.model, classes, options.image_size, options.bn_momentum)
-        self._optimizer = wrapped(options, self._model)
+        self._optimizer, self._skipped = wrapped(options, self._model), 0
         self._optimizer.build(self._model.trainable_variables)
         images = tf.TensorSpec([None, options.image_size, options.image_size, 3], tf.float32)
         labels = tf.TensorSpec([None], tf.int64)
@@ -49,17 +50,28 @@ class TensorFlowTrainer:
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen."""
+        """Rounds that this rank's weights have seen; of gossip, exchanges."""
         return int(self._optimizer.rounds)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Collective: gossip with the peers and the algorithm of this epoch."""
+        if self._options.gossips:
+            self._optimizer.set_epoch(epoch)
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
         self._optimizer.learning_rate.assign(rate)
+        before = self._scale()
         losses = [
             self._train(part.images, part.labels, np.float32(share))
             for share, part in parts(batch, self._options.passes)
         ]
+        self._skipped += self._scale() < before
         return float(sum(losses))
+
+    def _scale(self) -> float:
+        """Of the loss; it falls when a gradient overflows."""
+        return float(self._optimizer.dynamic_scale) if self._options.precision == "fp16" else 1.0
 
     def _forward_backward(self, images: tf.Tensor, labels: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
         """One backward pass, of a share of the step's images; the optimizer takes the step at the last. The loss."""
@@ -88,6 +100,15 @@ class TensorFlowTrainer:
     def drain(self) -> None:
         """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
         self._optimizer.drain()
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """Collective: in it the model is the ranks' average."""
+        context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
+        return context
+
+    def consensus_distance(self) -> float | None:
+        """Collective: how far the ranks are from their average; None without gossip."""
+        return float(self._optimizer.consensus_distance()) if self._options.gossips else None
 
     def correct(self, batch: Batch) -> int:
         """How many images of the batch the model classifies correctly."""
@@ -123,6 +144,8 @@ class TensorFlowTrainer:
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
+        if self._options.gossips:
+            return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
         return Outcome.of(self._optimizer.stats())
 
     def replicas(self) -> Replicas:
@@ -183,17 +206,24 @@ def wrapped(options: Options, model: Any) -> Any:
     optimizer = plain(options, model)
     if options.precision == "fp16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    shared: dict[str, Any] = {
+        "compression": getattr(hvd.Compression, options.compression),
+        "backward_passes_per_step": options.passes,
+        "model": model,
+    }
+    if options.gossips:
+        return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
+    if options.algorithm == "allreduce":
+        # Horovod's DistributedOptimizer does not average on Keras 3.
+        return hvd.EagerOptimizer(optimizer, **shared, quorum="all", seed=options.seed)
     return hvd.EagerOptimizer(
         optimizer,
-        compression=getattr(hvd.Compression, options.compression),
-        backward_passes_per_step=options.passes,
-        # Horovod's DistributedOptimizer does not average on Keras 3, so plain allreduce is quorum="all" here.
-        quorum="all" if options.algorithm == "allreduce" else options.quorum,
+        **shared,
+        quorum=options.quorum,
         max_staleness=options.max_staleness,
         grace=options.grace,
         pace=options.pace,
         seed=options.seed,
-        model=model,
     )
 
 
@@ -215,7 +245,9 @@ def main() -> None:
     use_device(options)
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    run.fit(TensorFlowTrainer(run.options, run.source.classes))
+    with told_to_people(world):
+        trainer = TensorFlowTrainer(run.options, run.source.classes)
+    run.fit(trainer)
     hvd.shutdown()
 
 

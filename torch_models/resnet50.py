@@ -1,7 +1,8 @@
-"""Train ResNet-50 in torch by plain or partial allreduce: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
+"""Train ResNet-50 in torch by allreduce or gossip: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -19,7 +20,7 @@ from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.run import World, start
+from hvd_async.runner.run import World, start, told_to_people
 
 LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtype of mixed precision."""
@@ -43,8 +44,13 @@ class TorchTrainer:
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen."""
+        """Rounds that this rank's weights have seen; of gossip, exchanges."""
         return self._steps if self._options.algorithm == "allreduce" else int(self._optimizer.rounds)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Collective: gossip with the peers and the algorithm of this epoch."""
+        if self._options.gossips:
+            self._optimizer.set_epoch(epoch)
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
@@ -74,26 +80,22 @@ class TorchTrainer:
         return loss
 
     def _step(self) -> None:
-        if self._options.algorithm == "allreduce":
-            self._step_all()
-        elif self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-
-    def _step_all(self) -> None:
-        """Horovod's step, with an overflow on any rank skipped on all: their sum overflows too."""
+        if self._options.algorithm != "allreduce":
+            self._update()
+            return
         begin = time.perf_counter()  # Horovod does not say how long it waits; so wait and update apart
         self._optimizer.synchronize()
         self._wait_s += time.perf_counter() - begin
         with self._optimizer.skip_synchronize():
-            if self._scaler is None:
-                self._optimizer.step()
-                return
-            self._scaler.unscale_(self._optimizer)
-            self._scaler.step(self._optimizer)
+            self._update()
+
+    def _update(self) -> None:
+        """The optimizer's step. Of allreduce an overflow on any rank is skipped on all, as their sum overflows too."""
+        if self._scaler is None:
+            self._optimizer.step()
+            return
         before = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
         self._scaler.update()
         self._skipped += self._scaler.get_scale() < before
 
@@ -107,6 +109,18 @@ class TorchTrainer:
         buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
         average = hvd.allreduce(flat(buffers), op=hvd.Average, name="runner.buffers")
         torch.nn.utils.vector_to_parameters(average, buffers)
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """Collective: in it the model is the ranks' average, which without gossip it is after a drain anyway."""
+        if self._options.gossips:
+            context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
+            return context
+        self.drain()
+        return contextlib.nullcontext()
+
+    def consensus_distance(self) -> float | None:
+        """Collective: how far the ranks are from their average; None without gossip."""
+        return float(self._optimizer.consensus_distance()) if self._options.gossips else None
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
@@ -148,6 +162,8 @@ class TorchTrainer:
         if self._options.algorithm == "allreduce":
             outcome = Outcome.synchronous(self._steps - self._skipped, hvd.size(), self._wait_s)
             return dataclasses.replace(outcome, skipped=self._skipped)
+        if self._options.gossips:
+            return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
         return Outcome.of(self._optimizer.stats())
 
     @torch.no_grad()
@@ -221,10 +237,12 @@ def wrapped(options: Options, model: torch.nn.Module, scaler: torch.amp.GradScal
     }
     if options.algorithm == "allreduce":
         return hvd.DistributedOptimizer(optimizer, **shared)
+    shared["named_buffers"] = model.named_buffers()
+    if options.gossips:
+        return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
     return hvd.EagerOptimizer(
         optimizer,
         **shared,
-        named_buffers=model.named_buffers(),
         quorum=options.quorum,
         max_staleness=options.max_staleness,
         grace=options.grace,
@@ -246,7 +264,9 @@ def main() -> None:
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    run.fit(TorchTrainer(run.options, run.source.classes))
+    with told_to_people(world):
+        trainer = TorchTrainer(run.options, run.source.classes)
+    run.fit(trainer)
     hvd.shutdown()
 
 

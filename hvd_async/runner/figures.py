@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank's optimizer counted, after a drain; None where the optimizer does not say.
+    """What one rank's optimizer counted, when the ranks have met; None where the optimizer does not say.
 
-    rounds, applied, contributors, held_s: the same on every rank. produced: this rank's gradients; skipped: those it
-    left out, as they overflowed. staleness: rounds late -> how many of this rank's gradients. contributors: ranks that
-    had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the
-    others. held_s: for each rank the seconds that it made all others wait, added up. bytes_sent: handed to collectives
-    by this rank. latency_s: from a round's start until this rank had it, all rounds added up. peak_bytes: the most
-    gradients held at once.
+    rounds (of gossip: exchanges), applied, contributors, held_s: the same on every rank. produced: this rank's
+    gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how many of this rank's
+    gradients; of gossip steps late -> how many of the messages that this rank took in. contributors: ranks that had
+    arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the others.
+    held_s: for each rank the seconds that it made all others wait, added up. waited_for: for each rank the seconds that
+    this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s: from a round's start until
+    this rank had it, all rounds added up. peak_bytes: the most gradients held at once.
     """
 
     rounds: int
-    produced: int
-    applied: int
+    produced: int | None
+    applied: int | None
     wait_s: float
     staleness: Mapping[int, int] = field(default_factory=dict)
     skipped: int = 0
@@ -31,6 +33,7 @@ class Outcome:
     bytes_sent: int | None = None
     latency_s: float | None = None
     peak_bytes: int | None = None
+    waited_for: tuple[float, ...] | None = None
 
     @classmethod
     def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
@@ -55,22 +58,38 @@ class Outcome:
             stats.peak_bytes,
         )
 
+    @classmethod
+    def of_gossip(cls, stats: Any, skipped: int) -> Outcome:
+        """Of a GossipOptimizer's `stats()`; gradients stay on their rank, so there is nothing to say of them."""
+        return cls(
+            stats.exchanges,
+            None,
+            None,
+            stats.wait_s,
+            stats.staleness,
+            skipped,
+            bytes_sent=stats.bytes_sent,
+            latency_s=stats.latency_s * stats.exchanges,
+            waited_for=tuple(stats.waited_for) if any(stats.waited_for) else None,
+        )
+
     def since(self, before: Outcome | None) -> Outcome:
         """What was counted after `before`, an earlier outcome of the same optimizer; peak_bytes stays as it is."""
         if before is None:
             return self
         return Outcome(
             self.rounds - before.rounds,
-            self.produced - before.produced,
-            self.applied - before.applied,
+            _minus(self.produced, before.produced),
+            _minus(self.applied, before.applied),
             self.wait_s - before.wait_s,
             dict(Counter(dict(self.staleness)) - Counter(dict(before.staleness))),
             self.skipped - before.skipped,
             dict(Counter(dict(self.contributors)) - Counter(dict(before.contributors))),
-            None if self.held_s is None else _each_minus(self.held_s, before.held_s or (0.0,) * len(self.held_s)),
+            _each_minus(self.held_s, before.held_s),
             _minus(self.bytes_sent, before.bytes_sent),
             _minus(self.latency_s, before.latency_s),
             self.peak_bytes,
+            _each_minus(self.waited_for, before.waited_for),
         )
 
 
@@ -78,14 +97,14 @@ class Outcome:
 class Totals:
     """What the optimizers of all ranks did together; None where there was nothing, or where they do not say.
 
-    staleness_mean, staleness_max: rounds. fresh: share of the gradients that were no round late. contributors: ranks
-    that had arrived when a round fired, on average. latency_s: of a round, averaged over rounds and ranks. peak_bytes:
-    of the rank that held most. wait_s, held_s: by rank.
+    staleness_mean, staleness_max: rounds, of gossip steps. fresh: share of the gradients, of gossip of the messages,
+    that were not late. contributors: ranks that had arrived when a round fired, on average. latency_s: of a round,
+    averaged over rounds and ranks. peak_bytes: of the rank that held most. wait_s, held_s: by rank.
     """
 
     rounds: int
-    produced: int
-    applied: int
+    produced: int | None
+    applied: int | None
     skipped: int
     staleness_mean: float | None
     staleness_max: int | None
@@ -104,28 +123,28 @@ class Totals:
         present = outcomes[0].contributors
         rounds = max(outcome.rounds for outcome in outcomes)
         latencies = [o.latency_s / o.rounds for o in outcomes if o.latency_s is not None and o.rounds]
-        sent = [outcome.bytes_sent for outcome in outcomes if outcome.bytes_sent is not None]
         return cls(
             rounds=rounds,
-            produced=sum(outcome.produced for outcome in outcomes),
-            applied=max(outcome.applied for outcome in outcomes),
+            produced=_sum(outcome.produced for outcome in outcomes),
+            applied=_max(outcome.applied for outcome in outcomes),
             skipped=sum(outcome.skipped for outcome in outcomes),
             staleness_mean=_mean(late),
             staleness_max=max(late, default=None),
             fresh=late[0] / late.total() if late.total() else None,
             contributors=_mean(present),
             wait_s=tuple(outcome.wait_s for outcome in outcomes),
-            held_s=outcomes[0].held_s,
-            bytes_sent=sum(sent) if sent else None,
+            held_s=_held(outcomes),
+            bytes_sent=_sum(outcome.bytes_sent for outcome in outcomes),
             latency_s=sum(latencies) / len(latencies) if latencies else None,
-            peak_bytes=max((o.peak_bytes for o in outcomes if o.peak_bytes is not None), default=None),
+            peak_bytes=_max(outcome.peak_bytes for outcome in outcomes),
         )
 
 
 @dataclass(frozen=True)
 class Replicas:
     """How alike the ranks' weights are: bytes equal; largest difference of a weight; root mean square distance of a
-    rank's weights (Euclidean, all weights as one vector) from the average over the ranks."""
+    rank's weights (Euclidean, all weights as one vector) from the average over the ranks, of gossip before the last
+    drain made them equal."""
 
     identical: bool
     max_diff: float
@@ -162,8 +181,25 @@ def _mean(histogram: Mapping[int, int]) -> float | None:
     return sum(value * times for value, times in histogram.items()) / count if count else None
 
 
-def _each_minus(now: Sequence[float], then: Sequence[float]) -> tuple[float, ...]:
-    return tuple(one - other for one, other in zip(now, then, strict=True))
+def _held(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
+    """For each rank the seconds that it made all others wait, from whoever knows."""
+    waited = [outcome.waited_for for outcome in outcomes if outcome.waited_for is not None]
+    return tuple(map(math.fsum, zip(*waited, strict=True))) if waited else outcomes[0].held_s
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _max(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _each_minus(now: tuple[float, ...] | None, then: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    if now is None:
+        return None
+    return tuple(one - other for one, other in zip(now, then or (0.0,) * len(now), strict=True))
 
 
 def _minus(now: Any, then: Any) -> Any:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from ..activation import parse_quorum
+from ..mixing import SCHEMES
+from ..topology import NAMED, WITH_PEERS
 from .inject import FORMS
 from .presets import PRESETS, help_text
 
-ALGORITHMS = ("allreduce", "eager")
+GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
+ALGORITHMS = ("allreduce", "eager", *GOSSIP)
+PHASES = ("allreduce", *GOSSIP)
+"""The algorithms between which a gossiping run can switch; allreduce averages weights over all ranks at each step."""
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
+T = TypeVar("T")
 
 
 def build_parser(framework: str) -> argparse.ArgumentParser:
@@ -23,12 +30,13 @@ def build_parser(framework: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resnet50.py",
         formatter_class=_Help,
-        description=f"Train ResNet-50 with {framework} and Horovod, by allreduce or by partial allreduce (eager). "
-        "A flag that is given wins over what --preset sets.",
+        description=f"Train ResNet-50 with {framework} and Horovod: by allreduce, by partial allreduce (eager), or by "
+        "gossip (sgp, osgp, dpsgd, adpsgd). A flag that is given wins over what --preset sets.",
         epilog="example: horovodrun -np 4 --gloo python resnet50.py --algorithm eager --quorum majority --data digits "
         "--image-size 32 --optimizer adam --lr 0.001 --cosine --inject random:1:0.3 --summary out.json",
     )
     _algorithm_flags(parser)
+    _gossip_flags(parser)
     _data_flags(parser)
     _training_flags(parser)
     _output_flags(parser)
@@ -46,7 +54,10 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=ALGORITHMS,
         default="eager",
-        help="allreduce: Horovod's synchronous SGD; eager: rounds that do not wait for late ranks (default: eager)",
+        help="allreduce: Horovod's synchronous SGD; eager: rounds that do not wait for late ranks; the rest is gossip, "
+        "in which a rank mixes its weights with those of a few others: sgp waits for their messages, osgp takes them "
+        "in up to --max-staleness steps later, dpsgd wants a symmetric graph, adpsgd averages with whichever neighbour "
+        "is ready (default: eager)",
     )
     add(
         "--quorum",
@@ -59,7 +70,8 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
         "--max-staleness",
         type=_count(0),
         metavar="N",
-        help="eager: how many rounds late a gradient may be; 0 is synchronous (default: 16)",
+        help="eager: how many rounds late a gradient may be, 0 is synchronous (default: 16); osgp: how many steps late "
+        "a message may be, 0 is sgp (default: 1)",
     )
     add(
         "--grace",
@@ -75,9 +87,10 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--compression",
-        choices=("none", "fp16", "bf16"),
+        choices=("none", "fp16", "bf16", "int8"),
         default="none",
-        help="how gradients travel; allreduce knows none and fp16 (default: none)",
+        help="how gradients travel, with gossip weights; allreduce knows none and fp16; int8, which makes up for its "
+        "errors later, is for sgp, osgp and dpsgd (default: none)",
     )
     add(
         "--backward-passes-per-step",
@@ -92,6 +105,60 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help=f"make stragglers: before each step ranks sleep by {FORMS}; K random ranks each step, rank R, or rank i "
         "for i x SECONDS (default: none)",
+    )
+
+
+def _gossip_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("gossip").add_argument
+    add(
+        "--topology",
+        choices=tuple(NAMED),
+        metavar="NAME",
+        help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one (default: "
+        "bipartite-exponential for these two, exponential for sgp and osgp)",
+    )
+    add(
+        "--peers",
+        type=_peers,
+        metavar="N",
+        help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 is 1 "
+        "from epoch 0 and 2 from epoch 30 on (default: 1)",
+    )
+    add(
+        "--mixing",
+        choices=SCHEMES,
+        help="of sgp, osgp and dpsgd: uniform parts what a rank has equally among itself and its receivers; metropolis "
+        "weighs by the larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star "
+        "(default: uniform)",
+    )
+    add(
+        "--hierarchical-gossip",
+        "--hierarchical",
+        dest="hierarchical",
+        action="store_true",
+        default=None,
+        help="of sgp, osgp and dpsgd: average the ranks of a host first, and gossip from host to host; the short form "
+        "does not get past horovodrun, which has flags that begin so (default: off)",
+    )
+    add(
+        "--average-every",
+        type=_count(0),
+        metavar="N",
+        help="of sgp, osgp and dpsgd: average the weights of all ranks every N steps; 0 is never (default: 0)",
+    )
+    add(
+        "--max-local-steps",
+        type=_count(1),
+        metavar="N",
+        help="of adpsgd: steps that a rank may take between two averagings, before it waits for one (default: 4)",
+    )
+    add(
+        "--schedule",
+        type=_switches,
+        dest="switches",
+        metavar="E:NAME,...",
+        help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp "
+        "(default: --algorithm in all epochs)",
     )
 
 
@@ -205,7 +272,11 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
 def _output_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add(
-        "--checkpoint-dir", type=Path, metavar="DIR", help="keep the last and the best checkpoint there (default: none)"
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the last and the best checkpoint there; in gossip all ranks then begin each epoch at their average "
+        "(default: none)",
     )
     add(
         "--resume",
@@ -269,3 +340,39 @@ def _marks(text: str) -> tuple[float, ...]:
     if any(not math.isfinite(mark) or mark <= 0 for mark in marks) or list(marks) != sorted(set(marks)):
         raise argparse.ArgumentTypeError(f"{text!r}: the epochs must be above 0 and rise")
     return marks
+
+
+def _peers(text: str) -> int | dict[int, int]:
+    count = _count(1)
+    if ":" not in text:
+        return count(text)
+    found = _by_epoch(text, "0:1,30:2", count)
+    if 0 not in found:
+        raise argparse.ArgumentTypeError(f"{text!r} does not say how many from the start: begin with 0:, as 0:1,30:2")
+    return found
+
+
+def _switches(text: str) -> dict[int, str]:
+    return _by_epoch(text, "0:allreduce,5:sgp", _one_of(PHASES))
+
+
+def _by_epoch(text: str, example: str, read: Callable[[str], T]) -> dict[int, T]:
+    """Reads EPOCH:VALUE,EPOCH:VALUE."""
+    found: dict[int, T] = {}
+    for part in text.split(","):
+        epoch, colon, value = part.partition(":")
+        if not (colon and epoch.strip().isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of EPOCH:VALUE: write it as {example}")
+        if found and int(epoch) <= max(found):
+            raise argparse.ArgumentTypeError(f"{text!r}: the epochs must rise, as in {example}")
+        found[int(epoch)] = read(value.strip())
+    return found
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
+        return text
+
+    return read

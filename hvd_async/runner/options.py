@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..activation import Quorum, check_quorum
-from .flags import build_parser
+from .flags import GOSSIP, build_parser
 from .inject import Injector, parse_inject
 from .presets import DEFAULTS, PRESETS
 from .schedule import Schedule
 
-EAGER_ONLY = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "pace": "steps"}
-"""The flags that only `eager` knows, with their defaults."""
+EAGER = ("eager",)
+MIXED = ("sgp", "osgp", "dpsgd")
+"""The algorithms with a mixing matrix."""
+OWNED: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "quorum": (None, dict.fromkeys(EAGER, "solo")),
+    "max_staleness": (None, {"eager": 16, "osgp": None}),
+    "grace": (0.0, dict.fromkeys(EAGER, 0.0)),
+    "pace": ("steps", dict.fromkeys(EAGER, "steps")),
+    "topology": (None, dict.fromkeys(GOSSIP)),
+    "peers": (1, dict.fromkeys(GOSSIP, 1)),
+    "mixing": ("uniform", dict.fromkeys(MIXED, "uniform")),
+    "hierarchical": (False, dict.fromkeys(MIXED, False)),
+    "average_every": (0, dict.fromkeys(MIXED, 0)),
+    "max_local_steps": (4, {"adpsgd": 4}),
+}
+"""Flags that not all algorithms know: the value for those that do not, and the defaults of those that do."""
 OPTIMIZERS_WITH = {"momentum": ("sgd", "lars"), "nesterov": ("sgd",), "weight_decay": ("sgd", "adamw", "lars")}
 
 
@@ -26,15 +40,24 @@ class Options:
 
     lr, schedule: the rate of the whole job, or, before `at`, for `lr_images` images a step if that is set.
     precision: "fp32", "fp16" or "bf16". passes: backward passes of `batch_size` images in a step.
+    switches: the algorithms of later epochs, by the epoch from which on they hold. topology, max_staleness: None is
+    the optimizer's own default.
     """
 
     framework: str
     algorithm: str
     quorum: Quorum | None
-    max_staleness: int
+    max_staleness: int | None
     grace: float
     pace: str
     compression: str
+    topology: str | None
+    peers: int | Mapping[int, int]
+    mixing: str
+    hierarchical: bool
+    average_every: int
+    max_local_steps: int
+    switches: Mapping[int, str]
     passes: int
     model: str
     bn_momentum: float
@@ -68,6 +91,18 @@ class Options:
     def lockstep(self) -> bool:
         """Whether all ranks must do the same number of steps: plain allreduce hangs otherwise."""
         return self.algorithm == "allreduce"
+
+    @property
+    def gossips(self) -> bool:
+        """Whether ranks have weights of their own, which they mix."""
+        return self.algorithm in GOSSIP
+
+    @property
+    def gossip_settings(self) -> dict[str, Any]:
+        """The keywords of `GossipOptimizer` that both frameworks have."""
+        names = ("algorithm", "topology", "peers", "mixing", "max_staleness", "hierarchical", "max_local_steps")
+        keywords = {name: getattr(self, name) for name in (*names, "average_every")}
+        return {**keywords, "schedule": self.switches or None}
 
     @property
     def step_images(self) -> int:
@@ -139,20 +174,41 @@ def _options(framework: str, given: argparse.Namespace) -> Options:
 
 def _fill_algorithm(values: dict[str, Any]) -> None:
     """Defaults of the flags of the algorithm; those that would do nothing, or that Horovod lacks, are refused."""
-    eager = values["algorithm"] == "eager"
-    for name, default in EAGER_ONLY.items():
+    algorithm = values["algorithm"]
+    algorithms = _algorithms(values)
+    for name, (neutral, owners) in OWNED.items():
+        owner = next((one for one in algorithms if one in owners), None)
         if values[name] is None:
-            values[name] = default
-        elif not eager:
-            raise ValueError(f"{_flag(name)} only means something with --algorithm eager: leave it out")
-    if eager:
+            values[name] = neutral if owner is None else owners[owner]
+        elif owner is None:
+            raise ValueError(f"{_flag(name)} only means something with --algorithm {_either(owners)}: leave it out")
+    if algorithm == "eager":
         check_quorum(values["quorum"], 1_000_000)  # a count is checked against the job's size in Options.at
-        return
-    values["quorum"] = None
-    if values["compression"] == "bf16":
+    if values["compression"] == "int8" and (algorithm not in GOSSIP or "adpsgd" in algorithms):
+        raise ValueError(
+            f"--compression int8 is for {_either(MIXED)}, which make up for its errors in later messages: take fp16"
+        )
+    if values["compression"] == "bf16" and algorithm == "allreduce":
         raise ValueError(
             "--compression bf16 is not Horovod's: take fp16, or --algorithm eager --quorum all, which is as synchronous"
         )
+
+
+def _algorithms(values: dict[str, Any]) -> list[str]:
+    """All algorithms of the run; a --schedule that does not go with --algorithm is refused."""
+    algorithm = values["algorithm"]
+    switches = values["switches"] = values["switches"] or {}
+    if switches and algorithm not in GOSSIP:
+        raise ValueError(
+            f"--schedule only means something with --algorithm {_either(GOSSIP)}: leave it out, or take one of these"
+        )
+    algorithms = [] if 0 in switches else [algorithm]
+    algorithms += switches.values()
+    if algorithm not in algorithms:
+        raise ValueError(
+            f"--schedule has {switches[0]} from epoch 0 on and never comes to --algorithm {algorithm}: make them agree"
+        )
+    return algorithms
 
 
 def _fill_recipe(values: dict[str, Any]) -> None:
@@ -189,3 +245,8 @@ def _check_files(given: argparse.Namespace) -> None:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _either(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

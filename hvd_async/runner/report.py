@@ -23,8 +23,8 @@ BAR_COLUMNS = 100
 class EpochRow:
     """One line of metrics.csv, of one epoch.
 
-    Over all ranks: train_loss, test_accuracy, images_per_sec, counted; rank 0's own: the rest. In the file the columns
-    of COUNTED take the place of `counted`.
+    Over all ranks: train_loss, test_accuracy, images_per_sec, consensus_distance (of gossip, at the epoch's end),
+    counted; rank 0's own: the rest. In the file the columns of COUNTED take the place of `counted`.
     """
 
     epoch: int
@@ -36,6 +36,7 @@ class EpochRow:
     step_time_p50: float | None
     step_time_p95: float | None
     slept_s: float
+    consensus_distance: float | None
     counted: Totals
 
 
@@ -103,6 +104,7 @@ class Reporter:
         if self._events is not None:
             names = {
                 "train/loss": row.train_loss,
+                "train/consensus_distance": row.consensus_distance,
                 "test/accuracy": row.test_accuracy,
                 "speed/images_per_sec": row.images_per_sec,
                 "speed/step_time_p50": row.step_time_p50,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,11 +43,20 @@ class Trainer(Protocol):
     def rounds(self) -> int:
         """Rounds that this rank's weights have seen since the optimizer was made."""
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Collective: no rank has taken a step of this epoch yet."""
+
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step on this rank at this learning rate; returns the batch's mean loss."""
 
     def drain(self) -> None:
         """Collective: every gradient is applied on every rank, and collectives of others may follow."""
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Collective: in it the model is what `drain` would make it, and collectives of others may follow."""
+
+    def consensus_distance(self) -> float | None:
+        """Collective: how far the ranks' weights are from their average now; None if they have none of their own."""
 
     def correct(self, batch: Batch) -> int:
         """How many images of the batch are classified correctly, in inference mode."""
@@ -84,6 +95,8 @@ class Run:
         self._learned = Learned()
         self._seen: Outcome | None = None
         """What the optimizer had counted at the end of the last epoch."""
+        self._distance: float | None = None
+        """The consensus distance at the end of the last epoch."""
         self._first_step: int | None = None
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
@@ -114,17 +127,22 @@ class Run:
         reporter.begin_epoch(epoch, self._course.length if self.options.pace == "rounds" else end - first)
         begin, slept, steps, images, loss_sum = self._clock(), self._slept_s, len(self._step_times), self._images, 0.0
         rate, step = self.options.schedule.rate(epoch), epoch * self._course.length
+        trainer.begin_epoch(epoch)
         for step, rate, batch in self._steps(epoch, first, rounds):
             loss = trainer.train_step(batch, rate)
             loss_sum += loss * len(batch)
             self._images += len(batch)
             reporter.step(step, loss, rate)
-        trainer.drain()
-        seconds = self._clock() - begin
-        self._train_s += seconds
-        loss, total, counted = self._meet(trainer, loss_sum, self._images - images)
-        accuracy = self._test(trainer) if self._test_is_due(epoch) else None
-        self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
+        measured = self._clock()
+        self._distance = trainer.consensus_distance()
+        begin += self._clock() - measured
+        with self._together(epoch, trainer):
+            seconds = self._clock() - begin
+            self._train_s += seconds
+            loss, total, seconds, counted = self._meet(trainer, loss_sum, self._images - images, seconds)
+            accuracy = self._test(trainer) if self._test_is_due(epoch) else None
+            self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
+            self._checkpoint(epoch, accuracy, trainer)
         times = self._step_times[steps:]
         row = EpochRow(
             epoch + 1,
@@ -136,10 +154,18 @@ class Run:
             float(np.percentile(times, 50)) if times else None,
             float(np.percentile(times, 95)) if times else None,
             self._slept_s - slept,
+            self._distance,
             counted,
         )
-        self._checkpoint(epoch, accuracy, trainer)
         reporter.end_epoch(row)
+
+    def _together(self, epoch: int, trainer: Trainer) -> AbstractContextManager[None]:
+        """Collective: in it all ranks have the same model. Afterwards they have their own again, unless it is kept: a
+        checkpoint must do for any number of ranks."""
+        if self.options.checkpoint_dir is None and epoch + 1 < self._course.last_epoch:
+            return trainer.consensus()
+        trainer.drain()
+        return contextlib.nullcontext()
 
     def _steps(self, epoch: int, first: int, rounds: Callable[[], int]) -> Iterator[tuple[int, float, Batch]]:
         """(step, learning rate, batch) of an epoch; sleeps the injected delays and times what the caller does."""
@@ -160,13 +186,14 @@ class Run:
             self._step_times.append(now - begin)
             begin = now
 
-    def _meet(self, trainer: Trainer, loss_sum: float, images: int) -> tuple[float, int, Totals]:
-        """Collective: over all ranks the sums, and what the optimizers have counted since the last epoch."""
+    def _meet(self, trainer: Trainer, loss_sum: float, images: int, seconds: float) -> tuple[float, int, float, Totals]:
+        """Collective: over all ranks the sums, the longest time, and what the optimizers have counted since the last
+        epoch."""
         outcome = trainer.outcome()
-        row = (loss_sum, images, outcome.since(self._seen))
+        row = (loss_sum, images, seconds, outcome.since(self._seen))
         self._seen = outcome
-        rows = self.world.gather(row, "hvd_async.runner.train")
-        return sum(r[0] for r in rows), sum(r[1] for r in rows), Totals.of([r[2] for r in rows])
+        losses, counts, times, outcomes = zip(*self.world.gather(row, "hvd_async.runner.train"), strict=True)
+        return sum(losses), sum(counts), max(times), Totals.of(outcomes)
 
     def _test_is_due(self, epoch: int) -> bool:
         return epoch + 1 == self._course.last_epoch or (epoch + 1) % self.options.eval_every == 0
@@ -200,7 +227,7 @@ class Run:
     def _restore(self, trainer: Trainer) -> bool:
         if not self.options.resume or self.options.checkpoint_dir is None:
             return False
-        with _told_to_people(self.world):
+        with told_to_people(self.world):
             position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
         self._course.resume(position or Position())
         self._position = self._course.start
@@ -214,6 +241,8 @@ class Run:
     def _finish(self, trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         own = Figures(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))
         replicas = trainer.replicas()
+        if self._distance is not None:
+            replicas = dataclasses.replace(replicas, consensus_distance=self._distance)
         ranks: list[Figures] = self.world.gather(own, "hvd_async.runner.figures")
         summary = summarise(self.options, ranks, replicas, self._learned)
         first = self._first_step or 0
@@ -225,12 +254,12 @@ class Run:
 
 def start(options: Options, world: World) -> Run:
     """A Run; where the options do not fit the data or the job, says so on stderr and ends the process with status 2."""
-    with _told_to_people(world):
+    with told_to_people(world):
         return Run(options, world)
 
 
 @contextlib.contextmanager
-def _told_to_people(world: World) -> Iterator[None]:
+def told_to_people(world: World) -> Iterator[None]:
     """Where the user's options or files are at fault: the message without a traceback, and status 2."""
     try:
         yield

@@ -47,8 +47,9 @@ SHOWN_RANKS = 8
 def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, learned: Learned) -> dict[str, Any]:
     """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
 
-    `steps` are those of the rank that did the most. Figures that do not exist (no step was done, or plain allreduce,
-    which does not tell), and those that are not finite, are None, so that the JSON is valid.
+    `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges. Figures that do not exist (no
+    step was done; plain allreduce does not tell; in gossip no gradient travels), and those that are not finite, are
+    None, so that the JSON is valid.
     """
     totals = Totals.of([figures.outcome for figures in ranks])
     times = np.concatenate([figures.step_times for figures in ranks])
@@ -103,17 +104,10 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
     stragglers: the lines of `straggler_lines`.
     """
     quorum = f" ({summary['quorum']})" if summary["quorum"] is not None else ""
-    times, late = summary["step_time_s"], summary["staleness"]
+    gossip = summary["gradients_produced"] is None
+    rounds = "exchanges" if gossip else "rounds"
+    times = summary["step_time_s"]
     best = f" (best {_text(learned.best_accuracy, 4)})" if learned.best_accuracy is not None else ""
-    produced, applied = summary["gradients_produced"], summary["gradients_applied"]
-    kept = (
-        "no gradient was lost"
-        if produced == applied
-        else f"{abs(produced - applied)} were {'LOST' if produced > applied else 'applied TWICE'}: this is an error"
-    )
-    skipped = f"; {summary['gradients_skipped']} skipped, as they overflowed" if summary["gradients_skipped"] else ""
-    present = summary["contributors"]["mean"]
-    latency = "" if summary["latency_s"] is None else f"; a round took {1000 * summary['latency_s']:.1f} ms"
     replicas = (
         "bit-identical on all ranks"
         if summary["replicas_identical"]
@@ -130,16 +124,45 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
             f"mean {_text(times['mean'], 3)} s, p50 {_text(times['p50'], 3)} s, p95 {_text(times['p95'], 3)} s",
         ),
         *(("stragglers" if i == 0 else "", line) for i, line in enumerate(stragglers)),
-        ("gradients", f"{produced} produced, {applied} applied: {kept}{skipped}"),
-        ("staleness", f"mean {_text(late['mean'], 2)} rounds, at most {_text(late['max'], 0)}"),
-        ("rounds", f"{_text(present, 1)} of {summary['world_size']} ranks had arrived on average{latency}"),
+        *(_gossiped(summary) if gossip else _averaged(summary)),
         ("replicas", replicas),
     ]
     head = (
         f"{summary['framework']} {summary['algorithm']}{quorum} on {summary['world_size']} ranks: "
-        f"{summary['steps']} steps a rank, {summary['rounds']} rounds"
+        f"{summary['steps']} steps a rank, {summary['rounds']} {rounds}"
     )
     return "\n".join([head, *(f"  {name:<14} {text}" for name, text in lines)])
+
+
+def _averaged(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of the gradients, and in which rounds."""
+    produced, applied, skipped = (summary[f"gradients_{name}"] for name in ("produced", "applied", "skipped"))
+    kept = (
+        "no gradient was lost"
+        if produced == applied
+        else f"{abs(produced - applied)} were {'LOST' if produced > applied else 'applied TWICE'}: this is an error"
+    )
+    left_out = f"; {skipped} skipped, as they overflowed" if skipped else ""
+    late, present = summary["staleness"], summary["contributors"]["mean"]
+    latency = "" if summary["latency_s"] is None else f"; a round took {1000 * summary['latency_s']:.1f} ms"
+    return [
+        ("gradients", f"{produced} produced, {applied} applied: {kept}{left_out}"),
+        ("staleness", f"mean {_text(late['mean'], 2)} rounds, at most {_text(late['max'], 0)}"),
+        ("rounds", f"{_text(present, 1)} of {summary['world_size']} ranks had arrived on average{latency}"),
+    ]
+
+
+def _gossiped(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How late the messages were, and how far apart the ranks."""
+    late, distance, skipped = summary["staleness"], summary["consensus_distance"], summary["gradients_skipped"]
+    mail = [] if late["mean"] is None else [f"mean {late['mean']:.2f} steps late, at most {late['max']}"]
+    if summary["latency_s"] is not None:
+        mail.append(f"an exchange took {1000 * summary['latency_s']:.1f} ms")
+    lines = [
+        ("messages", "; ".join(mail) or "none"),
+        ("consensus", f"distance {'none' if distance is None else f'{distance:.3g}'} before the last drain"),
+    ]
+    return [*lines, *([("gradients", f"{skipped} skipped, as they overflowed")] if skipped else [])]
 
 
 def straggler_lines(ranks: Sequence[Figures], injector: Injector, first_step: int = 0) -> list[str]:

@@ -6,6 +6,7 @@ from horovod.tensorflow import elastic  # noqa: F401
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
+from hvd_async.tensorflow.gossip import GossipOptimizer
 
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
 __all__ = [name for name in dir() if not name.startswith("_")]
@@ -14,6 +15,7 @@ _ours = (
     DistributedGradientTape,
     DistributedOptimizer,
     EagerOptimizer,
+    GossipOptimizer,
     broadcast_variables,
     join,
     shutdown,

@@ -99,16 +99,23 @@ class _Graph:
         )
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
 
-    def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
-        """``build``'s op on a vector; ``key`` names the op, and may come back with a vector of another length."""
-        key = (*key, vector.dtype)
+    def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> Any:
+        """``build``'s op on a vector; ``key`` names the op, and may come back with a vector of another length.
+
+        Returns:
+            A tensor; for a NumPy vector one of NumPy, which is the caller's own.
+        """
+        dtype = tf.as_dtype(vector.dtype)
+        key = (*key, dtype)
         with self._lock:
             if key not in self._calls:
                 with self._graph.as_default():
-                    fed = tf.compat.v1.placeholder(vector.dtype, [None])
+                    fed = tf.compat.v1.placeholder(dtype, [None])
                     self._calls[key] = self._session.make_callable(build(fed), [fed])
             call = self._calls[key]
-        result = call(np.asarray(vector))  # (fed without a copy: tensors do not change)
+        result = call(np.asarray(vector))  # (fed without a copy: it does not change)
+        if isinstance(vector, np.ndarray):
+            return result
         if result.dtype.kind == "f" and result.ctypes.data % ALIGNMENT == 0:
             return tf.experimental.dlpack.from_dlpack(result.__dlpack__())  # nobody else has it: no copy either
         return tf.convert_to_tensor(result)
@@ -181,15 +188,14 @@ class HorovodCollectives:
         self._threads.stop()
         self._graph.close()
 
-    def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor) -> _Handle:
+    def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> _Handle:
         return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
 
-    def sum(
-        self, vector: tf.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Handle:
+    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+        # (a tensor, or a NumPy vector: the result is the same)
         if isinstance(process_set, Alone):
-            return Landed(vector * tf.constant(scale, vector.dtype))
-        # ``keep`` asks for nothing: TensorFlow's tensors never change.
+            return Landed(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
+        # ``keep`` asks for nothing: what is fed to an op does not change.
         ranks = hvd.global_process_set if process_set is None else process_set
 
         def build(fed: tf.Tensor) -> tf.Tensor:

@@ -25,10 +25,15 @@ class BF16Compressor:
         return tf.cast(tensor, dtype) if dtype.is_floating else tensor
 
 
+class Int8Messages:
+    """Stands for messages of 8 bits an element, with error feedback: ``GossipOptimizer`` codes them itself."""
+
+
 class Compression(hvd.Compression):
-    """``none``, ``fp16`` and ``bf16``, for ``EagerOptimizer(compression=...)``."""
+    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``, and ``int8`` for ``GossipOptimizer``'s messages."""
 
     bf16 = BF16Compressor
+    int8 = Int8Messages
 
 
 class Codec:

@@ -15,10 +15,10 @@ from hvd_async.sharers import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.mixin import EagerMixin
-from hvd_async.tensorflow.scaling import LossScaleMixin
+from hvd_async.tensorflow.scaling import LossScaleMixin, OuterMixin
 from hvd_async.tensorflow.state import State
 from hvd_async.tensorflow.update import RoundTransform
-from hvd_async.wrapping import derived
+from hvd_async.wrapping import Wrapped, derived
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -115,8 +115,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
-    if isinstance(optimizer, EagerMixin | LossScaleMixin):
-        raise ValueError("this optimizer is an EagerOptimizer already: wrap the plain one")
+    if isinstance(optimizer, Wrapped | OuterMixin):
+        raise ValueError("this optimizer averages over ranks already: wrap the plain one")
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
     state = State(
         sharers,
@@ -136,7 +136,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     )
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _wrapped(optimizer, state, name)
-    if isinstance(optimizer.inner_optimizer, EagerMixin):
+    if isinstance(optimizer.inner_optimizer, Wrapped):
         raise ValueError(
             "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
         )

@@ -1,7 +1,8 @@
-"""``EagerOptimizer(keras.optimizers.LossScaleOptimizer(...))``: loss scaling whose overflows count as steps.
+"""Loss scaling around our optimizers: ``EagerOptimizer(keras.optimizers.LossScaleOptimizer(...))``, and gossip's.
 
-Keras leaves a step out when a gradient overflows, and the other ranks would wait for it. Here the scale is this rank's
-own: gradients are unscaled before anybody else sees them, and an overflowing step is handed over empty.
+Keras leaves a step out when a gradient overflows. Under partial allreduce the other ranks would wait for it; there the
+scale is this rank's own: gradients are unscaled before anybody else sees them, and an overflowing step is handed over
+empty. A gossiping rank takes as many steps as it likes, so Keras' own ``apply`` is right.
 """
 
 from __future__ import annotations
@@ -12,14 +13,68 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.stats import Stats
 from hvd_async.tensorflow.buffers import own_name, raw
 
 
-class LossScaleMixin:
-    """What ``EagerOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is an EagerOptimizer too."""
+class OuterMixin:
+    """What every ``LossScaleOptimizer`` gets whose ``inner_optimizer`` is one of ours: that one's methods."""
 
     inner_optimizer: Any
+
+    @property
+    def _async(self) -> Any:
+        return self.inner_optimizer._async
+
+    @property
+    def rounds(self) -> int:
+        """As the inner optimizer's."""
+        return int(self.inner_optimizer.rounds)
+
+    def drain(self) -> int:
+        """As the inner optimizer's."""
+        return int(self.inner_optimizer.drain())
+
+    def cut(self) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.cut()
+
+    def stats(self) -> Any:
+        """As the inner optimizer's; under partial allreduce overflows are in ``gradients_skipped``."""
+        return self.inner_optimizer.stats()
+
+    def consensus(self) -> contextlib.AbstractContextManager[None]:
+        """As the inner optimizer's."""
+        context: contextlib.AbstractContextManager[None] = self.inner_optimizer.consensus()
+        return context
+
+    def consensus_distance(self) -> float:
+        """As the inner optimizer's."""
+        return float(self.inner_optimizer.consensus_distance())
+
+    def register_local_var(self, variable: Any) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.register_local_var(variable)
+
+    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The inner optimizer's, and this rank's scale."""
+        return self.inner_optimizer.get_state() | {name: raw(v).numpy() for name, v in self._async_scale().items()}
+
+    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Take back what ``get_state`` gave; raises as the inner optimizer's."""
+        own = self._async_scale()
+        self.inner_optimizer.set_state({name: value for name, value in state.items() if name not in own})
+        for name, variable in own.items():
+            if name in state:
+                variable.assign(state[name])
+
+    def _async_scale(self: Any) -> dict[str, Any]:
+        """What the scale consists of, by name."""
+        return {own_name(v): v for v in (self.dynamic_scale, self.step_counter)}
+
+
+class LossScaleMixin(OuterMixin):
+    """What ``EagerOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is an EagerOptimizer too."""
+
     built: bool
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -41,53 +96,15 @@ class LossScaleMixin:
         scale.assign(scale * tf.cast(factor, scale.dtype))
         counter.assign(tf.where(tf.logical_and(finite, tf.logical_not(grown)), counter + 1, tf.zeros_like(counter)))
 
-    @property
-    def _async(self) -> Any:
-        return self.inner_optimizer._async
 
-    @property
-    def rounds(self) -> int:
+class GossipScaleMixin(OuterMixin):
+    """What ``GossipOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is a GossipOptimizer too. A
+    step that overflows on a rank is none of its steps."""
+
+    def switch(self, **changes: Any) -> None:
         """As the inner optimizer's."""
-        return int(self.inner_optimizer.rounds)
+        self.inner_optimizer.switch(**changes)
 
-    def drain(self) -> int:
+    def set_epoch(self, epoch: int) -> None:
         """As the inner optimizer's."""
-        return int(self.inner_optimizer.drain())
-
-    def cut(self) -> None:
-        """As the inner optimizer's."""
-        self.inner_optimizer.cut()
-
-    def stats(self) -> Stats:
-        """As the inner optimizer's; overflows are in ``gradients_skipped``."""
-        stats: Stats = self.inner_optimizer.stats()
-        return stats
-
-    def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """As the inner optimizer's."""
-        context: contextlib.AbstractContextManager[None] = self.inner_optimizer.consensus()
-        return context
-
-    def consensus_distance(self) -> float:
-        """As the inner optimizer's."""
-        return float(self.inner_optimizer.consensus_distance())
-
-    def register_local_var(self, variable: Any) -> None:
-        """Refused, as by the inner optimizer."""
-        self.inner_optimizer.register_local_var(variable)
-
-    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The inner optimizer's, and this rank's scale."""
-        return self.inner_optimizer.get_state() | {name: raw(v).numpy() for name, v in self._scale().items()}
-
-    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take back what ``get_state`` gave; raises as the inner optimizer's."""
-        own = self._scale()
-        self.inner_optimizer.set_state({name: value for name, value in state.items() if name not in own})
-        for name, variable in own.items():
-            if name in state:
-                variable.assign(state[name])
-
-    def _scale(self: Any) -> dict[str, Any]:
-        """What the scale consists of, by name."""
-        return {own_name(v): v for v in (self.dynamic_scale, self.step_counter)}
+        self.inner_optimizer.set_epoch(epoch)

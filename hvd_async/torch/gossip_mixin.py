@@ -48,6 +48,7 @@ class GossipMixin(GossipWrapped, TorchWrapped):
 
         Raises:
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
+            ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
             FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
@@ -56,6 +57,7 @@ class GossipMixin(GossipWrapped, TorchWrapped):
             with torch.enable_grad():
                 loss = closure()
         worker = self._async_worker()
+        worker.check_step()
         with self._async_updating(), torch.no_grad():
             if worker.weight != 1.0:
                 self._async_write(self._async_read() * worker.weight)

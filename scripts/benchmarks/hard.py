@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge. ``--repetitions`` is the number of seeds."""
     quick(args)
     names = [arm for arm in args.arms.split(",") if arm != MUTANT]
-    arms = parse_arms(",".join(names), args.ranks)
+    arms = parse_arms(",".join(names), args.ranks, gossip=True)
     baseline = arms[0]
     if MUTANT in args.arms.split(","):
         arms = [*arms, MUTANT]

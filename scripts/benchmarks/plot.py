@@ -14,11 +14,15 @@ HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
+GOSSIP = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3}
+"""Places of their colours; where they share one with another arm, hatches differ."""
 
 
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
-    others = [each for each in arms if each not in ORDER]
+    if arm in GOSSIP:
+        return COLOURS[GOSSIP[arm]], HATCHES[(GOSSIP[arm] + 2) % len(HATCHES)]
+    others = [each for each in arms if each not in ORDER and each not in GOSSIP]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
     return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
 

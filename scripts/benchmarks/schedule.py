@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async.activation import initiator, needed
+from hvd_async.plan import COMPRESSIONS, make_plan
 
 Schedule = NDArray[np.float64]
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
+GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
 RIVALS = ("horovod", "ddp")
 
@@ -38,8 +40,28 @@ def quorum_of(arm: str) -> str | int | float:
     return fraction
 
 
-def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS) -> list[str]:
+def gossip_of(arm: str) -> tuple[str, str] | None:
+    """(algorithm, compression of its messages) of an arm such as ``sgp`` or ``dpsgd-int8``; None of one that is none.
+
+    Raises:
+        ValueError: there is no such compression.
+    """
+    algorithm, dash, compression = arm.partition("-")
+    if algorithm not in GOSSIP:
+        return None
+    if dash and compression not in COMPRESSIONS[1:]:
+        raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {', '.join(COMPRESSIONS[1:])}")
+    return algorithm, compression or "none"
+
+
+def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: bool = False) -> list[str]:
     """The arms of a command line's list, each once.
+
+    Args:
+        text: names with commas between them.
+        ranks: of the job.
+        rivals: those that the case has.
+        gossip: whether it has those that gossip.
 
     Raises:
         ValueError: an arm that cannot be with so many ranks, or in this case.
@@ -48,9 +70,12 @@ def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS) -> list[
     if not arms:
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
-        if arm in RIVALS:
-            if arm not in rivals:
-                raise ValueError(f"the arm {arm!r} is not there in this case")
+        how = gossip_of(arm)
+        if (arm in RIVALS and arm not in rivals) or (how and not gossip):
+            raise ValueError(f"the arm {arm!r} is not there in this case")
+        if how:
+            make_plan(ranks, how[0], compression=how[1])
+        if how or arm in RIVALS:
             continue
         quorum = quorum_of(arm)
         if isinstance(quorum, int) and quorum > ranks:

@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import plot
+from . import plot, soak_gossip
 from .intervals import slope
 from .launch import Block, Say
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import parse_arms
+from .schedule import gossip_of, parse_arms
 
-HELP = "100,000 rounds with random pauses and stopped processes: nothing lost, replicas identical, memory flat"
+HELP = "very many rounds with random pauses and stopped processes: nothing lost, replicas identical, memory flat"
 COLUMNS = (
     Column("arm", "arm"),
     Column("rounds/s", "value", ".1f"),
@@ -33,6 +33,8 @@ COLUMNS = (
     Column("MB/100k rounds", "slope_mb", "+.2f"),
     Column("staleness", "staleness_mean", ".2f"),
     Column("most", "staleness_most", "d"),
+    Column("graphs", "graphs", "d"),
+    Column("weights off", "weights_off", ".1e"),
 )
 SETTLED = 0.2
 """Share of the rounds after which memory must be flat: caches and buffers are there by then."""
@@ -43,7 +45,7 @@ FLAT = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms="solo", repetitions=1)
-    parser.add_argument("--rounds", type=int, default=100_000, help="steps of each rank")
+    parser.add_argument("--rounds", type=int, default=100_000, help="steps of each rank; of adpsgd pairings")
     parser.add_argument("--delay", type=float, default=0.01, metavar="S", help="longest random pause of a step")
     parser.add_argument("--share", type=float, default=0.05, help="of the steps that have a pause")
     parser.add_argument("--stop-every", type=float, default=5.0, metavar="S", help="mean time between two stops")
@@ -96,9 +98,12 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     if args.quick:
         args.rounds, args.stop_every = min(args.rounds, 2000), min(args.stop_every, 1.0)
     report = Report("soak", args.ranks, [], COLUMNS, draw=draw)
-    for arm in parse_arms(args.arms, args.ranks, rivals=()):
+    for arm in parse_arms(args.arms, args.ranks, rivals=(), gossip=True):
+        gossips = gossip_of(arm) is not None
         plan = {"arm": arm, "rounds": args.rounds, "delay": args.delay, "share": args.share, "seed": args.seed}
         plan["drain_every"] = max(1, args.rounds // 10)
+        if gossips:
+            plan = soak_gossip.plan_of(args, arm)
         stopper = Stopper(args.ranks, args.stop_every, args.longest_stop, args.seed)
         watch = Watch(say, args.rounds)
 
@@ -106,12 +111,14 @@ def run(args: argparse.Namespace, say: Say) -> Report:
             watch(folder)
             stopper(folder)
 
-        limit = args.limit * 60 if args.limit else 300 + args.rounds * 0.05
-        [block] = run_job("soak", args.ranks, plan, limit=limit, while_running=often)
+        limit = args.limit * 60 if args.limit else 300 + args.rounds * (0.2 if gossips else 0.05)
+        job = "soak_gossip" if gossips else "soak"
+        [block] = run_job(job, args.ranks, plan, limit=limit, while_running=often)
         setting = {"delay": args.delay, "share": args.share, "rounds": args.rounds, "seed": args.seed}
         setting |= {"stop_every": args.stop_every, "longest_stop": args.longest_stop}
-        report.rows.append(row_of(block, setting, stopper))
-        judge(report, report.rows[-1])
+        make, check = (soak_gossip.row_of, soak_gossip.judge) if gossips else (row_of, judge)
+        report.rows.append(make(block, setting, common(block, stopper)))
+        check(report, report.rows[-1])
     return report
 
 
@@ -135,36 +142,41 @@ class Watch:
         self._say(f"round {note['round']} of {self._rounds}, {note['mb']:.0f} MB; {left:.1f} min left")
 
 
-def row_of(block: Block, setting: dict[str, Any], stopper: Stopper) -> Row:
-    """The figures of one job."""
+def common(block: Block, stopper: Stopper) -> dict[str, Any]:
+    """Figures of every job. Of memory, those of the rank whose memory grows fastest."""
+    fastest = max(block["by_rank"], key=lambda own: growth(own["memory"]))["memory"]
+    settled = [note for note in fastest if note["round"] >= SETTLED * fastest[-1]["round"]]
+    return {
+        "identical": all(own["identical"] for own in block["by_rank"]),
+        "stops": stopper.stops,
+        "stopped_s": stopper.seconds,
+        "start_mb": settled[0]["mb"],
+        "end_mb": settled[-1]["mb"],
+        "slope_mb": growth(fastest),
+        "memory": [own["memory"] for own in block["by_rank"]],
+    }
+
+
+def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Row:
+    """The figures of one job of an arm that does not gossip."""
     ranks = block["by_rank"]
     rounds = min(own["stats"]["rounds"] for own in ranks)
-    elapsed = max(own["elapsed"] for own in ranks)
     late = {int(k): 0 for own in ranks for k in own["stats"]["staleness"]}
     for own in ranks:
         for k, n in own["stats"]["staleness"].items():
             late[int(k)] += n
-    # The rank whose memory grows fastest counts.
-    fastest = max(ranks, key=lambda own: growth(own["memory"]))
-    settled = [note for note in fastest["memory"] if note["round"] >= SETTLED * rounds]
     return row(
         block["arm"],
         setting,
-        rounds / elapsed,
+        rounds / max(own["elapsed"] for own in ranks),
         "rounds/s",
         rounds=rounds,
         produced=sum(own["stats"]["gradients_produced"] for own in ranks),
         applied=min(own["stats"]["gradients_applied"] for own in ranks),
         applied_alike=len({own["stats"]["gradients_applied"] for own in ranks}) == 1,
-        identical=all(own["identical"] for own in ranks),
-        stops=stopper.stops,
-        stopped_s=stopper.seconds,
-        start_mb=settled[0]["mb"],
-        end_mb=settled[-1]["mb"],
-        slope_mb=growth(fastest["memory"]),
         staleness_mean=sum(k * n for k, n in late.items()) / sum(late.values()),
         staleness_most=max(late),
-        memory=[own["memory"] for own in ranks],
+        **figures,
     )
 
 

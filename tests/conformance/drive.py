@@ -101,9 +101,9 @@ def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
 
 
 @contextlib.contextmanager
-def scripted_engine(size: int) -> Iterator[None]:
-    """What a binding is constructed with: it only asks for the size."""
-    with use_engine(SimpleNamespace(size=size, rank=0)):  # type: ignore[arg-type]
+def scripted_engine(size: int, rank: int = 0) -> Iterator[None]:
+    """What a binding is constructed with: it only asks for the size and the rank."""
+    with use_engine(SimpleNamespace(size=size, rank=rank)):  # type: ignore[arg-type]
         yield
 
 

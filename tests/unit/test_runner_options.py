@@ -1,8 +1,11 @@
+import inspect
 from pathlib import Path
 
 import pytest
 
 from hvd_async.runner.options import build_parser, parse
+
+GOSSIP = {"topology", "peers", "mixing", "hierarchical", "average_every", "max_local_steps", "schedule"}
 
 
 def refusal(capsys, *arguments):
@@ -50,7 +53,8 @@ def test_everything_reaches_the_options(tmp_path):
     options = parse("torch", line.split())
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
     known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16"}
-    assert {name.removeprefix("no_") for name in given} == known, "a flag is missing from this test"
+    known = known - {"switches"} | {"schedule"}
+    assert {name.removeprefix("no_") for name in given} | GOSSIP == known, "a flag is missing from this test"
     assert (options.max_staleness, options.grace, options.workers, options.augment) == (0, 0.01, 2, False)
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)
     assert (options.schedule.decay_epochs, options.schedule.cosine) == ((3.0, 6.0), False)
@@ -61,6 +65,68 @@ def test_everything_reaches_the_options(tmp_path):
     assert (options.steps, options.label_smoothing, options.batch_size) == (5, 0.1, 8)
     assert (options.pace, options.compression, options.passes, options.step_images) == ("rounds", "bf16", 4, 32)
     assert (options.precision, options.lr_images, options.optimizer) == ("fp16", None, "sgd"), "--lr is as given"
+
+
+def test_every_flag_of_gossip_reaches_the_optimizer():
+    line = (
+        "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
+        "--average-every 10 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
+    )
+    options = parse("torch", line.split())
+    assert options.gossip_settings == {
+        "algorithm": "osgp",
+        "topology": "linear",
+        "peers": {0: 1, 30: 2},
+        "mixing": "uniform",
+        "max_staleness": 3,
+        "hierarchical": True,
+        "average_every": 10,
+        "max_local_steps": 2,
+        "schedule": {0: "allreduce", 5: "osgp", 60: "adpsgd"},
+    }
+    assert {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")} - {
+        "algorithm",
+        "max_staleness",
+    } == GOSSIP
+    assert (options.quorum, options.pace, options.gossips, options.lockstep) == (None, "steps", True, False)
+
+
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd"])
+def test_gossip_without_flags(algorithm):
+    settings = {"topology": None, "peers": 1, "mixing": "uniform", "max_staleness": None, "hierarchical": False}
+    settings |= {"max_local_steps": 4, "average_every": 0, "schedule": None}
+    assert parse("tensorflow", ["--algorithm", algorithm]).gossip_settings == {"algorithm": algorithm, **settings}
+
+
+@pytest.mark.parametrize("binding", ["torch", "tensorflow"])
+def test_the_optimizer_takes_what_the_runner_gives_it(binding):
+    hvd = pytest.importorskip(f"hvd_async.{binding}")
+    if not hasattr(hvd, "GossipOptimizer"):
+        pytest.skip("there is no GossipOptimizer yet")
+    taken = inspect.signature(hvd.GossipOptimizer).parameters
+    settings = parse(binding, ["--algorithm", "sgp"]).gossip_settings
+    assert set(settings) <= set(taken)
+    assert {name: taken[name].default for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("sgp --schedule 3:osgp --max-staleness 2", True),
+        ("sgp --schedule 3:dpsgd --max-staleness 2", False),
+        ("dpsgd --schedule 3:adpsgd --max-local-steps 2", True),
+        ("adpsgd --mixing metropolis", False),
+        ("adpsgd --hierarchical", False),
+        ("adpsgd --average-every 2", False),
+        ("adpsgd --mixing metropolis --schedule 0:dpsgd,4:adpsgd", True),
+    ],
+)
+def test_a_flag_may_be_that_of_any_algorithm_of_the_schedule(capsys, line, known):
+    arguments = ["--algorithm", *line.split()]
+    if known:
+        assert parse("torch", arguments)
+    else:
+        assert "only means something with" in refusal(capsys, *arguments)
 
 
 def test_precision():
@@ -99,7 +165,7 @@ def test_a_flag_wins_over_the_preset():
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        ("--algorithm sgp", "invalid choice"),
+        ("--algorithm easgd", "invalid choice"),
         ("--quorum most", 'take "solo"'),
         ("--quorum 0", "cannot be"),
         ("--quorum 1.5", "fraction in"),
@@ -115,6 +181,34 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm allreduce --pace rounds", "--pace only means something with --algorithm eager"),
         ("--algorithm allreduce --compression bf16", "take fp16, or --algorithm eager --quorum all"),
         ("--compression zip", "invalid choice"),
+        ("--compression int8", "for sgp, osgp or dpsgd"),
+        ("--algorithm allreduce --compression int8", "take fp16"),
+        ("--algorithm adpsgd --compression int8", "for sgp, osgp or dpsgd"),
+        ("--algorithm sgp --compression int8 --schedule 3:adpsgd", "for sgp, osgp or dpsgd"),
+        ("--algorithm sgp --quorum solo", "--quorum only means something with --algorithm eager"),
+        ("--algorithm sgp --pace rounds", "--pace only means something with --algorithm eager"),
+        ("--algorithm sgp --max-staleness 1", "only means something with --algorithm eager or osgp"),
+        ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
+        ("--topology ring", "--topology only means something with --algorithm sgp, osgp, dpsgd or adpsgd"),
+        ("--algorithm allreduce --peers 2", "--peers only means something with --algorithm sgp"),
+        ("--hierarchical", "--hierarchical only means something with --algorithm sgp"),
+        ("--average-every 3", "--average-every only means something with --algorithm sgp"),
+        ("--algorithm allreduce --schedule 5:sgp", "--schedule only means something with --algorithm sgp"),
+        ("--algorithm dpsgd --schedule 0:allreduce,5:sgp", "never comes to --algorithm dpsgd"),
+        ("--algorithm sgp --schedule allreduce", "write it as 0:allreduce,5:sgp"),
+        ("--algorithm sgp --schedule 0:allreduce,soon:sgp", "write it as 0:allreduce,5:sgp"),
+        ("--algorithm sgp --schedule 0:eager", "'eager' is not one of allreduce, sgp"),
+        ("--algorithm sgp --schedule 5:sgp,0:allreduce", "the epochs must rise"),
+        ("--algorithm sgp --topology torus", "invalid choice"),
+        ("--algorithm sgp --mixing equal", "invalid choice"),
+        ("--algorithm sgp --peers 0", "give 1 or more"),
+        ("--algorithm sgp --peers many", "not a whole number"),
+        ("--algorithm sgp --peers 0:1,30", "write it as 0:1,30:2"),
+        ("--algorithm sgp --peers 0:1,30:0", "give 1 or more"),
+        ("--algorithm sgp --peers 30:2", "begin with 0:"),
+        ("--algorithm sgp --peers 0:1,0:2", "the epochs must rise"),
+        ("--algorithm sgp --average-every -1", "give 0 or more"),
+        ("--algorithm adpsgd --max-local-steps 0", "give 1 or more"),
         ("--pace walk", "invalid choice"),
         ("--preset imagenet", "invalid choice"),
         ("--backward-passes-per-step 0", "give 1 or more"),
@@ -146,6 +240,16 @@ def test_what_does_not_fit_the_number_of_ranks():
         parse("torch", ["--quorum", "9"]).at(4)
     with pytest.raises(ValueError, match="start at least 3 ranks"):
         parse("torch", ["--inject", "random:3:0.1"]).at(2)
+
+
+def test_horovodrun_lets_every_flag_through(monkeypatch):
+    # It looks for abbreviations of its own flags even behind the program's name, and dislikes those of several.
+    launch = pytest.importorskip("horovod.runner.launch")
+    flags = [flag for action in build_parser("torch")._actions for flag in action.option_strings[:1]]
+    assert "--hierarchical-gossip" in flags
+    command = ["python", "resnet50.py", *flags]
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *command])
+    assert launch.parse_args().command == command
 
 
 def test_help_names_every_flag_with_its_default():

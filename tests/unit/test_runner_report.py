@@ -11,12 +11,12 @@ from hvd_async.runner.files import write_atomically
 from hvd_async.runner.report import EpochRow, Reporter
 
 
-def row(epoch=1, loss=0.5, accuracy=0.75):
+def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
     ranks = [
         Outcome(4, 3, 4, 0.5, {0: 2, 3: 1}, 1, {1: 3, 2: 1}, (0.25, 1.5), 100, 0.5, 7),
         Outcome(4, 2, 4, 0.125, {0: 1}, 0, {1: 3, 2: 1}, (0.25, 1.5), 60, 1.5, 8),
     ]
-    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0, Totals.of(ranks))
+    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0, distance, Totals.of(ranks))
 
 
 def scalars_in(folder):
@@ -91,6 +91,16 @@ def test_tensorboard_events(tmp_path):
     assert (4, "train/learning_rate", 0.125) in scalars_in(tmp_path)
     assert (10, "test/accuracy", 0.75) in scalars_in(tmp_path)
     assert "train/loss" not in {tag for _, tag, _ in scalars_in(tmp_path)}
+
+
+def test_the_consensus_distance_is_logged_where_there_is_one(tmp_path):
+    with Reporter(enabled=True, epochs=2, log_dir=tmp_path) as reporter:
+        reporter.end_epoch(row(1))
+        reporter.end_epoch(row(2, distance=0.25))
+    logged = [(step, value) for step, tag, value in scalars_in(tmp_path) if tag == "train/consensus_distance"]
+    assert logged == [(20, 0.25)]
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [line["consensus_distance"] for line in csv.DictReader(file)] == ["", "0.25"]
 
 
 COUNTED = {

@@ -1,5 +1,7 @@
 """The loop of the runners, with a trainer that only counts, and ranks as threads."""
 
+import contextlib
+import csv
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -44,14 +46,20 @@ class Clock:
 
 
 class Counter:
-    """A trainer that learns nothing: its loss is 1 / (1 + epochs drained), its accuracy is given."""
+    """A trainer that learns nothing: its loss is 1 / (1 + epochs met), its accuracy is given.
+
+    `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
+    """
 
     checkpoint_suffix = ".txt"
 
-    def __init__(self, clock, size, right=(1.0,), pace=1):
+    def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
         """pace: rounds that this rank sees at each of its steps."""
-        self.clock, self.size, self.right, self.pace = clock, size, list(right), pace
-        self.rates, self.sizes, self.drains, self.seen = [], [], 0, []
+        self.clock, self.size, self.right, self.pace, self.distances = clock, size, list(right), pace, distances
+        self.rates, self.sizes, self.drains, self.seen, self.calls = [], [], 0, [], []
+
+    def begin_epoch(self, epoch):
+        self.calls.append(f"epoch {epoch}")
 
     def train_step(self, batch, rate):
         self.clock.now += 1.0
@@ -66,11 +74,28 @@ class Counter:
 
     def drain(self):
         self.drains += 1
+        self.calls.append("drain")
+
+    @contextlib.contextmanager
+    def consensus(self):
+        self.drains += 1
+        self.calls.append("consensus")
+        yield
+        self.calls.append("own")
+
+    def consensus_distance(self):
+        if not self.distances:
+            return None
+        self.clock.now += 64.0
+        return self.distances[self.drains]
 
     def correct(self, batch):
+        if self.calls[-1:] != ["test"]:
+            self.calls.append("test")
         return round(self.right[min(self.drains, len(self.right)) - 1] * len(batch))
 
     def save(self, path, position):
+        self.calls.append("save")
         path.write_text(json.dumps(astuple(position)))
 
     def restore(self, path):
@@ -83,14 +108,14 @@ class Counter:
         return Replicas(True, 0.0, 0.0)
 
 
-def run_all(size, *line, right=(1.0,), paces=()):
+def run_all(size, *line, right=(1.0,), paces=(), distances=()):
     """(summaries, trainers) of a whole job with digits at 8 x 8."""
     job, options = Job(size), parse("torch", ["--image-size", "8", *line])
 
     def rank(index):
         clock = Clock()
         run = Run(options, job.world(index), clock=lambda: clock.now, sleep=clock.sleep)
-        trainer = Counter(clock, size, right, paces[index] if paces else 1)
+        trainer = Counter(clock, size, right, paces[index] if paces else 1, distances)
         return run.fit(trainer), trainer
 
     with ThreadPoolExecutor(size) as pool:
@@ -250,6 +275,43 @@ def test_in_pace_rounds_a_rank_without_images_does_not_go_round_for_ever():
     options = parse("torch", ["--pace", "rounds", "--image-size", "8"]).at(2000)
     course = Course(options, open_source("digits", 8, vary=False, workers=1), 1999, 2000)
     assert list(course.batches(0, lambda: 0)) == []
+
+
+GOSSIPING = ("--algorithm", "sgp", "--batch-size", "719", "--epochs", "3")
+
+
+def test_a_test_of_gossip_leaves_the_ranks_their_own_weights_until_the_end():
+    summaries, (trainer, _) = run_all(2, *GOSSIPING, distances=(0.5, 0.25, 0.125))
+    looked = ["consensus", "test", "own"]
+    assert trainer.calls == ["epoch 0", *looked, "epoch 1", *looked, "epoch 2", "drain", "test"]
+    assert summaries[0]["consensus_distance"] == 0.125, "before the last drain"
+    assert summaries[0]["replicas_identical"], "after it"
+
+
+def test_a_checkpoint_of_gossip_is_for_any_number_of_ranks(tmp_path):
+    _, (saver, other) = run_all(2, *GOSSIPING, "--checkpoint-dir", str(tmp_path), distances=(0.5,) * 3)
+    assert saver.calls[:4] == ["epoch 0", "drain", "test", "save"]
+    assert "consensus" not in saver.calls + other.calls
+
+
+def test_epochs_without_a_test_and_epochs_after_a_resume(tmp_path):
+    _, (trainer,) = run_all(1, *GOSSIPING, "--eval-every", "2")
+    assert trainer.calls[:3] == ["epoch 0", "consensus", "own"]
+    kept = [*GOSSIPING, "--checkpoint-dir", str(tmp_path), "--resume"]
+    run_all(1, *kept, "--steps", "4")
+    _, (trainer,) = run_all(1, *kept)
+    assert trainer.calls[0] == "epoch 2"
+
+
+def test_measuring_the_distance_is_no_training_time(tmp_path):
+    line = (*GOSSIPING, "--inject", "rank:1:2", "--log-dir", str(tmp_path))
+    summaries, (trainer, _) = run_all(2, *line, distances=(0.5, 0.25, 0.125))
+    assert trainer.clock.now == 3 * 65
+    assert summaries[0]["images_per_sec"] == pytest.approx(1438 / 3), "of the slower rank"
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["images_per_sec"]) for row in rows] == pytest.approx([1438 / 3] * 3)
+    assert [float(row["consensus_distance"]) for row in rows] == [0.5, 0.25, 0.125]
 
 
 def test_a_step_of_several_backward_passes_takes_their_images():

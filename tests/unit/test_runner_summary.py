@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -91,6 +92,71 @@ def test_a_synchronous_outcome():
     summary = summary_of([Figures(outcome, 1, 1.0, 0.0, (1.0,))] * 3)
     assert (summary["fresh"], summary["contributors"]) == (1.0, {"mean": 3.0})
     assert summary["held_s_by_rank"] is summary["bytes_sent"] is summary["latency_s"] is summary["peak_bytes"] is None
+
+
+@dataclass
+class Counted:
+    """What `Outcome.of_gossip` reads of GossipStats."""
+
+    exchanges: int = 4
+    wait_s: float = 0.5
+    staleness: dict[int, int] = field(default_factory=lambda: {0: 3, 2: 1})
+    bytes_sent: int = 100
+    latency_s: float = 0.25
+    waited_for: tuple[float, ...] = ()
+
+
+def two_gossiping_ranks():
+    outcomes = [
+        Outcome.of_gossip(Counted(waited_for=(0.0, 0.5)), 1),
+        Outcome.of_gossip(Counted(exchanges=5, wait_s=1.5, staleness={0: 4}, waited_for=(1.25, 0.25)), 0),
+    ]
+    return [Figures(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
+
+
+def test_gossip_says_nothing_of_gradients():
+    apart = Replicas(True, 0.0, 0.125)
+    summary = summary_of(two_gossiping_ranks(), replicas=apart, line=["--algorithm", "sgp"])
+    assert set(summary) == CONTRACT
+    assert (summary["algorithm"], summary["quorum"], summary["rounds"]) == ("sgp", None, 5)
+    assert (summary["gradients_produced"], summary["gradients_applied"], summary["gradients_skipped"]) == (
+        None,
+        None,
+        1,
+    )
+    assert (summary["staleness"], summary["fresh"]) == ({"mean": 0.25, "max": 2}, 0.875)
+    assert summary["contributors"] == {"mean": None}
+    assert (summary["wait_s_by_rank"], summary["held_s_by_rank"]) == ([0.5, 1.5], [1.25, 0.75])
+    assert (summary["bytes_sent"], summary["latency_s"], summary["peak_bytes"]) == (200, 0.25, None)
+    assert (summary["consensus_distance"], summary["replicas_identical"]) == (0.125, True)
+
+
+def test_what_gossip_has_counted_since():
+    now, before = (Outcome.of_gossip(Counted(waited_for=waited), 2) for waited in ((2.0, 1.0), (0.5, 0.0)))
+    since = now.since(before)
+    assert (since.rounds, since.produced, since.applied, since.skipped) == (0, None, None, 0)
+    assert since.waited_for == (1.5, 1.0)
+    idle = Outcome.of_gossip(Counted(), 0)
+    assert now.since(idle).waited_for == (2.0, 1.0), "nothing was counted before the first step"
+    assert Totals.of([idle, now]).held_s == (2.0, 1.0)
+    assert now.since(now).waited_for == (0.0, 0.0)
+    assert Totals.of([idle, idle]).held_s is None
+
+
+def test_the_end_of_gossip_for_people():
+    def text(skipped=1):
+        summary = summary_of(two_gossiping_ranks(), replicas=Replicas(True, 0.0, 0.125), line=["--algorithm", "sgp"])
+        return describe({**summary, "gradients_skipped": skipped}, ["none"], WELL)
+
+    assert "torch sgp on 2 ranks: 2 steps a rank, 5 exchanges" in text()
+    assert "mean 0.25 steps late, at most 2; an exchange took 250.0 ms" in text()
+    assert "distance 0.125 before the last drain" in text()
+    assert "1 skipped, as they overflowed" in text()
+    assert "gradient" not in text(0)
+    silent = {"staleness": {"mean": None, "max": None}, "latency_s": None}
+    summary = summary_of(two_gossiping_ranks(), line=["--algorithm", "adpsgd"])
+    assert "messages       none\n" in describe({**summary, **silent}, ["none"], WELL)
+    assert "bit-identical on all ranks" in text()
 
 
 def test_what_was_counted_since():

@@ -10,25 +10,38 @@ from horovod.tensorflow.keras import elastic  # noqa: F401
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
+from hvd_async.tensorflow.gossip import GossipOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
 
 
-def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Load a Keras model and wrap its optimizer (with the state that was saved) in ``EagerOptimizer(**options)``.
+def load_model(
+    filepath: Any, custom_objects: dict[str, Any] | None = None, wrapper: Any = EagerOptimizer, **options: Any
+) -> Any:
+    """Load a Keras model and wrap its optimizer, with the state that was saved.
 
     Args:
         filepath: a ``.keras`` file.
         custom_objects: as in ``keras.models.load_model``.
-        options: of ``EagerOptimizer``, e.g. ``quorum``.
+        wrapper: ``EagerOptimizer`` or ``GossipOptimizer``.
+        options: of the wrapper, e.g. ``quorum``.
     """
     model = keras.models.load_model(filepath, custom_objects=custom_objects)
     if getattr(model, "optimizer", None) is not None:
         options.setdefault("model", model)
-        model.optimizer = EagerOptimizer(model.optimizer, **options)
+        model.optimizer = wrapper(model.optimizer, **options)
     return model
 
 
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (Compression, DistributedOptimizer, EagerOptimizer, broadcast_variables, callbacks, join, shutdown)
+_ours = (
+    Compression,
+    DistributedOptimizer,
+    EagerOptimizer,
+    GossipOptimizer,
+    broadcast_variables,
+    callbacks,
+    join,
+    shutdown,
+)

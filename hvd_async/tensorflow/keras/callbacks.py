@@ -1,11 +1,14 @@
 """Horovod's Keras callbacks, made to work on Keras 3 and with our optimizers.
 
-All drain the optimizer before they communicate, before evaluation inside ``fit()``, and when ``fit()`` ends, so that
-ranks with different numbers of batches meet. Use the same ones, in the same order, on every rank.
+All have the ranks meet before they communicate, before evaluation inside ``fit()``, and when ``fit()`` ends, so that
+ranks with different numbers of batches do: they drain the optimizer. Of a ``GossipOptimizer``, evaluation inside
+``fit()`` sees the average of all ranks, and each rank goes on with its own weights, until ``fit()`` ends with a drain.
+Use the same callbacks, in the same order, on every rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,51 +21,114 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and Be
 
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.functions import broadcast_variables
+from hvd_async.tensorflow.gossip_mixin import GossipMixin
 from hvd_async.tensorflow.mixin import EagerMixin
 
 
-def eager_optimizer(model: Any) -> Any:
+def our_optimizer(model: Any) -> Any:
     """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return optimizer if isinstance(optimizer, EagerMixin) else None
+    return optimizer if isinstance(optimizer, EagerMixin | GossipMixin) else None
+
+
+class _Meeting:
+    """Where the ranks of one ``fit()`` have met; the callbacks of a model share it.
+
+    Attributes:
+        at: the point where they were last.
+        drains: whether gossip is drained at the end of each epoch.
+        evaluation: closed when it ends.
+    """
+
+    def __init__(self) -> None:
+        self.at: tuple[str, int] | None = None
+        self.drains = False
+        self.evaluation = contextlib.ExitStack()
 
 
 class _Draining(keras.callbacks.Callback):
-    """Drains at the points where ranks meet; several callbacks of one model share each drain."""
+    """Has ranks meet at the points where they must; several callbacks of one model share each meeting."""
 
     _training = False
 
-    def _drain(self, point: tuple[str, int]) -> None:
-        optimizer = eager_optimizer(self.model)
-        if optimizer is None or getattr(self.model, "_hvd_async_drained_at", None) == point:
-            return
+    @property
+    def _meeting(self) -> _Meeting:
+        meeting: _Meeting | None = getattr(self.model, "_hvd_async_meeting", None)
+        if meeting is None:
+            meeting = _Meeting()
+            object.__setattr__(self.model, "_hvd_async_meeting", meeting)
+        return meeting
+
+    def _optimizer_at(self, point: tuple[str, int]) -> Any:
+        """The optimizer, ready to meet the other ranks' at ``point``; None if it has, or is none of ours."""
+        optimizer = our_optimizer(self.model)
+        if optimizer is None or self._meeting.at == point:
+            return None
+        self._meeting.at = point
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         if optimizer._async.model is None:
             optimizer._async.model = self.model  # so that batch-norm statistics agree too
-        optimizer.drain()
-        object.__setattr__(self.model, "_hvd_async_drained_at", point)
+        return optimizer
+
+    def _together(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """In it the model is the same on all ranks; afterwards too, unless gossip goes on."""
+        if isinstance(optimizer, GossipMixin) and not self._meeting.drains:
+            return optimizer.consensus()
+        if optimizer is not None:
+            optimizer.drain()
+        return contextlib.nullcontext()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._training, self._epoch = True, 0
-        object.__setattr__(self.model, "_hvd_async_drained_at", None)
+        self._meeting.at = None
+        self._meeting.evaluation.close()  # one that was broken off
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        object.__setattr__(self.model, "_hvd_async_drained_at", None)
+        self._meeting.at = None
+        optimizer = our_optimizer(self.model)
+        if isinstance(optimizer, GossipMixin):
+            optimizer.set_epoch(epoch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._training:
-            self._drain(("epoch", self._epoch))
+        optimizer = self._optimizer_at(("epoch", self._epoch)) if self._training else None
+        self._meeting.evaluation.enter_context(self._together(optimizer))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._meeting.evaluation.close()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Also where only some ranks validate: all drain once an epoch, these before it and the others here.
-        self._drain(("epoch", epoch))
+        # Also where only some ranks validate: all meet once an epoch, these before it and the others here.
+        with self._together(self._optimizer_at(("epoch", epoch))):
+            pass
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._drain(("end", 0))
-        self._training = False
+        optimizer = self._optimizer_at(("end", 0))
+        if optimizer is not None:
+            optimizer.drain()
+        self._training = self._meeting.drains = False
+
+
+class GossipEpochCallback(_Draining):
+    """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths.
+
+    (The other callbacks here do so too; one of them is enough.)
+
+    Args:
+        drain: average all ranks at the end of each epoch, so that what is saved there (``ModelCheckpoint``) is the
+            average, and training goes on from it. Without it a rank saves its own weights there, and the average when
+            ``fit()`` has ended.
+    """
+
+    def __init__(self, drain: bool = False) -> None:
+        super().__init__()
+        self.drain = drain
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._meeting.drains = self.drain
 
 
 class BroadcastGlobalVariablesCallback(_Draining):
@@ -93,7 +159,7 @@ class BroadcastGlobalVariablesCallback(_Draining):
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        ours = eager_optimizer(self.model)
+        ours = our_optimizer(self.model)
         if ours is not None and ours._async.worker is not None:
             ours.drain()
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
@@ -139,7 +205,7 @@ class StopAtRounds(_Draining):
         self.rounds = rounds
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        optimizer = eager_optimizer(self.model)
+        optimizer = our_optimizer(self.model)
         if optimizer is not None and optimizer.rounds >= self.rounds:
             self.model.stop_training = True
 
@@ -158,8 +224,8 @@ class LearningRateScheduleCallback(_Draining):
         multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
         start_epoch, end_epoch: where it holds; ``end_epoch`` None: to the end.
         staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
-        momentum_correction: scale SGD's velocity by new over old rate when it changes; done when the round that
-            carries the new rate is applied, so the replicas stay equal.
+        momentum_correction: scale SGD's velocity by new over old rate when it changes; with ``EagerOptimizer`` when
+            the round that carries the new rate is applied, so the replicas stay equal.
         steps_per_epoch: for ``staircase=False``; found out from ``fit()`` if None.
     """
 
@@ -185,8 +251,8 @@ class LearningRateScheduleCallback(_Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        optimizer = eager_optimizer(self.model)
-        if optimizer is not None and self.momentum_correction:
+        optimizer = our_optimizer(self.model)
+        if isinstance(optimizer, EagerMixin) and self.momentum_correction:
             optimizer._async.momentum_correction = True
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
@@ -203,7 +269,13 @@ class LearningRateScheduleCallback(_Draining):
             self._adjust(self._epoch + batch / self.steps_per_epoch)
 
     def _adjust(self, epoch: float) -> None:
-        self.model.optimizer.learning_rate.assign(self.initial_lr * self.multiplier(epoch))
+        optimizer, rate = self.model.optimizer, self.initial_lr * self.multiplier(epoch)
+        before = float(raw(optimizer.learning_rate))
+        optimizer.learning_rate.assign(rate)
+        ours = our_optimizer(self.model)
+        if isinstance(ours, GossipMixin) and self.momentum_correction and before > 0:  # (no rounds: done here and now)
+            for velocity in getattr(ours, "momentums", None) or []:
+                velocity.assign(raw(velocity) * (rate / before))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)

@@ -20,7 +20,7 @@ from hvd_async.eager import EagerWorker
 from hvd_async.events import Command, Go
 from hvd_async.protocols import Vector
 
-from ..schedule import RIVALS
+from ..schedule import RIVALS, gossip_of
 from . import arms
 from .common import Job
 
@@ -137,7 +137,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     train, test = fold(block["fold"])
     optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
     name = "solo" if block["arm"] == "drops_late" else block["arm"]
-    more = {"seed": block["seed"]} if name not in RIVALS else {}
+    more = {"seed": block["seed"]} if name not in RIVALS and gossip_of(name) is None else {}
     delays = [row[job.rank] for row in block["times"]]
     with forgetful(block["arm"] == "drops_late"):
         arm = arms.Arm(name, model, optimizer, job, **more)
@@ -145,12 +145,17 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         started = time.perf_counter()
         fit(job, arm, block, train, delays)
         elapsed = time.perf_counter() - started
+    distance = arm.distance()
     arm.drain()
     stats = arm.stats()
     own = {
         "elapsed": elapsed,
         "accuracy": accuracy(model, test) if job.rank == 0 else None,
         "identical": arm.identical(),
+        "distance": distance,
+        "norm": arm.norm(),
+        "averagings": stats.get("averagings"),
+        "steps": len(delays),
         "staleness": stats.get("staleness", {}),
         "skipped": stats.get("gradients_skipped", 0),
     }

@@ -1,8 +1,9 @@
-"""A torch model trained by one of the arms: Horovod's optimizer, torch's DDP, or ours with one of its quorums."""
+"""A torch model trained by one of the arms: Horovod's optimizer, torch's DDP, ours with a quorum, ours by gossip."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed
 import hvd_async.torch as hvd
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import quorum_of
+from ..schedule import gossip_of, quorum_of
 from .common import Job, counted
 
 POLL = 0.0005
@@ -62,16 +63,17 @@ class Arm:
         model: the same on all ranks.
         optimizer: of the model's parameters; not wrapped.
         job: this rank.
-        eager: further arguments of ``EagerOptimizer``.
+        own: further arguments of ``EagerOptimizer`` or ``GossipOptimizer``.
 
     Attributes:
+        gossip: (algorithm, compression) of an arm that gossips, else None.
         waited: seconds that this rank's training thread has waited for others, in all.
     """
 
     def __init__(
-        self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, **eager: Any
+        self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, **own: Any
     ) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self.gossip = name, model, gossip_of(name)
         self.ours = name not in ("horovod", "ddp")
         self.optimizer: Any = optimizer
         self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
@@ -82,13 +84,13 @@ class Arm:
             _start_ddp(job)
             self.model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         else:
-            self.optimizer = hvd.EagerOptimizer(
-                optimizer,
-                named_parameters=model.named_parameters(),
-                named_buffers=model.named_buffers(),
-                quorum=quorum_of(name),
-                **eager,
-            )
+            own |= {"named_parameters": model.named_parameters(), "named_buffers": model.named_buffers()}
+            if self.gossip is None:
+                self.optimizer = hvd.EagerOptimizer(optimizer, quorum=quorum_of(name), **own)
+            else:
+                algorithm, compression = self.gossip
+                own |= {"algorithm": algorithm, "compression": getattr(hvd.Compression, compression)}
+                self.optimizer = hvd.GossipOptimizer(optimizer, **own)
 
     def train(self, loss: Loss, delay: float = 0.0) -> None:
         """One step; ``delay`` s of sleep stand for computation, before the gradients are there."""
@@ -114,8 +116,16 @@ class Arm:
         """As above."""
         return float(self.optimizer.stats().wait_s) if self.ours else self._waited
 
+    def distance(self) -> float | None:
+        """Collective: how far the ranks' weights are from their mean (root mean square); None unless it gossips."""
+        return self.optimizer.consensus_distance() if self.gossip else None
+
+    def norm(self) -> float:
+        """The norm of this rank's weights."""
+        return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
+
     def drain(self) -> None:
-        """Apply every gradient everywhere, and let batch-norm statistics agree."""
+        """Apply every gradient everywhere, or end with the ranks' average; and let batch-norm statistics agree."""
         if self.ours:
             self.optimizer.drain()
             return

@@ -73,6 +73,18 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
+def difference(after: Any, before: Any) -> Any:
+    """What has been counted since ``before``, in numbers, lists and dictionaries alike."""
+    if isinstance(after, dict):
+        return {key: difference(value, before.get(key)) for key, value in after.items()}
+    if isinstance(after, list):
+        earlier = before if before else [0] * len(after)
+        return [difference(a, b) for a, b in zip(after, earlier, strict=True)]
+    if isinstance(after, int | float) and not isinstance(after, bool):
+        return after - (before or 0)
+    return after
+
+
 def resident_mb() -> float:
     """This process's memory, in MB (10^6 bytes)."""
     return float(psutil.Process().memory_info().rss) / 1e6

@@ -15,16 +15,20 @@ LOOKS = 400
 """How often each rank notes its memory."""
 
 
+def small() -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model, and a batch for it."""
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)), torch.randn(4, 16)
+
+
 def main() -> None:
     """Run the plan."""
     job = arms.start()
     plan = job.plan
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    model, inputs = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     arm = arms.Arm(plan["arm"], model, optimizer, job)
     draws = random.Random(1000 * plan["seed"] + job.rank)
-    inputs = torch.randn(4, 16)
     notes = (job.folder / f"soak.{job.rank}.jsonl").open("a", buffering=1)
     every = max(1, plan["rounds"] // LOOKS)
     started = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import arms
-from .common import Job
+from .common import Job, difference
 
 WARM_UP = 3
 """Untimed steps of each block: the ranks meet, DDP orders its buckets, Horovod fills its cache."""
@@ -17,18 +17,6 @@ WARM_UP = 3
 def small() -> torch.nn.Module:
     """So small that its computation and its messages do not count."""
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-
-
-def difference(after: Any, before: Any) -> Any:
-    """What has been counted since ``before``, in numbers, lists and dictionaries alike."""
-    if isinstance(after, dict):
-        return {key: difference(value, before.get(key)) for key, value in after.items()}
-    if isinstance(after, list):
-        earlier = before if before else [0] * len(after)
-        return [difference(a, b) for a, b in zip(after, earlier, strict=True)]
-    if isinstance(after, int | float) and not isinstance(after, bool):
-        return after - (before or 0)
-    return after
 
 
 def run_block(job: Job, block: dict[str, Any]) -> None:

@@ -1,0 +1,145 @@
+"""``GossipOptimizer`` for Keras 3 on TensorFlow: each rank trains its own weights and mixes them with a few others'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvd_async.options import check_gossip_options, compression_name, host_size
+from hvd_async.sharers import sharers_of
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.compression import Compression
+from hvd_async.tensorflow.gossip_mixin import GossipMixin
+from hvd_async.tensorflow.gossip_state import State
+from hvd_async.tensorflow.scaling import GossipScaleMixin, OuterMixin
+from hvd_async.wrapping import Wrapped, derived
+
+
+def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    algorithm: str = "sgp",
+    topology: Any = None,
+    peers: int | Mapping[int, int] = 1,
+    mixing: Any = "uniform",
+    max_staleness: int | None = None,
+    hierarchical: bool | int = False,
+    max_local_steps: int = 4,
+    average_every: int = 0,
+    schedule: Mapping[int, str] | None = None,
+    model: Any = None,
+    buffers: str = "average",
+) -> Any:
+    """Wrap a Keras 3 optimizer so that each rank steps by itself and mixes its weights with its neighbours'.
+
+    Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
+    to all. So learning rates, schedules, clipping, weight decay and moving averages are each rank's own (``drain()``
+    averages the moving averages of ``use_ema``). Constructing it does not communicate. Compile the model with
+    ``jit_compile=False`` (XLA cannot wait for other ranks).
+
+    Args:
+        optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
+            place; do not use both. With ``mixed_float16`` pass a ``LossScaleOptimizer``, or have Keras put one around;
+            a step that overflows is none. With Keras' own ``gradient_accumulation_steps`` the weights are mixed when
+            they have moved.
+        name: of the optimizer, as in Horovod.
+        device_dense, device_sparse: where the vector of all weights is put together, and where sparse gradients are
+            made dense if ``backward_passes_per_step`` adds them up.
+        compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
+            to what the neighbour knows already, with error feedback (CHOCO-SGD, Koloskova et al., 2019). What
+            compression leaves out stays with the sender, so the ranks' mean does not change.
+        sparse_as_dense: nothing to do: gradients do not travel.
+        gradient_predivide_factor, num_groups, groups: of gradients that travel; refused here.
+        op: ``hvd.Average``.
+        backward_passes_per_step: so many ``apply()`` calls are added up on this rank and make one step, whose weights
+            are mixed; the others return at once. ``iterations`` counts steps.
+        average_aggregated_gradients: divide their sum by their number.
+        process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step by
+            themselves.
+        scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not mixed, by the
+            number of ranks, as Horovod does.
+        algorithm: "sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to
+            ``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: pairs
+            of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" (weights are
+            averaged over all ranks after every step).
+        topology: a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "exponential" for
+            sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd.
+        peers: how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}.
+        mixing: "uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of
+            such, one a step in turn.
+        max_staleness: steps a message of osgp may be late; None: 1.
+        hierarchical: average the ranks of a host first, then gossip between hosts, one partner a host. (A number: that
+            many ranks are a host.)
+        max_local_steps: steps that a rank of adpsgd may take between two averagings.
+        average_every: average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never.
+        schedule: {epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch``, which the callbacks
+            of ``hvd_async.tensorflow.keras`` call, makes it so.
+        model: the model that is trained, so that ``drain()`` and ``consensus()`` make its batch-norm statistics agree.
+        buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
+
+    Returns:
+        An instance of the wrapped optimizer's class with the methods of ``GossipMixin``.
+
+    Raises:
+        ValueError: an argument that cannot be; the message says what can.
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
+    check_gossip_options(
+        op, hvd.Average, gradient_predivide_factor, groups or num_groups, backward_passes_per_step, buffers
+    )
+    known = {one: getattr(Compression, one) for one in ("none", "fp16", "bf16", "int8")}
+    options = {
+        "algorithm": algorithm,
+        "graph": topology,
+        "peers": peers,
+        "weights": mixing,
+        "max_staleness": max_staleness,
+        "max_local_steps": max_local_steps,
+        "average_every": average_every,
+        "compression": compression_name(compression, known),
+        "local_size": host_size(hierarchical, hvd),
+    }
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = optimizer.inner_optimizer if scaled else optimizer
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
+    if isinstance(optimizer, OuterMixin) or isinstance(inner, Wrapped):
+        raise ValueError("this optimizer averages over ranks already: wrap the plain one")
+    state = State(
+        sharers,
+        options,
+        schedule,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        devices=(device_dense, device_sparse),
+        scale_local=scale_local_gradients,
+        model=model,
+        buffers=buffers,
+    )
+    wrapped = derived(inner, GossipMixin)
+    vars(wrapped)["_async"] = state
+    LIFECYCLE.add(wrapped)
+    if scaled:
+        outer = derived(optimizer, GossipScaleMixin)
+        vars(outer)["inner_optimizer"] = wrapped
+        wrapped = outer
+    if name is not None:
+        vars(wrapped)["name"] = name
+    return wrapped

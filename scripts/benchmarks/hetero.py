@@ -1,0 +1,180 @@
+"""One rank is slower than the others for good: samples a second of all ranks together, in the same time."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from . import plot
+from .intervals import spread
+from .launch import Block, Progress, Say, repetitions
+from .launch import run as run_job
+from .report import Column, Goal, Report, Row, row
+from .schedule import SYNCHRONOUS, gossip_of, parse_arms
+from .timed import START
+
+HELP = "the last rank is 10 times slower in every step: samples a second of all ranks, averagings a step"
+COLUMNS = (
+    Column("arm", "arm"),
+    Column("samples/s", "value", ".1f"),
+    Column("low", "low", ".1f"),
+    Column("high", "high", ".1f"),
+    Column("speed-up", "speedup", ".3f"),
+    Column("bound", "bound", ".3f"),
+    Column("of bound", "of_bound", ".3f"),
+    Column("fast s/step", "fast_step_s", ".3f"),
+    Column("slow s/step", "slow_step_s", ".3f"),
+    Column("waited", "fast_wait_s", ".3f"),
+    Column("averagings/step", "averagings", ".3f"),
+    Column("least", "averagings_least", ".3f"),
+    Column("exchange s", "latency_s", ".3f"),
+)
+TOO_BUSY = 1.08
+"""Horovod's step over the slow rank's computation; beyond that the machine was too busy."""
+LEAST_SPEEDUP, LEAST_AVERAGINGS = 8.0, 0.9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The case's own options."""
+    parser.set_defaults(ranks=8, arms="horovod,adpsgd", repetitions=3)
+    parser.add_argument("--compute", type=float, default=0.3, metavar="S", help="a fast rank's step, slept")
+    parser.add_argument("--slow", type=float, default=10.0, metavar="K", help="how many times slower the last rank is")
+    parser.add_argument(
+        "--window", type=float, default=60.0, metavar="S", help="of each block; ranks stop when it ends"
+    )
+    parser.add_argument("--megabytes", type=float, default=4.0, help="of weights")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples a rank and step")
+
+
+def run(args: argparse.Namespace, say: Say) -> Report:
+    """Measure and judge."""
+    if args.quick:
+        args.window, args.repetitions = min(args.window, 12.0), 1
+    arms = parse_arms(args.arms, args.ranks, gossip=True)
+    setting = {"compute": args.compute, "slowdown": args.slow, "window": args.window, "megabytes": args.megabytes}
+    setting |= {"batch": args.batch_size, "seed": 0}
+    blocks = [
+        {**setting, "arm": arm, "repetition": repetition, "synchronous": arm in SYNCHRONOUS}
+        for repetition, arm in repetitions(arms, args.repetitions)
+    ]
+    say(f"{len(blocks)} blocks of {args.window:g} s")
+    progress = Progress(len(blocks), say)
+
+    def on_block(block: Block) -> None:
+        progress(f"{block['arm']}: {samples_per_second(block):.1f} samples/s")
+
+    longest = args.window + 3 * args.slow * args.compute + 10
+    limit = args.limit * 60 if args.limit else START + 2 * longest * len(blocks)
+    found = run_job("hetero", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+    report = Report("hetero", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
+    judge(report)
+    return report
+
+
+def samples_per_second(block: Block) -> float:
+    """Of all ranks together: steps that have ended within the window; where all step together, those of them all."""
+    ends = [own["ends"] for own in block["by_rank"]]
+    window = max(own[-1] for own in ends) if block["synchronous"] else block["window"]
+    return float(block["batch"] * sum(end <= window for own in ends for end in own) / window)
+
+
+def step_seconds(own: dict[str, Any]) -> float:
+    """Of one rank."""
+    return float(own["ends"][-1] / len(own["ends"]))
+
+
+def averagings(block: Block) -> list[float]:
+    """Of each fast rank, a step."""
+    fast = [own["stats"] for own in block["by_rank"][:-1]]
+    return [stats["averagings"] / stats["steps"] for stats in fast]
+
+
+def bound_of(arm: str, ranks: int, slow: float) -> float | None:
+    """The best speed-up in the long run: where nobody waits, each rank is as quick as it can be; where all wait for
+    their neighbours, all are as slow as the slowest."""
+    how = gossip_of(arm)
+    if arm == "solo" or (how and how[0] == "adpsgd"):
+        return (slow * (ranks - 1) + 1) / ranks
+    return 1.0 if arm in SYNCHRONOUS or how else None
+
+
+def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
+    """One row an arm, in the order of the first repetition. ``fast_...``: medians over the ranks that are not slow."""
+    arms = list(dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0))
+    by_arm = {arm: [block for block in blocks if block["arm"] == arm] for arm in arms}
+    base = spread([samples_per_second(b) for b in by_arm["horovod"]]).value if "horovod" in by_arm else None
+    rows = []
+    for arm, mine in by_arm.items():
+        rate = spread([samples_per_second(block) for block in mine])
+        bound = bound_of(arm, len(mine[0]["by_rank"]), setting["slowdown"])
+        speedup = rate.value / base if base else None
+        own = [averagings(block) for block in mine] if gossip_of(arm) else []
+        latency = [own["latency_s"] for block in mine for own in block["by_rank"] if own["latency_s"] is not None]
+        rows.append(
+            row(
+                arm,
+                setting,
+                *(rate.value, "samples/s of all ranks", rate.low, rate.high),
+                speedup=speedup,
+                bound=bound,
+                of_bound=speedup / bound if speedup and bound else None,
+                fast_step_s=_median(mine, step_seconds),
+                slow_step_s=statistics.median(step_seconds(block["by_rank"][-1]) for block in mine),
+                fast_wait_s=_median(mine, lambda own: own["waited"] / len(own["ends"])),
+                averagings=statistics.median(statistics.fmean(each) for each in own) if own else None,
+                averagings_least=statistics.median(min(each) for each in own) if own else None,
+                latency_s=statistics.median(latency) if latency else None,
+                identical=all(own["identical"] for block in mine for own in block["by_rank"]),
+            )
+        )
+    return rows
+
+
+def _median(blocks: list[Block], figure: Callable[[dict[str, Any]], float]) -> float:
+    """Of a figure of the fast ranks."""
+    return statistics.median(figure(own) for block in blocks for own in block["by_rank"][:-1])
+
+
+def judge(report: Report) -> None:
+    """Add what must show."""
+    by_arm = {each["arm"]: each for each in report.rows}
+    if "horovod" in by_arm:
+        setting = by_arm["horovod"]["setting"]
+        over = by_arm["horovod"]["slow_step_s"] / (setting["compute"] * setting["slowdown"])
+        report.goals.append(Goal("Horovod's step over the slow rank's work", over, f"<= {TOO_BUSY}", over <= TOO_BUSY))
+        if over > TOO_BUSY:
+            report.notes.append(f"the machine was too busy: Horovod's arm took {over:.2f} of its bound")
+    if "adpsgd" not in by_arm:
+        return
+    own = by_arm["adpsgd"]
+    if own["speedup"] is not None:
+        wanted = f">= {LEAST_SPEEDUP:g}, of {own['bound']:.3f}"
+        met = own["speedup"] >= LEAST_SPEEDUP
+        report.goals.append(Goal("adpsgd's samples a second over Horovod's", own["speedup"], wanted, met))
+    least = own["averagings_least"]
+    what = "adpsgd's averagings a step, the fast rank that has fewest"
+    report.goals.append(Goal(what, least, f">= {LEAST_AVERAGINGS}", least >= LEAST_AVERAGINGS))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    """Samples a second with their bounds; step times of fast ranks and the slow one."""
+    axes = figure.subplots(1, 2)
+    names = [each["arm"] for each in rows]
+    base = next((each["value"] for each in rows if each["arm"] == "horovod"), None)
+    for place, each in enumerate(rows):
+        fill, hatch = plot.colour(each["arm"], names)
+        look = {"color": fill, "hatch": hatch, "edgecolor": "white" if fill == "#000000" else "black"}
+        sides = [[each["value"] - each["low"]], [each["high"] - each["value"]]]
+        axes[0].bar(place, each["value"], 0.7, yerr=sides, capsize=4, ecolor="#555555", **look)
+        if base and each["bound"]:
+            axes[0].hlines(base * each["bound"], place - 0.45, place + 0.45, colors="black", linestyles="--")
+        axes[1].bar(place - 0.2, each["fast_step_s"], 0.38, **look)
+        axes[1].bar(place + 0.2, each["slow_step_s"], 0.38, alpha=0.5, **look)
+    axes[0].plot([], [], "k--", label="Horovod's x the bound")
+    for one in axes:
+        one.set_xticks(range(len(names)), names)
+    plot.label(axes[0], "all ranks together", "arm", "samples a second")
+    plot.label(axes[1], "a step: fast ranks (left), the slow one (right, pale)", "arm", "seconds")
+    plot.legend(figure, axes[0])

@@ -1,0 +1,76 @@
+"""The job of ``hetero``: every rank steps at its own pace until a time is over; the last one is slower."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from ..schedule import RIVALS, gossip_of
+from . import arms
+from .common import Job, difference
+
+WARM_UP = 3
+"""Untimed steps of each block, without sleep."""
+
+
+def dense(megabytes: float, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """One square layer of so many megabytes, and a batch for it."""
+    side = round(math.sqrt(megabytes * 1e6 / 4))
+    return torch.nn.Linear(side, side, bias=False), torch.randn(batch, side)
+
+
+def run_block(job: Job, block: dict[str, Any]) -> None:
+    """One arm for one window."""
+    torch.manual_seed(0)
+    model, inputs = dense(block["megabytes"], block["batch"])
+    paced = block["arm"] not in RIVALS and gossip_of(block["arm"]) is None and not block["synchronous"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    arm = arms.Arm(block["arm"], model, optimizer, job, **({"pace": "rounds"} if paced else {}))
+
+    def loss(trained: torch.nn.Module) -> torch.Tensor:
+        value: torch.Tensor = trained(inputs).square().mean()
+        return value
+
+    for _ in range(WARM_UP):
+        arm.train(loss)
+    arm.drain()
+    slowest = block["compute"] * block["slowdown"]
+    compute = slowest if job.rank == job.size - 1 else block["compute"]
+    most = max(1, round(block["window"] / slowest)) if block["synchronous"] else math.inf
+    before, waited = arm.stats(), arm.waited
+    job.barrier()
+    started = time.perf_counter()
+    ends: list[float] = []
+    while len(ends) < most and (block["synchronous"] or not ends or ends[-1] < block["window"]):
+        arm.train(loss, compute)
+        ends.append(time.perf_counter() - started)
+    waited, after = arm.waited - waited, arm.stats()
+    own = {"ends": ends, "waited": waited, "stats": difference(after, before), "latency_s": latency(before, after)}
+    arm.drain()
+    own["identical"] = arm.identical()
+    arm.close()
+    job.record(block, own)
+
+
+def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Mean seconds of an exchange, or round, of those that have come in between."""
+    count = "exchanges" if "exchanges" in after else "rounds"
+    if after.get(count, 0) == before.get(count, 0):
+        return None
+    seconds = after["latency_s"] * after[count] - before["latency_s"] * before[count]
+    return float(seconds / (after[count] - before[count]))
+
+
+def main() -> None:
+    """Run the plan's blocks."""
+    job = arms.start()
+    for block in job.plan["blocks"]:
+        run_block(job, block)
+    arms.finish(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The job of ``soak`` for gossip: random graphs, pauses and numbers of steps, while the launcher stops processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import torch
+
+from ..random_graphs import random_graph
+from . import arms
+from .common import Job, resident_mb
+from .soak import LOOKS, small
+
+
+class Soak:
+    """One rank of it.
+
+    Args:
+        job: this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, plan = job, job.plan
+        torch.manual_seed(0)
+        model, self._inputs = small()
+        self._graphs = random.Random(plan["seed"])  # (the same on all ranks)
+        self._draws = random.Random(1000 * plan["seed"] + job.rank + 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        options: dict[str, Any] = {"mixing": "metropolis"} if plan["arm"].startswith("dpsgd") else {}
+        self._pairs = plan["arm"].startswith("adpsgd")
+        self.arm = arms.Arm(plan["arm"], model, optimizer, job, topology=self._graph(), **options)
+        self._notes = (job.folder / f"soak.{job.rank}.jsonl").open("a", buffering=1)
+        self._worth = job.size / 2 if self._pairs else 1.0
+        """Rounds that a step, or an averaging, of every rank stands for."""
+        self._started = time.perf_counter()
+
+    def _graph(self) -> Any:
+        symmetric = self.job.plan["arm"].startswith(("dpsgd", "adpsgd"))
+        return random_graph(self.job.size, symmetric, self._graphs)
+
+    def train(self, steps: int) -> None:
+        """About so many steps, a number of this rank's own."""
+        plan, every = self.job.plan, max(1, round(self.job.plan["rounds"] / self._worth / LOOKS))
+        for _ in range(self._draws.randint(max(1, steps // 2), steps + steps // 2)):
+            pause = self._draws.uniform(0.0, plan["delay"]) if self._draws.random() < plan["share"] else 0.0
+            self.arm.train(lambda trained: trained(self._inputs).square().mean(), pause)
+            stats = self.arm.stats()
+            if stats["steps"] % every == 0:
+                done = stats["averagings" if self._pairs else "steps"] * self._worth
+                note = {"round": done, "mb": resident_mb(), "s": time.perf_counter() - self._started}
+                self._notes.write(json.dumps(note) + "\n")
+
+    def weights_off(self) -> float:
+        """Collective: by how much the push-sum weights' sum misses the number of ranks, with nothing on its way."""
+        self.arm.optimizer.cut()
+        return float(abs(sum(self.job.gather(self.arm.stats()["push_sum_weight"])) - self.job.size))
+
+    def done(self) -> float:
+        """Collective: rounds of all so far."""
+        stats = self.arm.stats()
+        if self._pairs:
+            return float(sum(self.job.gather(stats["averagings"])) / 2)
+        return float(sum(self.job.gather(stats["steps"])) / self.job.size)
+
+    def run(self) -> None:
+        """Train over one graph after the other until there were enough rounds."""
+        plan = self.job.plan
+        off: list[float] = []
+        identical, done = True, 0.0
+        while done < plan["rounds"]:
+            self.train(max(1, round(plan["rounds"] / plan["graphs"] / self._worth)))
+            off.append(self.weights_off())
+            self.arm.optimizer.switch(topology=self._graph())  # drains
+            identical = identical and self.arm.identical()
+            done = self.done()
+        (self.job.folder / "stop").touch()  # no more stopping: what follows is not part of it
+        seen = [json.loads(x) for x in (self.job.folder / f"soak.{self.job.rank}.jsonl").read_text().splitlines()]
+        own = {"elapsed": time.perf_counter() - self._started, "stats": self.arm.stats(), "identical": identical}
+        block = {"arm": plan["arm"], "done": round(done), "graphs_used": len(off), "weights_off": off}
+        self.job.record(block, {**own, "memory": seen})
+
+
+def main() -> None:
+    """Run the plan."""
+    job = arms.start()
+    Soak(job).run()
+    arms.finish(job)
+
+
+if __name__ == "__main__":
+    main()

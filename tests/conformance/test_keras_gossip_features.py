@@ -1,0 +1,470 @@
+"""Keras gossip: arguments, and Keras' own features under it: averages, accumulation, constraints, callbacks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import horovod.tensorflow
+import keras
+import networkx
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async
+import hvd_async.tensorflow.keras as hvd
+from hvd_async import topology
+from hvd_async.errors import NotInitializedError, ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
+from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
+
+both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+sgd = keras.optimizers.SGD
+
+
+class Scalar:
+    """A rank with one weight, from ``start``; its gradients are given."""
+
+    def __init__(self, optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> None:
+        self.weight = keras.Variable(start, name="weight", **options.pop("variable", {}))
+        self.opt = hvd.GossipOptimizer(optimizer, **options)
+        self.opt.build([self.weight])
+        self._apply = tf.function(self._take) if graph else self._take
+
+    def _take(self, gradient: tf.Tensor) -> None:
+        self.opt.apply([gradient], [self.weight])
+
+    def step(self, gradient: float) -> float:
+        """The weight after it."""
+        self._apply(tf.constant(gradient, self.weight.dtype))
+        return float(self.weight.numpy())
+
+
+# -- construction ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [sgd, keras.optimizers.Adam, keras.optimizers.AdamW])
+def test_the_result_is_an_instance_of_the_wrapped_class(kind):
+    with scripted_engine(2):
+        plain = kind(0.25, name="mine")
+        wrapped = hvd_async.GossipOptimizer(plain)
+        named = hvd.GossipOptimizer(plain, name="other")
+    assert isinstance(wrapped, kind)
+    assert (wrapped.name, named.name) == ("mine", "other")
+    assert type(plain) is kind
+    assert wrapped.get_config() == plain.get_config()
+    assert wrapped.stats().steps == 0
+    assert type(keras.optimizers.deserialize(keras.optimizers.serialize(wrapped))) is kind
+
+
+def test_horovods_parameters_come_first_as_in_eager_optimizer():
+    eager, gossip = (inspect.signature(one).parameters.values() for one in (hvd.EagerOptimizer, hvd.GossipOptimizer))
+    positional = [[p for p in one if p.kind is p.POSITIONAL_OR_KEYWORD] for one in (eager, gossip)]
+    assert [str(p) for p in positional[0]] == [str(p) for p in positional[1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"algorithm": "solo"}, "take one of 'sgp', 'osgp'"),
+        ({"topology": "cube"}, "'ring'"),
+        ({"topology": topology.ring(3)}, "is one of 3 ranks, and there are 4"),
+        ({"topology": networkx.path_graph(4), "algorithm": "dpsgd"}, "take mixing='metropolis'"),
+        ({"topology": networkx.Graph([(0, 1), (2, 3)])}, "nothing of rank 2 ever reaches rank 0|is not connected"),
+        ({"topology": "exponential", "algorithm": "adpsgd"}, "needs a symmetric graph"),
+        ({"topology": 7}, "a Topology or a networkx graph"),
+        ({"peers": 4}, "4 ranks"),
+        ({"peers": {1: 4}}, "4 ranks"),
+        ({"peers": {-1: 1}}, "take 0 or more"),
+        ({"schedule": {3: "all"}}, "take one of 'sgp', 'osgp'"),
+        ({"mixing": "even"}, "'uniform', 'metropolis'"),
+        ({"mixing": np.full((4, 4), 0.3)}, "gives away 1.2 in all"),
+        ({"max_staleness": 2}, "take 'osgp', or 0"),
+        ({"max_local_steps": 0}, "take 1 or more"),
+        ({"average_every": -1}, "take 0 or more"),
+        ({"hierarchical": 3}, "do not divide 4 ranks"),
+        ({"hierarchical": 0}, "the number of ranks of a host"),
+        ({"compression": "int4"}, r"hvd.Compression.none, .fp16, .bf16, .int8"),
+        ({"compression": hvd.Compression.int8, "algorithm": "adpsgd"}, "take fp16 or bf16"),
+        ({"op": horovod.tensorflow.Sum}, "take hvd.Average"),
+        ({"gradient_predivide_factor": 2.0}, "leave it out"),
+        ({"groups": 2}, "leave them out"),
+        ({"num_groups": 2}, "leave them out"),
+        ({"backward_passes_per_step": 0}, "take 1 or more"),
+        ({"buffers": "mean"}, "'average', 'local', 'root'"),
+        ({"process_set": horovod.tensorflow.ProcessSet([0, 1])}, r"pass it to hvd.init\(process_sets"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_hint(options, hint):
+    with scripted_engine(4), pytest.raises(ValueError, match=hint):
+        hvd.GossipOptimizer(sgd(), **options)
+
+
+def test_optimizers_that_cannot_be_wrapped():
+    scaled = keras.optimizers.LossScaleOptimizer
+    with scripted_engine(2):
+        gossip, eager = hvd.GossipOptimizer(sgd()), hvd.EagerOptimizer(sgd())
+        for wrap in (hvd.GossipOptimizer, hvd.EagerOptimizer):
+            for wrapped in (gossip, eager, hvd.GossipOptimizer(scaled(sgd())), hvd.EagerOptimizer(scaled(sgd()))):
+                with pytest.raises(ValueError, match="already: wrap the plain one"):
+                    wrap(wrapped)
+        with pytest.raises(ValueError, match="already: wrap the plain one"):
+            hvd.GossipOptimizer(scaled(gossip))
+        with pytest.raises(ValueError, match="no Keras 3 optimizer"):
+            hvd.GossipOptimizer(object())
+        with pytest.raises(ValueError, match="cannot compress gradients"):
+            hvd.EagerOptimizer(sgd(), compression=hvd.Compression.int8)
+    with pytest.raises(NotInitializedError):
+        hvd.GossipOptimizer(sgd())
+
+
+@pytest.mark.parametrize("options", [{"compression": hvd.Compression.int8}, {"hierarchical": 2}, {"max_staleness": 3}])
+def test_a_schedule_may_have_epochs_to_which_an_argument_means_nothing(options):
+    algorithm = "osgp" if "max_staleness" in options else "sgp"
+    with scripted_engine(4):
+        opt = hvd.GossipOptimizer(sgd(), algorithm=algorithm, schedule={0: "allreduce", 5: algorithm}, **options)
+        first = opt._async.plan.config
+        opt.set_epoch(5)
+    second = opt._async.plan.config
+    assert (first.compression, first.local_size, first.max_staleness) == ("none", 1, 0)
+    assert second.compression == ("int8" if "compression" in options else "none")
+    assert (second.local_size, second.max_staleness) == (
+        options.get("hierarchical", 1),
+        options.get("max_staleness", 0),
+    )
+
+
+def test_weights_in_half_precision_are_refused_with_a_hint():
+    with scripted_engine(2):
+        opt = hvd.GossipOptimizer(sgd(0.1))
+        opt.build([half := keras.Variable(0.0, dtype="bfloat16")])
+        with pytest.raises(ValueError, match="'mixed_float16' and 'mixed_bfloat16'"):
+            opt.apply([tf.constant(1.0, tf.bfloat16)], [half])
+        opt = hvd.GossipOptimizer(sgd(0.1))
+        with pytest.raises(ValueError, match=r"optimizer.build\(model.trainable_variables\)"):
+            opt.drain()
+        opt.build([weight := keras.Variable(0.0)])
+        with pytest.raises(ValueError, match="no variable has a gradient"):
+            opt.apply([None], [weight])
+
+
+# -- what a step is -------------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_double_precision_is_mixed_in_double_precision(graph):
+    third = 1.0 / 3.0
+
+    def train(rank: int) -> tuple[float, float]:
+        one, two = keras.Variable(0.0), keras.Variable(0.0, dtype="float64")
+        opt = hvd.GossipOptimizer(sgd(1.0))
+        opt.build([one, two])
+        step = tf.function(opt.apply) if graph else opt.apply
+        step([tf.constant(1.0 + rank), tf.constant(third * (1 + rank), tf.float64)])
+        opt.drain()
+        return float(one), float(two.numpy())
+
+    assert Cluster(2).run(train) == [(-1.5, -1.5 * third)] * 2
+
+
+def test_several_steps_in_one_graph_are_mixed_in_order():
+    """As with ``steps_per_execution``; the gradients depend on nothing that would order them."""
+
+    def train(rank: int) -> float:
+        weight = keras.Variable(0.0)
+        opt = hvd.GossipOptimizer(sgd(1.0, momentum=0.5), topology="star")
+        opt.build([weight])
+
+        @tf.function
+        def steps(gradient: tf.Tensor) -> None:
+            for _ in range(4):
+                opt.apply([gradient], [weight])
+
+        steps(tf.constant(1.0 + rank))
+        several = float(weight.numpy())
+        opt.drain()
+        assert opt.stats().steps == 4
+        scalar = Scalar(sgd(1.0, momentum=0.5), topology="star")
+        one_by_one = [scalar.step(1.0 + rank) for _ in range(4)]
+        scalar.opt.drain()
+        return several - one_by_one[-1]
+
+    assert Cluster(3).run(train) == [0.0] * 3
+
+
+@both_modes
+@pytest.mark.parametrize("average", [False, True])
+def test_backward_passes_are_added_up_into_a_step(graph, average):
+    def train(rank: int) -> list[Any]:
+        scalar = Scalar(sgd(1.0), graph, backward_passes_per_step=2, average_aggregated_gradients=average)
+        path = [scalar.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0, 16.0)]
+        scalar.opt.drain()
+        return [*path, scalar.opt.stats().steps, int(scalar.opt.iterations)]
+
+    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
+        outcomes = Cluster(2).run(train)
+    first, second = (-2.5, -9.5) if average else (-5.0, -19.0)  # both ranks' sums (or means), averaged
+    assert outcomes == [[0.0, first, first, second, second, 2, 2]] * 2
+
+
+@both_modes
+def test_keras_own_accumulation_mixes_when_the_weights_move(graph):
+    def train(rank: int) -> list[Any]:
+        scalar = Scalar(sgd(1.0, gradient_accumulation_steps=2), graph)
+        path = [scalar.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0)]
+        scalar.opt.drain()
+        return [*path, scalar.opt.stats().steps]
+
+    assert Cluster(2).run(train) == [[0.0, -2.5, -2.5, -9.5, 2]] * 2
+
+
+def test_sparse_gradients_stay_on_their_rank():
+    def train(rank: int, **options: Any) -> list[Any]:
+        table = keras.Variable(np.zeros((4, 1), np.float32))
+        opt = hvd.GossipOptimizer(sgd(1.0), **options)
+        opt.build([table])
+
+        @tf.function
+        def step() -> None:
+            slices = tf.IndexedSlices(tf.ones((2, 1)), tf.constant([rank, 3]), tf.constant([4, 1]))
+            opt.apply([slices], [table])
+
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            step()
+        opt.drain()
+        return table.numpy()[:, 0].tolist()
+
+    assert Cluster(2).run(train) == [[-0.5, -0.5, 0.0, -1.0]] * 2
+    assert Cluster(2).run(lambda rank: train(rank, backward_passes_per_step=2)) == [[-1.0, -1.0, 0.0, -2.0]] * 2
+
+
+@both_modes
+@pytest.mark.parametrize("scale", [False, True])
+def test_local_variables_are_not_mixed(graph, scale):
+    def train(rank: int) -> list[Any]:
+        shared, own = keras.Variable(0.0, name="shared"), keras.Variable(float(rank), name="own")
+        opt = hvd.GossipOptimizer(sgd(1.0), topology="complete", scale_local_gradients=scale)
+        opt.register_local_var(own)
+        opt.build([shared, own])
+
+        def take(*gradients: tf.Tensor) -> None:
+            opt.apply(gradients, [shared, own])
+
+        step = tf.function(take) if graph else take
+        step(tf.constant(1.0 + rank), tf.constant(2.0))
+        opt.drain()
+        with pytest.raises(ReplicaStateError, match="before the first step"):
+            opt.register_local_var(shared)
+        return [float(shared), float(own), opt.consensus_distance()]
+
+    moved = 1.0 if scale else 2.0
+    assert Cluster(2).run(train) == [[-1.5, rank - moved, 0.0] for rank in range(2)]
+
+
+def test_a_variable_without_gradient_is_mixed_too():
+    def train(rank: int) -> list[float]:
+        used, other = keras.Variable(1.0, name="used"), keras.Variable(1.0, name="other")
+        opt = hvd.GossipOptimizer(sgd(1.0))
+        opt.build([used, other])
+        opt.apply([tf.constant(1.0), tf.constant(1.0) if rank == 0 else None], [used, other])
+        return [float(used), float(other)]
+
+    assert Cluster(2).run(train) == [[0.0, 0.5]] * 2
+
+
+# -- weights times the push-sum weight are nobody's business --------------------------------------------------
+
+
+@both_modes
+def test_moving_averages_are_of_the_model_and_agree_after_a_drain(graph):
+    """On a star the wrapped optimizer works on weights times 3/2 or 3/4: what it averages is what the model holds."""
+
+    def train(rank: int) -> Any:
+        scalar = Scalar(sgd(0.0, use_ema=True, ema_momentum=0.5), graph, start=4.0, topology="star")
+        (average,) = scalar.opt._model_variables_moving_average
+        seen = []
+        for _ in range(3):
+            scalar.step(0.0)
+            seen.append(float(average.numpy()))
+        weight = scalar.opt.stats().push_sum_weight
+        scalar.opt.learning_rate = 1.0
+        scalar.step(float(rank))
+        scalar.opt.drain()
+        agreed = float(average.numpy())
+        scalar.opt.finalize_variable_values([scalar.weight])
+        return seen, weight, agreed, float(scalar.weight.numpy())
+
+    outcomes = Cluster(3).run(train)
+    assert {weight for _, weight, _, _ in outcomes} != {1.0}
+    for seen, _, agreed, final in outcomes:
+        assert seen == pytest.approx([4.0, 4.0, 4.0])
+        assert agreed == final == outcomes[0][2] != 4.0
+
+
+@both_modes
+def test_moving_averages_that_overwrite_the_model(graph):
+    def train(rank: int) -> list[float]:
+        optimizer = sgd(0.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+        scalar = Scalar(optimizer, graph, start=4.0, topology="star")
+        return [scalar.step(0.0) for _ in range(4)]
+
+    for path in Cluster(3).run(train):
+        assert path == pytest.approx([4.0] * 4)
+
+
+@both_modes
+def test_constraints_are_on_the_model(graph):
+    def train(rank: int) -> list[float]:
+        scalar = Scalar(sgd(1.0), graph, start=1.0, topology="star")
+        scalar.weight.constraint = lambda value: tf.clip_by_value(value, -2.0, 2.0)
+        path = [scalar.step(-5.0) for _ in range(3)]
+        assert scalar.weight.constraint(tf.constant(3.0)) == 2.0
+        return path
+
+    for path in Cluster(3).run(train):
+        assert path == pytest.approx([2.0] * 3, rel=1e-6)
+
+
+# -- loss scaling ---------------------------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_step_that_overflows_is_none(graph, outside):
+    def train(rank: int) -> Any:
+        weight = keras.Variable(0.0)
+        if outside:
+            opt = keras.optimizers.LossScaleOptimizer(hvd.GossipOptimizer(sgd(1.0)), initial_scale=16.0)
+            ours = opt.inner_optimizer
+        else:
+            opt = ours = hvd.GossipOptimizer(keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=16.0))
+            assert isinstance(opt, keras.optimizers.LossScaleOptimizer)
+        opt.build([weight])
+
+        def take(gradient: tf.Tensor) -> None:
+            opt.apply([gradient], [weight])
+
+        step = tf.function(take) if graph else take
+        for number in range(3):
+            spoilt = rank == 1 and number == 1
+            step(tf.constant(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(1.0))))
+        ours.drain()
+        state = None if outside else float(opt.get_state()["dynamic_scale"])
+        return float(weight), ours.stats().steps, float(opt.dynamic_scale.numpy()), state
+
+    (one, *first), (other, *second) = Cluster(2).run(train)
+    assert one == other
+    assert first == [3, 16.0, None if outside else 16.0]
+    assert second == [2, 8.0, None if outside else 8.0]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_fit_in_mixed_float16(run_eagerly):
+    def train(rank: int) -> Any:
+        policy = keras.DTypePolicy("mixed_float16")
+        layers = [keras.Input((5, 5, 1)), keras.layers.Flatten(), keras.layers.Dense(3, dtype=policy)]
+        model = keras.Sequential(layers)
+        model.set_weights([np.full(w.shape, 0.1, np.float32) for w in model.get_weights()])
+        model.dtype_policy = policy
+        opt = hvd.GossipOptimizer(sgd(0.05))
+        model.compile(optimizer=opt, loss=LOSS, run_eagerly=run_eagerly, jit_compile=False)
+        assert model.optimizer.inner_optimizer is opt
+        images, labels = batch(rank, 0)
+        ends = hvd.callbacks.GossipEpochCallback()
+        model.fit(images, labels, batch_size=2, epochs=2, verbose=0, callbacks=[ends])
+        return flat(model.trainable_variables).tobytes(), opt.stats().steps
+
+    (one, steps), (other, _) = Cluster(2).run(train)
+    assert one == other
+    assert steps == 4
+
+
+# -- fit(), its callbacks, saving -----------------------------------------------------------------------------
+
+
+class Watch(keras.callbacks.Callback):
+    """What the model holds while it is evaluated, and at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated: list[Any] = []
+        self.ended: list[Any] = []
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.evaluated.append(flat(self.model.weights))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ended.append(flat(self.model.weights))
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("validates", ["all", "one"])
+def test_evaluation_in_fit_sees_the_average(drain, validates):
+    """Also where one rank alone evaluates, and with callbacks that all have the ranks meet."""
+
+    def train(rank: int) -> Any:
+        model = conv_model()
+        opt = hvd.GossipOptimizer(sgd(0.1), topology="star", peers={0: 1}, schedule={1: "allreduce", 2: "sgp"})
+        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        data = [batch(rank, step) for step in range(2 + rank)]
+        images, labels = (np.concatenate([one[i] for one in data]) for i in (0, 1))
+        watch = Watch()
+        schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)
+        callbacks = [schedule, hvd.callbacks.GossipEpochCallback(drain=drain), watch]
+        held_out = (images[:4], labels[:4]) if validates == "all" or rank == 1 else None
+        model.fit(images, labels, batch_size=4, epochs=3, verbose=0, callbacks=callbacks, validation_data=held_out)
+        return watch.evaluated, watch.ended, flat(model.weights), opt.stats().averagings
+
+    outcomes = Cluster(3).run(train)
+    evaluated = [one[0] for one in outcomes if one[0]]
+    assert len(evaluated) == (3 if validates == "all" else 1)
+    for seen, ended, final, _ in outcomes:
+        assert [one.tobytes() for one in seen] in ([], [one.tobytes() for one in evaluated[0]])
+        assert final.tobytes() == outcomes[0][2].tobytes()
+        alike = [one.tobytes() == other.tobytes() for one, other in zip(ended, outcomes[0][1], strict=True)]
+        assert all(alike) or not drain
+    if not drain:
+        assert outcomes[0][1][0].tobytes() != outcomes[1][1][0].tobytes()
+    assert [one[3] for one in outcomes] == [2, 3, 4]
+
+
+def test_momentum_follows_the_learning_rate():
+    """The velocity of Keras has the rate inside."""
+
+    def train(rank: int) -> Any:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        opt = hvd.GossipOptimizer(sgd(0.1, momentum=0.5))
+        model.compile(optimizer=opt, loss=lambda y, z: z, jit_compile=False, run_eagerly=True)
+        model.layers[0].kernel.assign([[0.0]])
+        schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 10.0**epoch)
+        model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=2, verbose=0, callbacks=[schedule])
+        return float(opt.momentums[0].numpy()[0, 0])
+
+    for velocity in Cluster(2).run(train):
+        assert velocity == pytest.approx(0.5 * -1.0 - 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+def test_a_saved_model_loads_with_a_plain_optimizer_and_is_wrapped_again(tmp_path):
+    def train(rank: int) -> tuple[Any, str]:
+        model = conv_model()
+        opt = hvd.GossipOptimizer(sgd(0.05, momentum=0.9), model=model)
+        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        model.fit(*batch(rank, 0), verbose=0)
+        path = tmp_path / f"{rank}.keras"
+        with opt.consensus():
+            model.save(path)
+            weights = flat(model.trainable_variables)
+        return weights, str(path)
+
+    (one, path), (other, _) = Cluster(2).run(train)
+    assert one.tobytes() == other.tobytes()
+    loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is sgd
+    assert flat(loaded.trainable_variables).tobytes() == one.tobytes()
+    with scripted_engine(2):
+        again = hvd.load_model(path, wrapper=hvd.GossipOptimizer, algorithm="dpsgd")
+    assert again.optimizer._async.plan.config.algorithm == "dpsgd"
+    assert again.optimizer._async.model is again

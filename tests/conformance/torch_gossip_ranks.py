@@ -1,0 +1,190 @@
+"""One rank that gossips in torch: least squares on two parameters, an optimizer by case. As ``torch_ranks``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import hvd_async.torch as hvd
+from hvd_async.mail import HEADER
+from hvd_async.protocols import Handle
+from hvd_async.stats import GossipStats
+from hvd_async.testing import Cluster, MemoryCollectives
+from tests.conformance.gossip_reference import Problem, batch
+from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import flat, plain
+
+
+@functools.cache
+def _data(rank: int, step: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = batch(rank, step, elements)
+    return torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(targets, dtype=torch.float32)
+
+
+@dataclass
+class Seen:
+    """What happened on one rank.
+
+    Attributes:
+        path: what the model held after each step.
+        weights: the push-sum weight after each step.
+        moved: by what each local update changed this rank's (biased) weights.
+        sent: for each step that sent something what its receivers decoded.
+        log: the worker's.
+        drained: what the model held at the end.
+        stats: at the end.
+    """
+
+    path: list[Array] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    moved: list[Array] = field(default_factory=list)
+    sent: dict[int, Array] = field(default_factory=dict)
+    log: list[Any] = field(default_factory=list)
+    drained: Array = field(default_factory=lambda: np.zeros(0))
+    stats: GossipStats = field(default_factory=GossipStats)
+
+    def taken(self) -> list[list[tuple[int, int]]]:
+        """What it took in at each step, without what it took in at the end."""
+        return [list(messages) for _, messages in self.log[: len(self.path)]]
+
+
+class GossipTrainer:
+    """One rank.
+
+    Args:
+        problem: its weights, data and optimizer.
+        rank: which.
+        make: another optimizer than the problem's.
+        options: of ``GossipOptimizer``.
+    """
+
+    def __init__(self, problem: Problem, rank: int, make: Callable[[Any], Any] | None = None, **options: Any) -> None:
+        self.problem, self.rank, self.steps = problem, rank, 0
+        first = torch.as_tensor(problem.start[rank], dtype=torch.float32)
+        self.parameters = [torch.nn.Parameter(first[:2].clone()), torch.nn.Parameter(first[2:].clone().view(2, -1))]
+        self.opt = hvd.GossipOptimizer(
+            plain(problem.case, self.parameters) if make is None else make(self.parameters), **options
+        )
+
+    def gradient(self) -> None:
+        """That of the next step. (By hand: backward would take half of the tests' time.)"""
+        self.steps += 1
+        inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1])
+        with torch.no_grad():
+            weights = torch.cat([p.view(-1) for p in self.parameters])
+            gradient = inputs.T @ (inputs @ weights - targets) / len(inputs)
+            for parameter, part in zip(self.parameters, gradient.split((2, len(gradient) - 2)), strict=True):
+                parameter.grad = part.view_as(parameter)
+
+    def step(self) -> None:
+        """One."""
+        self.gradient()
+        self.opt.step()
+
+    def train(self, steps: int) -> GossipTrainer:
+        """Several."""
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def weights(self) -> Array:
+        """Flat, float64."""
+        return flat(self.parameters)
+
+    def watch(self) -> Seen:
+        """Meet the other ranks, and record from now on what this one does."""
+        worker, seen = self.opt._async_worker(), Seen()
+        mix, encode = worker.mix, worker._encode
+
+        def spied_mix(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+            held = worker.weight * self.before
+            seen.moved.append(after.double().numpy() - held)
+            mixed: torch.Tensor = mix(before, after)
+            seen.path.append(mixed.double().numpy())
+            seen.weights.append(worker.weight)
+            self.before = seen.path[-1]
+            return mixed
+
+        def spied_encode(edge: str, vector: torch.Tensor) -> Any:
+            data, decoded = encode(edge, vector)
+            seen.sent[worker._step] = decoded.double().numpy().copy()
+            return data, decoded
+
+        self.before = self.weights()
+        worker.mix, worker._encode = spied_mix, spied_encode
+        seen.log = worker.log = []
+        return seen
+
+
+def run(
+    problem: Problem, steps: int | Sequence[int], cluster: Cluster | None = None, in_step: bool = False, **options: Any
+) -> list[Seen]:
+    """Train on all ranks.
+
+    Args:
+        steps: of each rank, or of all.
+        cluster: another one than the plain.
+        in_step: no rank begins a step before all have ended the one before.
+        options: of ``GossipOptimizer``.
+    """
+    size = len(problem.start)
+    together = threading.Barrier(size)
+
+    def train(rank: int) -> Seen:
+        trainer = GossipTrainer(problem, rank, **options)
+        seen = trainer.watch()
+        together.wait(30)  # (a message is logged from the first on)
+        for _ in range(steps if isinstance(steps, int) else steps[rank]):
+            trainer.step()
+            if in_step:
+                together.wait(30)
+        assert not seen.path or flat(trainer.parameters).tolist() == seen.path[-1].tolist()
+        trainer.opt.drain()
+        seen.drained, seen.stats = trainer.weights(), trainer.opt.stats()
+        return seen
+
+    return (Cluster(size) if cluster is None else cluster).run(train)
+
+
+class _Held:
+    """A handle that is done only when ``open_`` says so of its result."""
+
+    def __init__(self, handle: Handle, open_: Callable[[Any], bool]) -> None:
+        self._handle, self._open = handle, open_
+
+    def done(self) -> bool:
+        return self._handle.done() and self._open(self._handle.result())
+
+    def result(self) -> Any:
+        return self._handle.result()
+
+    def poll_in(self) -> float | None:
+        return None
+
+
+def holding(size: int, lands: Callable[[Any, list[int]], bool]) -> Cluster:
+    """A cluster of one optimizer, on whose ranks an exchange lands when ``lands(worker, its messages' keys)``, or when
+    the rank is done."""
+
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        exchange = collectives.exchange
+
+        def held(rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
+            def is_open(result: Any) -> bool:
+                keys = [HEADER.unpack(row[-HEADER.size :].numpy().tobytes())[0] for row in result[0]]
+                worker: Any = cluster.engines[collectives.rank].participants()[0]
+                return worker._announced or lands(worker, keys)
+
+            return _Held(exchange(rows, splits, name, process_set), is_open)
+
+        collectives.exchange = held  # type: ignore[method-assign]
+        return collectives
+
+    cluster = Cluster(size, wrap=wrap)
+    return cluster

@@ -1,0 +1,332 @@
+"""Gossip of ranks as threads on least squares in float64, what became of it, and its replay by the reference."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.lifecycle import local_engine
+from hvd_async.mail import Letter
+from hvd_async.pairs import PairWorker
+from hvd_async.parcels import make_post
+from hvd_async.plan import Plan, make_plan
+from hvd_async.sharers import Sharers
+from hvd_async.stats import GossipStats
+from hvd_async.testing import Cluster, MemoryCollectives
+from tests.conformance.cases import Case
+from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares
+from tests.conformance.reference import Array, State, start
+
+GATE_TIMEOUT = 30.0
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks do.
+
+    Attributes:
+        steps: for each end, for each rank, how many steps come before it.
+        cuts: the ends that are a ``cut()``.
+        sharers: the ranks that gossip, if not all do.
+        elements: of the weights.
+    """
+
+    plan: Plan
+    steps: tuple[tuple[int, ...], ...]
+    cuts: frozenset[int] = frozenset()
+    case: Case = MOMENTUM
+    sharers: tuple[int, ...] | None = None
+    elements: int = 6
+
+    @property
+    def size(self) -> int:
+        return len(self.steps[0])
+
+    @property
+    def problem(self) -> Problem:
+        return least_squares(self.size, self.case, elements=self.elements)
+
+    def worker(self, place: int, finish: Callable[[bool], object]) -> GossipWorker:
+        """One that is not open yet."""
+        engine, ranks, config = local_engine(), self.sharers, self.plan.config
+        assert engine is not None
+        sharers = None if ranks is None else Sharers(ranks, ranks, place, 1, len(ranks))
+        post = make_post(self.elements, np.float64, config.compression, self.plan.most, sharers)
+        kind = PairWorker if config.algorithm == "adpsgd" else GossipWorker
+        return kind(engine, self.plan, post, finish)
+
+
+def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **options: Any) -> Job:
+    """Of so many steps of each rank (before each end, if they are several); ``options`` of the plan and of ``Job``."""
+    segments = [steps] if isinstance(steps[0], int) else steps
+    own = {name: options.pop(name) for name in ("cuts", "elements", "sharers", "case") if name in options}
+    plan = make_plan(len(segments[0]), algorithm, None if algorithm == "allreduce" else graph, **options)
+    return Job(plan, tuple(tuple(counts) for counts in segments), **own)
+
+
+@dataclass
+class Segment:
+    """What one rank did between two ends.
+
+    Attributes:
+        path: what its model held after each step.
+        log: the worker's.
+        sends: receivers, by step.
+        moved: what its updates have added to its biased weights.
+        z: what its model held after the end, and its push-sum weight then.
+    """
+
+    path: list[Array] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
+    sends: list[list[int]] = field(default_factory=list)
+    moved: Any = 0.0
+    z: Any = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A rank's checkpoint after a cut."""
+
+    z: Array
+    kept: Kept
+    state: State
+    done: int
+
+
+@dataclass
+class Record:
+    """What one rank saw."""
+
+    segments: list[Segment] = field(default_factory=list)
+    stats: GossipStats = field(default_factory=GossipStats)
+    saved: list[Saved | None] = field(default_factory=list)
+    """After each end."""
+
+
+def work(
+    one: Job,
+    before_step: Callable[[int, int, GossipWorker], None] = lambda place, step, worker: None,
+    tweak: Callable[[GossipWorker], None] = lambda worker: None,
+    resumed: Sequence[Saved | None] = (),
+) -> Callable[[int], Record]:
+    """What ``Cluster.run`` calls for a rank.
+
+    Args:
+        before_step: called with a rank's place, its step (from 1, never counted anew) and its worker.
+        tweak: changes a rank's worker before it opens.
+        resumed: checkpoints to begin with.
+    """
+
+    def train(rank: int) -> Record:
+        place = rank if one.sharers is None else one.sharers.index(rank)
+        problem, record, model = one.problem, Record(), dict[str, Any]()
+        worker = one.worker(place, lambda flush: model.update(z=worker.gather(model["z"], flush)))
+        saved = resumed[place] if resumed else None
+        z, state, done = problem.start[place].copy(), start(problem.start[place]), 0
+        if saved is not None:
+            z, state, done = saved.z.copy(), saved.state, saved.done
+            worker.restore(saved.kept)
+        model["z"], sends = z, _watch(worker)
+        worker.log = []
+        tweak(worker)
+        worker.begin(z.copy())
+        worker.open(["w"], [1])
+        for end, counts in enumerate(one.steps):
+            segment = Segment()
+            for _ in range(counts[place]):
+                done += 1
+                before_step(place, done, worker)
+                z = model["z"]
+                x = z * worker.weight
+                after, state = problem.update(x, problem.gradient(z, place, done), state)
+                segment.moved = segment.moved + (after - x)
+                model["z"] = worker.mix(x.copy(), after)
+                segment.path.append(model["z"].copy())
+            worker.wind_up(end not in one.cuts)
+            segment.log, segment.sends, worker.log = list(worker.log), list(sends), []
+            sends.clear()
+            segment.z, segment.weight = model["z"].copy(), worker.weight
+            record.segments.append(segment)
+            kept = worker.kept()
+            record.saved.append(None if kept is None else Saved(segment.z, kept, state, done))
+        record.stats = worker.stats()
+        return record
+
+    return train
+
+
+def _watch(worker: GossipWorker) -> list[list[int]]:
+    """To whom a worker sends, from now on."""
+    sends: list[list[int]] = []
+    offer = worker._mail.offer
+
+    def watched(optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
+        sends.append([letter.to for letter in letters])
+        offer(optimizer, key, letters, weight)
+
+    worker._mail.offer = watched  # type: ignore[method-assign]
+    return sends
+
+
+def run(one: Job, jitter: float = 0.0, seed: int = 0, **options: Any) -> list[Record]:
+    """The job on a new cluster."""
+    return Cluster(one.size, jitter=jitter, seed=seed).run(work(one, **options))
+
+
+# -- what must hold -------------------------------------------------------------------------------------------
+
+
+def check_sums(one: Job, records: Sequence[Record]) -> None:
+    """Weights move by local updates alone, whatever was late or was compressed; nothing is lost or counts twice."""
+    mean = one.problem.start.mean(axis=0)
+    for end in range(len(one.steps)):
+        segments = [record.segments[end] for record in records]
+        mean = mean + sum(segment.moved for segment in segments) / one.size
+        weights = np.array([segment.weight for segment in segments])
+        np.testing.assert_allclose(weights.sum(), one.size, **EXACT)
+        assert (weights > 0).all()
+        x = np.array([segment.z * segment.weight for segment in segments])
+        np.testing.assert_allclose(x.mean(axis=0), mean, **EXACT, err_msg=f"lost or twice before end {end}")
+        if end not in one.cuts:
+            assert len({segment.z.tobytes() for segment in segments}) == 1, "drained, and not the same everywhere"
+            assert (weights == 1.0).all()
+    stats = [record.stats for record in records]
+    assert sum(s.messages_sent for s in stats) == sum(s.messages_taken for s in stats)
+    assert len({s.exchanges for s in stats}) == 1
+    for place, each in enumerate(stats):
+        assert each.steps == sum(counts[place] for counts in one.steps)
+        if all(len(set(counts)) == 1 for counts in one.steps):
+            assert max(each.staleness, default=0) <= one.plan.config.max_staleness
+        if one.plan.config.algorithm != "adpsgd":
+            assert sum(each.staleness.values()) == each.messages_taken
+
+
+def check_replay(one: Job, records: Sequence[Record]) -> None:
+    """Every step of every rank is what the reference makes of what was taken in when; and every drain."""
+    assert not one.cuts, "the reference has no cuts"
+    problem = one.problem
+    for end, counts in enumerate(one.steps):
+        segments = [record.segments[end] for record in records]
+        if one.plan.config.algorithm == "adpsgd":
+            outcome = adpsgd(problem, [_pair_log(segment.log) for segment in segments])
+        else:
+            outcome = gossip(
+                problem,
+                one.plan.matrices,
+                max(counts),
+                [[here for _, here in segment.log[: len(segment.path)]] for segment in segments],
+                algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
+                sends=[segment.sends or [[]] * len(segment.path) for segment in segments],
+                max_staleness=one.plan.config.max_staleness,
+                average_every=one.plan.config.average_every,
+                encode=_encoder(one, problem.start[0]),
+            )
+        for segment, path in zip(segments, outcome.path, strict=True):
+            np.testing.assert_allclose(np.array(segment.path), np.array(path), **EXACT)
+            np.testing.assert_allclose(segment.z, outcome.drained(), **EXACT)
+        problem = problem.after(outcome)
+
+
+def _pair_log(log: Sequence[Any]) -> list[Any]:
+    """With steps counted from the last drain, as the reference does."""
+    own, steps = [], 0
+    for entry in log:
+        steps += entry[0] == "step"
+        own.append(("step", steps) if entry[0] == "step" else entry)
+    return [entry for entry in own if entry != ("drained",)]
+
+
+def _encoder(one: Job, begin: Array) -> Encode | None:
+    """What receivers make of messages; with differences, from the weights that all ranks begin with."""
+    if one.plan.config.compression == "none":
+        return None
+    post = make_post(one.elements, np.float64, one.plan.config.compression, 1)
+    copies: dict[tuple[int, int, int], Array] = {}
+
+    def encode(x: Array, receiver: int, sender: int, step: int) -> Array:
+        if not post.differences:
+            return np.asarray(post.decode(post.encode(x)))
+        edge = (receiver, sender, one.plan.phase(step))
+        known = copies.get(edge, begin)
+        copies[edge] = known + post.decode(post.encode(x - known))
+        return copies[edge]
+
+    return encode
+
+
+def check(one: Job, records: Sequence[Record]) -> None:
+    """All of the above."""
+    check_sums(one, records)
+    check_replay(one, records)
+
+
+# -- ranks that are held up -----------------------------------------------------------------------------------
+
+
+class Watch:
+    """Knows which training threads wait inside their workers, and lets others wait until they do."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, GossipWorker] = {}
+
+    def tweak(self, worker: GossipWorker) -> None:
+        """Of a rank that is watched."""
+        waits = worker._await
+
+        def watched(ready: Callable[[], bool], *told: Any) -> None:
+            with self._changed:
+                self._inside[worker._place] = worker
+                self._changed.notify_all()
+            try:
+                waits(ready, *told)
+            finally:
+                with self._changed:
+                    del self._inside[worker._place]
+
+        worker._await = watched  # type: ignore[method-assign]
+
+    def until(self, expected: dict[int, Any], what: Callable[[GossipWorker], Any]) -> None:
+        """Wait until the ranks at these places wait, and ``what`` of their workers is this."""
+
+        def now() -> dict[int, Any]:
+            return {place: what(worker) for place, worker in sorted(self._inside.items()) if place in expected}
+
+        deadline = time.monotonic() + GATE_TIMEOUT
+        with self._changed:
+            while now() != expected:
+                assert time.monotonic() < deadline, f"they wait with {now()}, not with {expected}"
+                self._changed.wait(0.01)  # (what they wait for may change while they wait)
+
+
+class Held(MemoryCollectives):
+    """No exchange comes back before ``gate`` is set."""
+
+    gate: threading.Event
+
+    def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
+        handle = super().exchange(rows, splits, name, process_set)
+        done = handle.done
+        handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
+        handle.poll_in = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
+        return handle
+
+
+def held(gate: threading.Event) -> Callable[[MemoryCollectives], MemoryCollectives]:
+    """For ``Cluster(wrap=...)``."""
+
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        collectives.__class__ = Held
+        collectives.gate = gate  # type: ignore[attr-defined]
+        return collectives
+
+    return wrap

@@ -1,0 +1,173 @@
+"""Gossip of ranks as threads: every step equals the reference's, and sums move by local updates alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_async.testing import Cluster
+from tests.conformance.cases import CASES
+from tests.threads.gossip_workload import check, check_sums, job, run, work
+
+SIZES = [1, 2, 3, 4, 5, 8]
+GRAPHS = {
+    "sgp": ["ring", "exponential", "star", "complete"],
+    "osgp": ["ring", "exponential", "star", "complete"],
+    "dpsgd": ["ring", "bipartite-exponential", "star", "complete"],
+    "adpsgd": ["ring", "bipartite-exponential", "star", "complete"],
+    "allreduce": [None],
+}
+PUSHES = ["sgp", "osgp", "dpsgd"]
+UNEVEN = [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((4, 4, 4, 4), (1, 7, 3, 2))]
+
+
+def options(algorithm: str, graph: str | None = None) -> dict[str, object]:
+    """Of a plan: what the algorithm needs, and what brings about most."""
+    return {
+        "graph": graph or GRAPHS[algorithm][0],
+        "weights": "metropolis" if algorithm == "dpsgd" else "uniform",
+        "max_staleness": 2 if algorithm == "osgp" else None,
+        "max_local_steps": 2,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("algorithm", "graph"), [(name, graph) for name, own in GRAPHS.items() for graph in own])
+def test_every_step_equals_the_reference(algorithm, graph, size):
+    one = job([10] * size, algorithm, **options(algorithm, graph))
+    records = run(one)
+    check(one, records)
+    if algorithm in ("sgp", "dpsgd"):  # nothing is late, so nothing is left to chance
+        assert all(set(record.stats.staleness) <= {0} for record in records)
+        assert all(len(segment.log[-1][1]) == 0 for record in records for segment in record.segments)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("algorithm", ["sgp", "adpsgd"])
+def test_every_optimizer_may_be_wrapped(algorithm, case):
+    one = job([6, 6, 6], algorithm, "star", case=case)
+    check(one, run(one))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("algorithm", GRAPHS)
+def test_with_commands_that_come_late(algorithm, seed):
+    for graph in ("star", "complete"):
+        one = job([7, 7, 7, 7], algorithm, **options(algorithm, graph))
+        check(one, run(one, jitter=0.003, seed=seed))
+
+
+@pytest.mark.parametrize("steps", UNEVEN)
+@pytest.mark.parametrize("algorithm", GRAPHS)
+def test_uneven_steps_and_several_drains(algorithm, steps):
+    one = job(steps, algorithm, **options(algorithm, "star"))
+    check(one, run(one, jitter=0.001))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("algorithm", [*PUSHES, "allreduce"])
+def test_averages_over_all_ranks_that_are_left(algorithm, every):
+    one = job(((7, 3, 5, 9), (2, 4, 4, 4)), algorithm, **options(algorithm, "star"), average_every=every)
+    records = run(one)
+    check(one, records)
+    for place, record in enumerate(records):
+        assert record.stats.averagings == sum(counts[place] // every for counts in one.steps)
+    for step in range(every, 4, every):  # all four are there
+        assert len({record.segments[0].path[step - 1].tobytes() for record in records}) == 1
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("algorithm", PUSHES)
+def test_compressed_messages_keep_the_sums(algorithm, compression):
+    """On a graph whose phases differ, and one where several ranks get the same message."""
+    for graph in ("star", GRAPHS[algorithm][1]):
+        one = job(((5, 5, 5, 5), (6, 1, 3, 4)), algorithm, **options(algorithm, graph), compression=compression)
+        records = run(one)
+        check(one, records)
+        exact = run(job(((5, 5, 5, 5),), algorithm, **options(algorithm, graph)))
+        ends = [[record.segments[0].path[-1] for record in each] for each in (records, exact)]
+        assert np.abs(np.array(ends[0]) - ends[1]).max() > 1e-9, "nothing was compressed"
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_pairs_keep_the_sums(compression):
+    one = job(((5, 5, 5, 5), (6, 1, 3, 4)), "adpsgd", "star", compression=compression, max_local_steps=1)
+    check_sums(one, run(one))
+
+
+def test_int8_of_more_than_one_chunk():
+    one = job((4, 4, 4), compression="int8", elements=2500)
+    records = run(one)
+    check(one, records)
+    assert records[0].stats.bytes_sent == 2 * 4 * (2 * (2048 + 4) + 16)
+
+
+# -- cuts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("steps", [((3, 3, 3), (4, 4, 4), (2, 2, 2)), ((3, 9, 6), (0, 5, 2), (4, 0, 1))])
+@pytest.mark.parametrize("algorithm", [*PUSHES, "adpsgd"])
+def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
+    if (algorithm, compression) == ("adpsgd", "int8"):
+        compression = "bf16"
+    for graph in ("star", GRAPHS[algorithm][1]):
+        one = job(steps, algorithm, **options(algorithm, graph), compression=compression, cuts=frozenset({0, 1}))
+        records = run(one, jitter=0.001)
+        check_sums(one, records)
+        if algorithm in ("sgp", "dpsgd") and len(set(steps[0])) == 1:  # nothing was on its way
+            for record in records:
+                np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize(("algorithm", "graph"), [("sgp", "star"), ("sgp", "exponential"), ("dpsgd", "ring")])
+def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, compression):
+    one = job(((5,) * 4, (6,) * 4), algorithm, graph, compression=compression, average_every=4, cuts=frozenset({0}))
+    whole = run(one)
+    check_sums(one, whole)
+    rest = job((6,) * 4, algorithm, graph, compression=compression, average_every=4)
+    resumed = run(rest, resumed=[record.saved[0] for record in whole])
+    for before, after in zip(whole, resumed, strict=True):
+        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
+        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
+        assert after.saved == [None]  # after a drain: nothing but the weights
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(graph, compression):
+    """Uneven, so that ranks are resumed with other weights and push-sum weights; copies must fit at both ends."""
+    first = job((5, 2, 4, 4), graph="star", compression=compression, cuts=frozenset({0}))
+    saved = [record.saved[0] for record in run(first)]
+    weights = [each.kept.weight for each in saved if each is not None]
+    assert len(weights) == 4
+    assert len(set(weights)) > 1
+    mean = sum(each.z * each.kept.weight for each in saved if each is not None) / 4
+    for other in ("none", "int8"):
+        second = job((5, 5, 5, 5), graph=graph, compression=other)
+        segments = [record.segments[0] for record in run(second, resumed=saved)]
+        expected = mean + sum(segment.moved for segment in segments) / 4
+        for segment in segments:
+            np.testing.assert_allclose(segment.z, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_pairs_are_resumed_with_their_own_weights():
+    first = job((5, 2, 4), "adpsgd", cuts=frozenset({0}))
+    records = run(first)
+    saved = [record.saved[0] for record in records]
+    second = job((3, 3, 3), "adpsgd")
+    segments = [record.segments[0] for record in run(second, resumed=saved)]
+    mean = sum(record.segments[0].z for record in records) / 3 + sum(segment.moved for segment in segments) / 3
+    np.testing.assert_allclose(segments[0].z, mean, rtol=1e-12, atol=1e-12)
+
+
+# -- some of the ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", GRAPHS)
+def test_a_process_set_gossips_by_itself(algorithm):
+    one = job(((5, 2, 4), (1, 1, 2)), algorithm, **options(algorithm), sharers=(0, 2, 3))
+    train = work(one)
+    records = Cluster(4).run(lambda rank: None if rank == 1 else train(rank))
+    check(one, [record for record in records if record is not None])

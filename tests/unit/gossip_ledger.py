@@ -1,0 +1,216 @@
+"""What gossip's coordinator has been told and has commanded, kept apart from it, and checked against its laws."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+
+from hvd_async.events import (
+    Agreed,
+    Average,
+    Averaged,
+    Command,
+    Done,
+    Drained,
+    Exchange,
+    GossipConfig,
+    Landed,
+    Offered,
+    Opened,
+    OptimizerEvent,
+    Retired,
+    Wanted,
+)
+
+EPSILON = 1e-9
+
+
+class GossipLedger:
+    """Checks every command as it comes.
+
+    Attributes:
+        offers: rank -> (key, when) of what no exchange has taken yet.
+        wants: rank -> since when it wants to be averaged, those that have waited longest first.
+        exchanges: that went.
+        average: the number of the last average that went since the last drain.
+        inside: ranks that are in the next one, and their push-sum weights.
+        bases: rank -> its steps at the last drain.
+    """
+
+    def __init__(self, config: GossipConfig, ranks: Sequence[int]) -> None:
+        self.config, self.ranks = config, tuple(ranks)
+        self.neighbours = {
+            rank: {ranks[place] for place in places} for rank, places in zip(ranks, config.neighbours, strict=False)
+        }
+        self.opened: set[int] = set()
+        self.agreed = False
+        self.done: set[int] = set()
+        self.flush = False
+        self.offers: dict[int, deque[tuple[int, float]]] = {rank: deque() for rank in ranks}
+        self.wants: dict[int, float] = {}
+        self.met = dict.fromkeys(ranks, 0)
+        self.exchanges = self.average = 0
+        self.inside: dict[int, float] = {}
+        self.produced = dict.fromkeys(ranks, 0)
+        self.bases = dict.fromkeys(ranks, 0)
+        self.announced: set[int] = set()
+        self.durations: list[float] = []
+        self.partial = self.whole = 0
+        """Exchanges that some active rank had nothing for; that all had something for."""
+        self._flight: tuple[int, float] | None = None
+
+    def active(self) -> set[int]:
+        """Ranks that are not done."""
+        return set(self.ranks) - self.done
+
+    def hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        """An event that is about to reach the state machine."""
+        match event:
+            case Opened():
+                self.opened.add(rank)
+            case Offered(_, key):
+                self.offers[rank].append((key, now))
+            case Wanted():
+                self.wants.setdefault(rank, now)
+            case Averaged(_, _, weight):
+                self.inside[rank] = weight
+            case Landed(_, number):
+                if self._flight is not None and self._flight[0] == number:
+                    self.durations.append(now - self._flight[1])
+                    self._flight = None
+            case Done(_, (steps,), flush):
+                self.done.add(rank)
+                self.wants.pop(rank, None)
+                self.flush = self.flush or flush
+                self.produced[rank] = steps
+
+    def check(self, commands: list[Command], rank: int | None, now: float, deadline: float | None) -> None:
+        """The commands that came of it.
+
+        Args:
+            rank: whose event it was; None if it was only time.
+            deadline: the state machine's, now.
+
+        Raises:
+            AssertionError: one breaks a law, or one is missing.
+        """
+        ending = any(isinstance(command, Drained) for command in commands)
+        for command in commands:
+            match command:
+                case Agreed():
+                    assert self.opened == set(self.ranks)
+                    self.agreed = True
+                case Retired():
+                    self._check_retired(command)
+                case Exchange():
+                    self._check_exchange(command, ending, now)
+                case Average():
+                    self._check_average(command)
+                case Drained():
+                    self._check_drained(command, rank)
+                case other:
+                    raise AssertionError(f"{other} of a gossip")
+        if self.agreed:
+            assert self.announced == self.done, "a rank is done, and the others do not know"
+            assert not self.inside.keys() >= self.active(), "all are in an average that does not go"
+            self._check_nothing_is_due(now, deadline)
+
+    def check_end(self) -> None:
+        """After the last drain."""
+        assert not any(self.offers.values()), "an offer stayed behind"
+        assert not self.done
+
+    def _there(self) -> set[int]:
+        return {rank for rank, offers in self.offers.items() if offers} | self.wants.keys()
+
+    def _first(self) -> float:
+        """When the first that waits came."""
+        return min([offers[0][1] for offers in self.offers.values() if offers] + list(self.wants.values()))
+
+    def _can_go(self) -> bool:
+        active = self.active()
+        return any(self.offers.values()) or any(self.neighbours[rank] & active for rank in self.wants)
+
+    def _check_nothing_is_due(self, now: float, deadline: float | None) -> None:
+        """Law 1: what can go now has gone, and there is a deadline for what only waits for others."""
+        if self._flight is not None or not self._can_go():
+            return
+        assert not self._there() >= self.active(), "all have something, and nothing goes"
+        assert now < self._first() + max(self.durations, default=0.0), "it has waited longer than any exchange took"
+        assert deadline is not None
+        assert deadline <= self._first() + max(self.durations) + EPSILON
+
+    def _check_exchange(self, exchange: Exchange, ending: bool, now: float) -> None:
+        self.exchanges += 1
+        assert exchange.round == self.exchanges
+        assert exchange.mail or exchange.pairs, "an exchange of nothing"
+        if ending:
+            assert self.done == set(self.ranks)
+            assert not exchange.pairs
+        else:
+            assert self._flight is None, "two exchanges at once"
+            all_there = self._there() >= self.active()
+            assert all_there or now >= self._first() + min(self.durations, default=0.0) - EPSILON, "too early"
+            self.whole += all_there
+            self.partial += not all_there
+        expected = [(rank, offers[0][0]) for rank, offers in self.offers.items() if offers]
+        assert sorted(exchange.mail) == sorted(expected), "not the first offer of every rank that has one"
+        for rank, _ in expected:
+            self.offers[rank].popleft()
+        self._check_pairs(exchange.pairs)
+        if not ending:
+            self._flight = (exchange.round, now)
+
+    def _check_pairs(self, pairs: list[tuple[int, int]]) -> None:
+        """Law 3."""
+        taken = [rank for pair in pairs for rank in pair]
+        assert len(set(taken)) == len(taken), "a rank is in two pairs"
+        assert self.done.isdisjoint(taken)
+        order = {rank: place for place, rank in enumerate(self.wants)}
+        partner = dict(pairs) | {b: a for a, b in pairs}
+        for asks, other in pairs:
+            assert asks in order, "neither rank of a pair wants it"
+            assert other in self.neighbours[asks], "averaged with a rank that is no neighbour"
+            left = (self.neighbours[asks] & self.active()) - partner.keys()
+            rivals = [peer for peer in left if (peer in order) == (other in order)]
+            assert all(self.met[other] <= self.met[peer] for peer in rivals), "another neighbour has met less"
+            if other not in order:
+                free = [peer for peer in self.neighbours[asks] & order.keys() if partner.get(peer) not in order]
+                assert not free, "a rank that asks is averaged with one that does not, beside one that does"
+        for rank, place in order.items():
+            if rank in partner:
+                continue
+            for peer in self.neighbours[rank] & self.active():
+                assert peer in partner, "a neighbour was free"
+                askers = [order.get(peer, inf), order.get(partner[peer], inf)]
+                assert place > min(askers), "one that asked later was served first"
+        for rank in taken:
+            self.met[rank] = self.exchanges
+            self.wants.pop(rank, None)
+
+    def _check_average(self, average: Average) -> None:
+        self.average += 1
+        assert average.index == self.average
+        assert set(average.ranks) == self.active() == self.inside.keys()
+        assert average.weight == sum(self.inside.values())
+        self.inside.clear()
+
+    def _check_retired(self, retired: Retired) -> None:
+        assert self.agreed, "ranks are told of another before they know one another"
+        assert retired.rank in self.done - self.announced
+        assert retired.step == self.produced[retired.rank] - self.bases[retired.rank]
+        self.announced.add(retired.rank)
+
+    def _check_drained(self, drained: Drained, rank: int | None) -> None:
+        assert self.done == set(self.ranks)
+        assert drained.last == rank
+        assert drained.flushed == self.flush
+        assert drained.rounds == self.exchanges
+        assert drained.produced == [sum(self.produced.values())]
+        assert not any(self.offers.values()), "an offer stayed behind"
+        self.bases = dict(self.produced)
+        self.done.clear()
+        self.announced.clear()
+        self.wants.clear()
+        self.flush, self.average, self._flight = False, 0, None

@@ -1,0 +1,339 @@
+"""A gossiping job without threads: simulated ranks around the coordinator's state machine, in any order a seed finds.
+
+As ``simulation``: all that travels waits in first-in-first-out queues, each move takes one thing from one queue, and
+the laws are checked by a ledger of its own (``gossip_ledger``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from hvd_async.errors import ProtocolError
+from hvd_async.events import (
+    Agreed,
+    Arrived,
+    Average,
+    Averaged,
+    Command,
+    Done,
+    Drained,
+    Exchange,
+    Landed,
+    Offered,
+    Opened,
+    OptimizerEvent,
+    Retired,
+    Stepped,
+    Wanted,
+)
+from hvd_async.exchanges import Exchanges
+from hvd_async.plan import Plan
+from tests.unit.gossip_ledger import GossipLedger
+from tests.unit.simulation import snapshot
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is simulated.
+
+    Attributes:
+        steps: for each end, for each rank, how many steps it takes before it.
+        speeds: of the ranks' training threads; a rank of speed 0 moves only when nobody else can.
+        ranks: their numbers.
+        cuts: (end, index) of those that are a ``cut()``.
+        hasty: indices of ranks that are done with the first segment (of no steps) before they know of the others.
+    """
+
+    plan: Plan
+    steps: tuple[tuple[int, ...], ...]
+    speeds: tuple[float, ...]
+    ranks: tuple[int, ...]
+    seed: int = 0
+    cuts: frozenset[tuple[int, int]] = frozenset()
+    hasty: frozenset[int] = frozenset()
+
+    def flushes(self, end: int) -> bool:
+        """Whether at least one rank drains there."""
+        return any((end, index) not in self.cuts for index in range(len(self.ranks)))
+
+
+@dataclass
+class Rank:
+    """One simulated rank: its training thread is the generator ``_train``, the rest its engine."""
+
+    index: int
+    number: int
+    outbox: deque[OptimizerEvent] = field(default_factory=deque)
+    inbox: deque[Command] = field(default_factory=deque)
+    agreed: bool = False
+    opened: bool = False
+    """Whether the coordinator has seen its Opened."""
+    drained: Drained | None = None
+    last: int | None = None
+    """It takes no part in exchanges after this one, until its drain has returned."""
+    held: deque[Exchange] = field(default_factory=deque)
+    flying: list[Exchange] = field(default_factory=list)
+    letters: dict[int, list[int]] = field(default_factory=dict)
+    """Receivers of what it has offered, by key."""
+    retired: dict[int, int] = field(default_factory=dict)
+    come: list[tuple[int, int]] = field(default_factory=list)
+    """Messages that are here: (sender, key)."""
+    averages: set[int] = field(default_factory=set)
+    landed: int = 0
+    gone: int = 0
+    offered: int = 0
+    steps: int = 0
+    """Since it began."""
+    local: int = 0
+    asked: bool = False
+    averagings: int = 0
+    waits: Callable[[], bool] | None = None
+    finished: bool = False
+
+
+class Simulation:
+    """Runs a job to its end.
+
+    Attributes:
+        sent: (end, receiver, sender, its step) of all messages, as the sender has addressed them.
+        submitted: exchange -> the ranks that have.
+        carried: exchange -> (sender, its step, receivers).
+        log: all commands.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.plan, self.config = job, job.plan, job.plan.config
+        self.random = random.Random(job.seed)
+        self.machine = Exchanges(0, job.ranks)
+        self.ledger = GossipLedger(self.config, job.ranks)
+        self.now = 0.0
+        self.ranks = [Rank(index, number) for index, number in enumerate(job.ranks)]
+        self.threads = [self._train(rank) for rank in self.ranks]
+        self.sent: list[tuple[int, int, int, int]] = []
+        self.submitted: dict[int, set[int]] = {}
+        self.carried: dict[int, list[tuple[int, int, list[int]]]] = {}
+        self.log: list[Command] = []
+        self.illegal_tried = 0
+
+    # -- training threads -------------------------------------------------------------------------------------
+
+    def _train(self, rank: Rank) -> Iterator[None]:
+        rank.outbox.append(Opened(0, self.config, ["w"], [1]))
+        if rank.index not in self.job.hasty:
+            yield from self._until(rank, lambda: rank.agreed)
+        for end, counts in enumerate(self.job.steps):
+            for step in range(1, counts[rank.index] + 1):
+                rank.steps += 1
+                yield from self._pair(rank) if self.config.algorithm == "adpsgd" else self._push(rank, end, step)
+            rank.outbox.append(Done(0, [rank.steps], (end, rank.index) not in self.job.cuts))
+            yield from self._until(rank, lambda: rank.drained is not None and rank.landed >= rank.drained.rounds)
+            assert rank.drained is not None
+            assert rank.drained.flushed == self.job.flushes(end)
+            mine = [(sender, key) for at, to, sender, key in self.sent if (at, to) == (end, rank.index)]
+            assert sorted(rank.come) == sorted(mine), "lost or twice"
+            rank.come, rank.drained, rank.last, rank.local = [], None, None, 0
+            self._submit(rank)
+        rank.finished = True
+
+    def _until(self, rank: Rank, ready: Callable[[], bool]) -> Iterator[None]:
+        rank.waits = ready
+        yield  # resumed only when ``ready``
+        rank.waits = None
+
+    def _push(self, rank: Rank, end: int, step: int) -> Iterator[None]:
+        """A step of SGP, OSGP, D-PSGD or of averages only."""
+        yield
+        late = self.config.max_staleness
+        yield from self._until(rank, lambda: rank.offered - rank.gone <= 1 + late)
+        if self.config.algorithm != "allreduce":
+            out = [to for to, _ in self.plan.out(rank.index, step) if step <= rank.retired.get(to, step)]
+            rank.letters[step] = out
+            self.sent += [(end, to, rank.index, step) for to in out]
+            rank.offered += 1
+            rank.outbox.append(Offered(0, step))
+            owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.into(rank.index, k)]
+            yield from self._until(rank, lambda: all(self._is_here(rank, *message) for message in owed))
+        if self.config.average_every and step % self.config.average_every == 0:
+            number = step // self.config.average_every
+            rank.outbox.append(Averaged(0, number, 1.0 + rank.index))
+            yield from self._until(rank, lambda: number in rank.averages)
+
+    def _is_here(self, rank: Rank, sender: int, step: int) -> bool:
+        return (sender, step) in rank.come or step > rank.retired.get(sender, step)
+
+    def _pair(self, rank: Rank) -> Iterator[None]:
+        """A step of AD-PSGD."""
+        yield
+        neighbours = self.config.neighbours[rank.index]
+        most = self.config.max_local_steps
+        yield from self._until(rank, lambda: rank.local < most or all(peer in rank.retired for peer in neighbours))
+        rank.local += 1
+        if not rank.asked and self.random.random() < 0.8:
+            self._want(rank)
+
+    def _want(self, rank: Rank) -> None:
+        rank.asked = True
+        rank.outbox.append(Wanted(0))
+
+    # -- moves ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Simulation:
+        """Until every rank has finished.
+
+        Raises:
+            AssertionError: a promise is broken, or nobody can move (a deadlock).
+        """
+        while not all(rank.finished for rank in self.ranks):
+            if not self._move():
+                waiting = [rank.number for rank in self.ranks if not rank.finished]
+                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.machine.waiting_for()}")
+        for rank in self.ranks:
+            assert not rank.held
+            while rank.outbox:  # tidings of the last exchanges
+                self._deliver(rank)
+        self.ledger.check_end()
+        return self
+
+    def _move(self) -> bool:
+        self._probe()
+        kinds = {"deliver": self._deliver, "obey": self._obey, "land": self._land}
+        moves = [(rank, kinds[kind]) for rank in self.ranks for kind in kinds if self._can(rank, kind)]
+        trains = [rank for rank in self.ranks if not rank.finished and (rank.waits is None or rank.waits())]
+        weights = [self.job.speeds[rank.index] for rank in trains]
+        share = sum(weights)
+        deadline = self.machine.deadline()
+        if deadline is not None and (not (moves or share) or self.random.random() < 0.1):
+            assert deadline > self.now, "late, and nobody was told"
+            self.now = deadline
+            self._advance(self.machine.tick(self.now), None)
+        elif moves and self.random.random() * (len(moves) + share) >= share:
+            rank, move = self.random.choice(moves)
+            move(rank)
+        elif share:
+            next(self.threads[self.random.choices(trains, weights)[0].index], None)
+        elif trains:  # speed 0: only when nothing else can happen
+            next(self.threads[self.random.choice(trains).index], None)
+        else:
+            wanting = [r for r in self.ranks if not r.asked and r.waits is not None and self._starves(r)]
+            if not wanting:
+                return False
+            self._want(self.random.choice(wanting))
+        return True
+
+    def _starves(self, rank: Rank) -> bool:
+        """Whether it waits for an averaging (a real rank has asked for it by then)."""
+        done = rank.number in self.ledger.done or any(isinstance(event, Done) for event in rank.outbox)
+        return rank.local >= self.config.max_local_steps > 0 and not done
+
+    def _can(self, rank: Rank, kind: str) -> bool:
+        if kind == "land":
+            return any(len(self.submitted[exchange.round]) == len(self.ranks) for exchange in rank.flying)
+        return bool(rank.outbox if kind == "deliver" else rank.inbox)
+
+    def _land(self, rank: Rank) -> None:
+        whole = [exchange for exchange in rank.flying if len(self.submitted[exchange.round]) == len(self.ranks)]
+        exchange = self.random.choice(whole)
+        rank.flying.remove(exchange)
+        rank.landed += 1
+        rank.gone += any(sender == rank.number for sender, _ in exchange.mail)
+        for sender, key, receivers in self.carried.get(exchange.round, []):
+            if rank.index in receivers:
+                rank.come.append((sender, key))
+        if any(rank.number in pair for pair in exchange.pairs):
+            rank.local = 0
+            rank.averagings += 1
+        first = exchange.mail[0][0] if exchange.mail else exchange.pairs[0][0]
+        if first == rank.number:
+            rank.outbox.append(Landed(0, exchange.round))
+
+    def _obey(self, rank: Rank) -> None:
+        command = rank.inbox.popleft()
+        match command:
+            case Agreed():
+                rank.agreed = True
+            case Exchange():
+                rank.asked = rank.asked and not any(rank.number in pair for pair in command.pairs)
+                rank.held.append(command)
+                self._submit(rank)
+            case Average(_, index):
+                rank.averages.add(index)
+            case Retired(_, number, step):
+                assert rank.agreed, "told of a rank that it does not know yet"
+                rank.retired[self.job.ranks.index(number)] = step
+            case Drained():
+                assert rank.drained is None
+                rank.drained, rank.last, rank.asked = command, command.rounds, False
+                rank.retired.clear()
+                rank.averages.clear()
+
+    def _submit(self, rank: Rank) -> None:
+        while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
+            exchange = rank.held.popleft()
+            self.submitted.setdefault(exchange.round, set()).add(rank.index)
+            for key in (key for sender, key in exchange.mail if sender == rank.number):
+                self.carried.setdefault(exchange.round, []).append((rank.index, key, rank.letters.pop(key)))
+            rank.flying.append(exchange)
+
+    # -- the coordinator --------------------------------------------------------------------------------------
+
+    def _deliver(self, rank: Rank) -> None:
+        event = rank.outbox.popleft()
+        deadline = self.machine.deadline()
+        later = self.now + self.random.choice([0.0, 0.01, 0.3]) * self.random.random()
+        self.now = later if deadline is None else min(later, deadline)
+        rank.opened = rank.opened or isinstance(event, Opened)
+        self.ledger.hear(rank.number, event, self.now)
+        self._advance(self.machine.handle(rank.number, event, self.now), rank.number)
+
+    def _advance(self, commands: list[Command], rank: int | None) -> None:
+        self.ledger.check(commands, rank, self.now, self.machine.deadline())
+        self.log += commands
+        for each in self.ranks:
+            each.inbox.extend(commands)
+
+    # -- illegal moves ----------------------------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """Sometimes try a move that is not allowed now: it must raise and change nothing."""
+        if self.random.random() > 0.1:
+            return
+        rank = self.random.choice(self.ranks)
+        event = self.random.choice(self._illegal(rank))
+        before = snapshot(self.machine)
+        with pytest.raises(ProtocolError, match=f"rank {rank.number}"):
+            self.machine.handle(rank.number, event, self.now + 1e6)
+        assert snapshot(self.machine) == before
+        self.illegal_tried += 1
+
+    def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
+        ledger, number = self.ledger, rank.number
+        if not rank.opened:
+            return [Offered(0, 1), Wanted(0), Averaged(0, 1, 1.0), Landed(0, 1), Done(0, [0])]
+        moves: list[OptimizerEvent] = [
+            Opened(0, self.config, ["w"], [1]),
+            Stepped(0, 1, []),
+            Arrived(0, 0, 1),
+            Landed(0, 0),
+            Landed(0, ledger.exchanges + 1),
+            Done(0, [10**6, 10**6]),
+            Done(0, []),
+            Averaged(0, ledger.average, 1.0),
+            Averaged(0, ledger.average + 2, 1.0),
+            *(Offered(0, key) for key, _ in ledger.offers[number]),
+        ]
+        if ledger.bases[number]:
+            moves.append(Done(0, [ledger.bases[number] - 1]))
+        if self.config.algorithm != "adpsgd":
+            moves.append(Wanted(0))
+        if number in ledger.done or not ledger.agreed:
+            moves += [Offered(0, 10**6), Wanted(0), Averaged(0, ledger.average + 1, 1.0)]
+        if number in ledger.done:
+            moves.append(Done(0, [10**6]))
+        if number in ledger.inside:
+            moves += [Averaged(0, ledger.average + 1, 1.0), Done(0, [10**6])]
+        return moves

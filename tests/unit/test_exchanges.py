@@ -1,0 +1,362 @@
+"""Gossip's coordinator: its laws under any interleaving, and examples move by move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hvd_async import topology
+from hvd_async.errors import ProtocolError
+from hvd_async.events import (
+    Agreed,
+    Arrived,
+    Average,
+    Averaged,
+    Command,
+    Done,
+    Drained,
+    Exchange,
+    GossipConfig,
+    Landed,
+    Offered,
+    Opened,
+    OptimizerEvent,
+    Refused,
+    Retired,
+    Stepped,
+    Wanted,
+)
+from hvd_async.exchanges import SMOOTHING, Exchanges
+from hvd_async.plan import make_plan
+from tests.unit.gossip_simulation import Job, Simulation
+from tests.unit.simulation import snapshot
+
+SGP = make_plan(3).config
+DIRECTED = ["exponential", "ring", "ring-right", "star", "complete"]
+BOTH_WAYS = ["bipartite-exponential", "ring", "star", "complete", "mesh"]
+
+
+# -- any interleaving -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    size = draw(st.integers(1, 5))
+    algorithm = draw(st.sampled_from(["sgp", "osgp", "dpsgd", "adpsgd", "adpsgd", "allreduce"]))
+    graph = draw(st.sampled_from(DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS))
+    plan = make_plan(
+        size,
+        algorithm,
+        None if algorithm == "allreduce" else graph,
+        weights="metropolis" if algorithm == "dpsgd" else "uniform",
+        max_staleness=draw(st.integers(0, 2)) if algorithm == "osgp" else None,
+        max_local_steps=draw(st.integers(1, 3)),
+        average_every=0 if algorithm == "adpsgd" else draw(st.sampled_from([0, 0, 1, 3])),
+    )
+    counts = st.lists(st.integers(0, 5), min_size=size, max_size=size).map(tuple)
+    steps = tuple(draw(st.lists(counts, min_size=1, max_size=3)))
+    ends = [(end, index) for end in range(len(steps)) for index in range(size)]
+    hasty = [index for index in range(size) if not steps[0][index]]
+    first = draw(st.integers(0, 3))
+    return Job(
+        plan,
+        steps,
+        speeds=tuple(draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 5.0]), min_size=size, max_size=size))),
+        ranks=draw(st.sampled_from([tuple(range(size)), tuple(range(first, first + 2 * size, 2))])),
+        seed=draw(st.integers(0, 2**32)),
+        cuts=frozenset(draw(st.sampled_from([set(), set(ends)]) | st.sets(st.sampled_from(ends)))),
+        hasty=frozenset(draw(st.sets(st.sampled_from(hasty)))) if hasty else frozenset(),
+    )
+
+
+IDLE = Job(make_plan(3, "adpsgd", "ring"), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0), (0, 1, 2), hasty=frozenset({0, 2}))
+
+
+@settings(max_examples=120)
+@given(jobs())
+@example(IDLE)
+@example(replace(IDLE, hasty=frozenset({0, 1, 2})))
+def test_laws_hold_under_any_interleaving(job):
+    simulation = Simulation(job).run()
+    exchanges = [command for command in simulation.log if isinstance(command, Exchange)]
+    mail = [message for exchange in exchanges for message in exchange.mail]
+    if job.plan.config.algorithm in ("adpsgd", "allreduce"):
+        assert not mail
+    else:
+        assert len(mail) == sum(map(sum, job.steps))
+    for index, number in enumerate(job.ranks):
+        keys = [key for sender, key in mail if sender == number]
+        offered = [step for counts in job.steps for step in range(1, counts[index] + 1)]
+        assert keys == (offered if mail else [])
+        paired = sum(number in pair for exchange in exchanges for pair in exchange.pairs)
+        assert paired == simulation.ranks[index].averagings
+
+
+def test_the_simulation_has_teeth():
+    """Illegal moves are tried; exchanges go with and without all ranks; ranks are averaged that did not ask."""
+    tried = partial = whole = pairs = 0
+    for seed in range(15):
+        job = Job(make_plan(4), ((5, 3, 4, 5), (1, 0, 2, 2)), (1.0, 1.0, 0.1, 1.0), (0, 1, 2, 3), seed)
+        one = Simulation(job).run()
+        two = Simulation(replace(job, plan=make_plan(4, "adpsgd", "ring"))).run()
+        tried += one.illegal_tried + two.illegal_tried
+        partial += one.ledger.partial
+        whole += one.ledger.whole
+        pairs += sum(rank.averagings for rank in two.ranks)
+    assert min(tried, partial, whole, pairs) > 20
+
+
+# -- move by move ---------------------------------------------------------------------------------------------
+
+
+def opened(config: GossipConfig = SGP, size: int = 3) -> Exchanges:
+    """A machine whose ranks have all opened."""
+    machine = Exchanges(7, range(size))
+    commands = [c for rank in range(size) for c in machine.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
+    assert commands == [Agreed(7)]
+    return machine
+
+
+def play(machine: Exchanges, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:
+    """(when, rank, event); what each of them brought about."""
+    return [machine.handle(rank, event, now) for now, rank, event in moves]
+
+
+def timed(config: GossipConfig = SGP, size: int = 3, seconds: float = 2.0) -> Exchanges:
+    """A machine that has seen one exchange, of rank 0, which took so long and ended at 0."""
+    machine = opened(config, size)
+    event = Wanted(7) if config.algorithm == "adpsgd" else Offered(7, 1)
+    assert [type(c) for c in machine.handle(0, event, -seconds)] == [Exchange]
+    assert machine.handle(0, Landed(7, 1), 0.0) == []
+    return machine
+
+
+def pairing(graph: str, size: int) -> GossipConfig:
+    return make_plan(size, "adpsgd", graph).config
+
+
+def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
+    machine = opened()
+    assert play(
+        machine,
+        (0.0, 1, Offered(7, 1)),
+        (0.5, 0, Offered(7, 1)),
+        (0.6, 2, Offered(7, 1)),
+        (0.7, 1, Offered(7, 2)),
+        (0.9, 1, Landed(7, 1)),
+    ) == [[Exchange(7, 1, [(1, 1)])], [], [], [], [Exchange(7, 2, [(0, 1), (1, 2), (2, 1)])]]
+    assert machine.deadline() is None
+
+
+def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
+    machine = timed()
+    assert play(machine, (10.0, 2, Offered(7, 1)), (11.0, 0, Offered(7, 2))) == [[], []]
+    assert machine.deadline() == 12.0
+    assert machine.tick(11.9) == []
+    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (2, 1)])]
+    assert machine.deadline() is None
+    assert machine.tick(20.0) == []
+    assert machine.handle(0, Landed(7, 2), 16.0) == []  # 4 s
+    assert play(machine, (20.0, 1, Offered(7, 1)), (20.1, 0, Offered(7, 3))) == [[], []]
+    assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
+    assert machine.handle(2, Offered(7, 2), 20.2) == [Exchange(7, 3, [(0, 3), (1, 1), (2, 2)])]
+
+
+def test_what_has_waited_during_an_exchange_goes_when_it_lands_or_soon_after():
+    machine = timed()
+    assert [len(c) for c in play(machine, *((10.0, rank, Offered(7, 2)) for rank in range(3)))] == [0, 0, 1]
+    assert play(machine, (10.5, 0, Offered(7, 3)), (12.0, 0, Landed(7, 2))) == [[], []]
+    assert machine.deadline() == 12.5
+    assert machine.tick(12.5) == [Exchange(7, 3, [(0, 3)])]
+    assert play(machine, (12.6, 0, Offered(7, 4)), (15.0, 0, Landed(7, 3))) == [[], [Exchange(7, 4, [(0, 4)])]]
+
+
+def test_a_rank_sends_one_message_an_exchange_in_its_order():
+    machine = opened()
+    machine.handle(0, Offered(7, 5), 0.0)
+    for key in (9, 7, 8):
+        assert machine.handle(0, Offered(7, key), 0.0) == []
+    for number, key in ((2, 9), (3, 7), (4, 8)):
+        assert machine.handle(0, Landed(7, number - 1), 0.0) == [Exchange(7, number, [(0, key)])]
+
+
+def test_a_rank_that_is_done_is_waited_for_no_longer():
+    machine = timed()
+    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 1))) == [[], []]
+    assert machine.handle(2, Done(7, [0]), 10.2) == [Retired(7, 2, 0), Exchange(7, 2, [(0, 2), (1, 1)])]
+
+
+def test_retired_counts_steps_since_the_last_drain():
+    machine = opened(size=2)
+    for before, (zero, one) in (([0, 0], (4, 2)), ([4, 2], (1, 0)), ([5, 2], (0, 3))):
+        assert machine.handle(1, Done(7, [before[1] + one]), 0.0) == [Retired(7, 1, one)]
+        total = sum(before) + zero + one
+        assert machine.handle(0, Done(7, [before[0] + zero], False), 0.0) == [Drained(7, 0, [total], 0, True)]
+
+
+def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
+    machine = opened(size=2)
+    play(machine, (0.0, 0, Offered(7, 1)), (0.0, 0, Offered(7, 2)), (0.0, 1, Offered(7, 1)), (0.0, 0, Offered(7, 3)))
+    assert machine.handle(0, Done(7, [3], False), 0.0) == [Retired(7, 0, 3)]
+    assert machine.waiting_for() == ("drain", {1})
+    assert machine.handle(1, Done(7, [1], False), 0.0) == [
+        Exchange(7, 2, [(0, 2), (1, 1)]),
+        Exchange(7, 3, [(0, 3)]),
+        Drained(7, 3, [4], 1, False),
+    ]
+    # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
+    assert machine.handle(1, Offered(7, 1), 1.0) == [Exchange(7, 4, [(1, 1)])]
+    assert play(machine, (1.1, 0, Offered(7, 1)), (1.2, 0, Landed(7, 1))) == [[], []]
+    assert machine.handle(1, Landed(7, 4), 1.3) == []
+    assert machine.deadline() == pytest.approx(1.4)
+
+
+def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
+    machine = Exchanges(7, range(3))
+    told = [machine.handle(rank, event, 0.0) for rank in (2, 0) for event in (Opened(7, SGP, ["w"], [1]), Done(7, [0]))]
+    assert told == [[], [], [], []]
+    assert machine.waiting_for() == ("the first step or drain", {1})
+    assert machine.handle(1, Opened(7, SGP, ["w"], [1]), 0.0) == [Agreed(7), Retired(7, 0, 0), Retired(7, 2, 0)]
+    assert machine.handle(1, Offered(7, 1), 0.0) == [Exchange(7, 1, [(1, 1)])]
+    assert machine.handle(1, Done(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
+
+
+# -- pairs ----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_ask_are_averaged_with_neighbours_that_ask():
+    machine = opened(pairing("ring", 4), 4)
+    machine.handle(0, Wanted(7), 0.0)
+    assert play(machine, (1.0, 1, Wanted(7)), (2.0, 0, Wanted(7)), (3.0, 2, Wanted(7)), (4.0, 3, Wanted(7))) == [[]] * 4
+    assert machine.handle(0, Landed(7, 1), 5.0) == [Exchange(7, 2, [], [(1, 2), (0, 3)])]
+
+
+def test_a_rank_that_does_not_ask_serves_when_nobody_else_can():
+    machine = timed(pairing("ring", 4), 4)
+    assert play(machine, (10.0, 3, Wanted(7)), (11.0, 2, Wanted(7)), (11.5, 1, Wanted(7))) == [[], [], []]
+    assert machine.deadline() == 12.0
+    assert machine.tick(12.0) == [Exchange(7, 2, [], [(3, 2), (1, 0)])]
+
+
+def test_of_several_neighbours_the_one_that_was_averaged_longest_ago():
+    machine = opened(pairing("complete", 4), 4)
+    assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 1, [], [(0, 1)])]
+    machine.handle(0, Landed(7, 1), 0.0)
+    assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 2, [], [(0, 2)])]
+    machine.handle(0, Landed(7, 2), 0.0)
+    assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 3, [], [(1, 3)])]
+    machine.handle(1, Landed(7, 3), 0.0)
+    assert machine.handle(3, Wanted(7), 0.0) == [Exchange(7, 4, [], [(3, 0)])]
+
+
+def test_nobody_is_averaged_with_a_rank_that_is_done_or_no_neighbour():
+    machine = opened(pairing("star", 3), 3)
+    assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 1, [], [(1, 0)])]
+    machine.handle(1, Landed(7, 1), 0.0)
+    assert machine.handle(0, Done(7, [0]), 0.0) == [Retired(7, 0, 0)]
+    assert play(machine, (0.0, 1, Wanted(7)), (0.0, 2, Wanted(7))) == [[], []]
+    assert machine.deadline() is None
+    assert play(machine, (0.0, 1, Done(7, [2])), (0.0, 2, Done(7, [1]))) == [
+        [Retired(7, 1, 2)],
+        [Drained(7, 1, [3], 2)],
+    ]
+    assert machine.handle(2, Wanted(7), 0.0) == [Exchange(7, 2, [], [(2, 0)])]  # nothing is left of the wish before
+
+
+def test_leaves_of_a_star_take_turns():
+    machine, met = opened(pairing("star", 5), 5), []
+    for number in range(1, 14):
+        moves = [*((0.0, rank, Wanted(7)) for rank in range(5)), (0.0, 0, Landed(7, number))]
+        for commands in play(machine, *moves):
+            met += [sorted(pair) for c in commands if isinstance(c, Exchange) for pair in c.pairs]
+    assert met[:14] == [[0, 1], *([0, leaf] for leaf in (1, 2, 3, 4) * 3), [0, 1]]
+
+
+# -- averages -------------------------------------------------------------------------------------------------
+
+
+def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
+    machine = opened()
+    assert play(machine, (0.0, 2, Averaged(7, 1, 0.5)), (0.0, 0, Averaged(7, 1, 1.0))) == [[], []]
+    assert machine.waiting_for() == ("average 1 over all ranks", {1})
+    assert machine.handle(1, Averaged(7, 1, 1.5), 0.0) == [Average(7, 1, [0, 1, 2], 3.0)]
+    assert machine.waiting_for() is None
+    assert play(machine, (0.0, 2, Averaged(7, 2, 1.0)), (0.0, 0, Averaged(7, 2, 0.25))) == [[], []]
+    assert machine.handle(1, Done(7, [1]), 0.0) == [Retired(7, 1, 1), Average(7, 2, [0, 2], 1.25)]
+    play(machine, (0.0, 0, Done(7, [2])), (0.0, 2, Done(7, [2])))
+    assert play(machine, *((0.0, rank, Averaged(7, 1, 1.0)) for rank in range(3)))[2] == [Average(7, 1, [0, 1, 2], 3.0)]
+
+
+def test_an_average_needs_no_exchange_and_holds_none_up():
+    machine = opened()
+    assert machine.handle(0, Offered(7, 1), 0.0) == [Exchange(7, 1, [(0, 1)])]
+    assert [len(c) for c in play(machine, *((0.0, rank, Averaged(7, 1, 1.0)) for rank in range(3)))] == [0, 0, 1]
+
+
+# -- illegal --------------------------------------------------------------------------------------------------
+
+ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
+    "opened twice": ("sgp", [], Opened(7, SGP, ["w"], [1]), "twice"),
+    "a step of partial allreduce": ("sgp", [], Stepped(7, 1, []), "sent Stepped of a gossip"),
+    "an arrival of partial allreduce": ("sgp", [], Arrived(7, 0, 1), "sent Arrived of a gossip"),
+    "offered twice": ("sgp", [Offered(7, 1), Offered(7, 2)], Offered(7, 2), "offered message 2 twice"),
+    "offered after done": ("sgp", [Done(7, [0])], Offered(7, 1), "although it is done"),
+    "wanted in SGP": ("sgp", [], Wanted(7), "which only AD-PSGD does"),
+    "wanted after done": ("adpsgd", [Done(7, [0])], Wanted(7), "although it is done"),
+    "averaged again": ("sgp", [Averaged(7, 1, 1.0)], Averaged(7, 1, 1.0), "average 1 again"),
+    "averaged too early": ("sgp", [], Averaged(7, 2, 1.0), "average 2 again, late, or after 0"),
+    "averaged before the first": ("sgp", [], Averaged(7, 0, 1.0), "average 0"),
+    "averaged after done": ("sgp", [Done(7, [0])], Averaged(7, 1, 1.0), "although it is done"),
+    "landed what did not go": ("sgp", [Offered(7, 1)], Landed(7, 2), "saw exchange 2 land, of 1"),
+    "landed number 0": ("sgp", [Offered(7, 1)], Landed(7, 0), "saw exchange 0 land"),
+    "done twice": ("sgp", [Done(7, [0])], Done(7, [0]), "although it is done"),
+    "done in an average": ("sgp", [Averaged(7, 1, 1.0)], Done(7, [1]), "although it waits for an average"),
+    "done with no count": ("sgp", [], Done(7, []), "has produced"),
+    "done with two counts": ("sgp", [], Done(7, [1, 1]), "has produced"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_moves_raise_and_change_nothing(name):
+    algorithm, before, event, hint = ILLEGAL[name]
+    machine = opened(make_plan(3, algorithm).config)
+    for move in before:
+        machine.handle(0, move, 0.0)
+    state = snapshot(machine)
+    with pytest.raises(ProtocolError, match=rf"^rank 0 .*{hint}"):
+        machine.handle(0, event, 1.0)
+    assert snapshot(machine) == state
+
+
+def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
+    machine = Exchanges(7, (0, 2))
+    machine.handle(0, Opened(7, SGP, ["w"], [1]), 0.0)
+    state = snapshot(machine)
+    for rank, hint in ((0, "before all ranks had opened"), (2, "before it opened"), (1, "does not share")):
+        for event in (Offered(7, 1), Wanted(7), Averaged(7, 1, 1.0)):
+            with pytest.raises(ProtocolError, match=hint):
+                machine.handle(rank, event, 0.0)
+    with pytest.raises(ProtocolError, match="of 0"):
+        machine.handle(0, Landed(7, 1), 0.0)
+    assert snapshot(machine) == state
+    assert machine.deadline() is None
+
+
+def test_ranks_that_gossip_differently_are_refused():
+    machine = Exchanges(7, range(2))
+    machine.handle(0, Opened(7, SGP, ["w"], [1]), 0.0)
+    other = make_plan(2, graph=topology.ring(2)).config
+    (refused,) = machine.handle(1, Opened(7, other, ["w"], [1]), 0.0)
+    assert isinstance(refused, Refused)
+    assert "wrapped their optimizers differently" in refused.problem
+    assert machine.handle(0, Offered(7, 1), 0.0) == []  # on its way when the refusal went out
+    assert machine.waiting_for() is None
+
+
+def test_where_hosts_gossip_engines_serve_ranks_that_are_done():
+    machine = opened(make_plan(4, local_size=2).config, 4)
+    machine.handle(0, Done(7, [0]), 0.0)
+    assert machine.handle(0, Offered(7, 1), 0.0) == [Exchange(7, 1, [(0, 1)])]

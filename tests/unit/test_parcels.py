@@ -1,0 +1,217 @@
+"""Vectors as bytes: what each codec keeps and loses, and rows that can be read in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hvd_async.mail import HEADER
+from hvd_async.parcels import (
+    ALIGNMENT,
+    CHUNK,
+    LEVELS,
+    dequantize,
+    encoded_bytes,
+    from_bf16,
+    make_post,
+    quantize,
+    row_bytes,
+    to_bf16,
+)
+from hvd_async.sharers import Sharers
+
+CODECS = ["none", "fp16", "bf16", "int8"]
+SIZES = [0, 1, 2, 3, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
+KINDS = [np.float32, np.float64]
+FINITE = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-(2.0**99), 2.0**99, width=32))
+BITS = hnp.arrays(np.uint32, st.integers(1, 40))
+AWKWARD = np.array(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1.00390625, 1.01171875, 65504, 65520],
+    np.float32,
+)
+"""Zeros, infinities, subnormal and large ones, ties in bfloat16, the largest of float16 and what it makes infinite."""
+
+
+@pytest.fixture(scope="module")
+def bfloat16() -> Any:
+    """Another one's, which comes with TensorFlow."""
+    return pytest.importorskip("ml_dtypes").bfloat16
+
+
+def vector(elements, kind=np.float32, seed=0):
+    return np.random.default_rng([elements, seed]).normal(size=elements).astype(kind)
+
+
+# -- half precision -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(BITS)
+def test_bf16_is_the_nearest_with_ties_to_even(bfloat16, bits):
+    values = bits.view(np.float32)
+    ours, theirs = from_bf16(to_bf16(values)), values.astype(bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(ours, theirs)
+    assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(values)].all()
+
+
+def test_bf16_of_awkward_numbers(bfloat16):
+    np.testing.assert_array_equal(from_bf16(to_bf16(AWKWARD)), AWKWARD.astype(bfloat16).astype(np.float32))
+    assert from_bf16(to_bf16(AWKWARD))[9:11].tolist() == [1.0, 1.015625]
+    quiet = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)  # rounding their bits would give no NaN
+    assert np.isnan(from_bf16(to_bf16(quiet))).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_half_precision_is_that_of_numpy(bfloat16, codec, kind):
+    post, half = make_post(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
+    with np.errstate(over="ignore"):
+        data, expected = post.encode(AWKWARD.astype(kind)), AWKWARD.astype(half).astype(kind)
+    assert data.dtype == np.uint8
+    assert len(data) == post.nbytes == 2 * len(AWKWARD)
+    decoded = post.decode(data)
+    assert decoded.dtype == kind
+    np.testing.assert_array_equal(decoded, expected)
+
+
+# -- 8 bits ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(FINITE)
+def test_int8_is_off_by_half_a_level_at_the_most(values):
+    decoded, scale = dequantize(quantize(values), len(values)), np.abs(values).max() / np.float32(LEVELS)
+    assert (np.abs(decoded - values) <= scale * 0.5001 + 1e-38).all()
+    np.testing.assert_array_equal(dequantize(quantize(-values), len(values)), -decoded)
+
+
+def test_int8_scales_each_chunk_by_itself():
+    values = vector(2 * CHUNK + 5)
+    values[CHUNK : 2 * CHUNK] *= 1e6
+    values[2 * CHUNK :] *= 1e-6
+    decoded = dequantize(quantize(values), len(values))
+    for first in range(0, len(values), CHUNK):
+        chunk = slice(first, first + CHUNK)
+        alone = dequantize(quantize(values[chunk]), len(values[chunk]))
+        np.testing.assert_array_equal(decoded[chunk], alone)
+        largest = np.abs(values[chunk]).max()
+        assert np.abs(decoded[chunk]).max() == pytest.approx(largest, rel=1e-6)
+        assert 0 < np.abs(decoded - values)[chunk].max() <= largest / LEVELS * 0.5001
+
+
+def test_int8_by_hand():
+    values = np.zeros(CHUNK + 3, np.float32)
+    values[:6] = [127.0, 0.5, 1.5, 2.5, -0.5, -3.5]
+    values[CHUNK:] = [0.0, -127 / 4, 1.5 / 4]
+    data = quantize(values)
+    assert len(data) == encoded_bytes(len(values), 4, "int8") == 2 * (CHUNK + 4)
+    assert data[:8].view(np.float32).tolist() == [1.0, 0.25]
+    assert data[8:].view(np.int8)[:6].tolist() == [127, 0, 2, 2, 0, -4]
+    assert dequantize(data, len(values))[CHUNK:].tolist() == [0.0, -127 / 4, 0.5]
+
+
+def test_int8_of_zeros_and_of_what_is_no_number():
+    assert dequantize(quantize(np.zeros(5, np.float32)), 5).tolist() == [0.0] * 5
+    values = np.ones(2 * CHUNK, np.float32)
+    values[3] = np.nan
+    with np.errstate(invalid="ignore"):
+        decoded = dequantize(quantize(values), len(values))
+    assert np.isnan(decoded[3])
+    np.testing.assert_array_equal(decoded[CHUNK:], 1.0)  # the other chunk is whole
+
+
+def test_the_error_of_int8_that_is_fed_back_dies_out():
+    values, known = vector(100), np.zeros(100, np.float32)
+    for _ in range(4):
+        known = known + dequantize(quantize(values - known), 100)
+    np.testing.assert_allclose(known, values, atol=1e-6)
+
+
+# -- messages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
+    post = make_post(elements, kind, codec, rows=3)
+    assert post.nbytes == encoded_bytes(elements, np.dtype(kind).itemsize, codec)
+    sent = [(post.encode(vector(elements, kind, seed)), HEADER.pack(seed, 0.5 * seed)) for seed in (1, 2)]
+    rows = post.pack(sent)
+    assert rows.shape == (3, row_bytes(post.nbytes))
+    assert rows.dtype == np.uint8
+    assert row_bytes(post.nbytes) % ALIGNMENT == 0
+    for row, (data, header) in zip(rows, sent, strict=False):
+        got, head = post.unpack(row)
+        assert head == header
+        np.testing.assert_array_equal(got, data)
+        decoded, expected = post.decode(got), post.decode(data)
+        assert decoded.dtype == kind
+        assert decoded.shape == (elements,)
+        np.testing.assert_array_equal(decoded, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
+    """As it comes out of a collective: rows one after another, in a buffer aligned like NumPy's."""
+    post = make_post(13, kind, codec, rows=3)
+    rows = post.pack([(post.encode(vector(13, kind, seed)), HEADER.pack(0, 1.0)) for seed in range(3)])
+    for seed, row in enumerate(rows):
+        assert row.ctypes.data % ALIGNMENT == 0
+        expected = post.decode(post.encode(vector(13, kind, seed)))
+        np.testing.assert_array_equal(post.decode(post.unpack(row)[0]), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_packets_of_a_post_have_one_shape(codec):
+    post = make_post(9, np.float32, codec, rows=2)
+    empty = post.pack([])
+    assert empty.shape == post.pack([(post.encode(vector(9)), HEADER.pack(1, 1.0))]).shape
+    assert post.pack([]) is empty
+
+
+def test_a_lossless_message_is_the_vector_itself():
+    post, one = make_post(9, np.float64, "none", 1), vector(9, np.float64)
+    assert post.lossless
+    assert np.shares_memory(post.encode(one), one)
+    np.testing.assert_array_equal(post.decode(post.encode(one)), one)
+    one[2:] = [np.nan, np.inf, -0.0, 5e-324, 1e308, -1e308, 0.1]
+    assert post.decode(post.encode(one)).tobytes() == one.tobytes()
+
+
+def test_a_vector_with_gaps_can_be_sent():
+    one = vector(20, np.float32)[::2]
+    for codec in CODECS:
+        post = make_post(10, np.float32, codec, 1)
+        np.testing.assert_array_equal(post.decode(post.encode(one)), post.decode(post.encode(one.copy())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_post_says_of_itself(codec, kind):
+    post = make_post(10, kind, codec, 4, Sharers((1, 3), (1, 3), 1, 5, 2))
+    assert (post.lossless, post.differences) == (codec == "none", codec == "int8")
+    assert (post.rows, post.process_set, post.members, post.process_set_id) == (4, (1, 3), (1, 3), 5)
+    everyone = make_post(10, kind, codec, 4)
+    assert (everyone.process_set, everyone.members, everyone.process_set_id) == (None, (), 0)
+    assert post.zeros().tolist() == [0.0] * 10
+    assert post.zeros().dtype == kind
+    assert post.scalar(0.1).dtype == np.float64
+    assert post.scalar(0.1).tolist() == [0.1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("a", [1.0, -1.0, 0.3])
+def test_adding_stays_in_the_vectors_precision_and_leaves_the_second(a, kind):
+    post, x, y = make_post(6, kind, "none", 1), vector(6, kind, 1), vector(6, kind, 2)
+    expected, before = x + kind(a) * y, y.copy()
+    total = post.add(x, y, a)
+    assert total.dtype == kind
+    np.testing.assert_array_equal(total, expected)
+    np.testing.assert_array_equal(y, before)

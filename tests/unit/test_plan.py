@@ -1,0 +1,255 @@
+"""Who gossips with whom: graphs and matrices laid out for an algorithm, and all that does not fit together."""
+
+from __future__ import annotations
+
+import math
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_async import mixing, topology
+from hvd_async.events import Opened, decode_event, encode
+from hvd_async.plan import ALGORITHMS, algorithms_of, make_plan
+from hvd_async.topology import Topology
+
+SYMMETRIC = ["bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"]
+GOSSIPS = [name for name in ALGORITHMS if name != "allreduce"]
+SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
+TURN = np.array([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
+"""Doubly stochastic, and directed."""
+LOPSIDED = np.array([[0.5, 0.2, 0.3], [0.3, 0.5, 0.2], [0.2, 0.3, 0.5]])
+"""Doubly stochastic on a symmetric graph, and not symmetric."""
+APART = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
+
+
+# -- what is laid out -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(GOSSIPS), st.sampled_from(sorted(topology.NAMED)), st.integers(1, 9), st.integers(1, 30))
+def test_edges_are_those_of_the_matrices(algorithm, name, size, step):
+    graph = topology.named(name, size)
+    if algorithm not in algorithms_of(graph):
+        return
+    scheme = "metropolis" if algorithm == "dpsgd" else "uniform"
+    plan = make_plan(size, algorithm, name, weights=scheme)
+    weights = plan.matrices[plan.phase(step)]
+    np.testing.assert_array_equal(weights, mixing.matrices(graph, scheme)[(step - 1) % graph.period])
+    again = np.diag(np.diag(weights))
+    for place in range(size):
+        out, into = plan.out(place, step), plan.into(place, step)
+        assert [to for to, _ in out] == list(graph.out(place, step - 1))
+        assert [sender for sender, _ in into] == list(graph.into(place, step - 1))
+        for to, p in out:
+            assert (place, p) in plan.into(to, step)
+            again[to, place] = p
+        assert len(out) <= plan.most or algorithm == "adpsgd"
+    np.testing.assert_array_equal(again, weights)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_gossips_with_nobody(algorithm):
+    plan = make_plan(1, algorithm)
+    assert plan.out(0, 1) == plan.into(0, 5) == []
+    assert [matrix.tolist() for matrix in plan.matrices] == [[[1.0]]]
+    assert plan.most == 1
+
+
+def test_each_algorithm_has_its_graph_and_its_staleness():
+    graphs = {name: make_plan(8, name).topology.name for name in ALGORITHMS}
+    assert graphs == {
+        "sgp": "exponential",
+        "osgp": "exponential",
+        "dpsgd": "bipartite-exponential",
+        "adpsgd": "bipartite-exponential",
+        "allreduce": "none",
+    }
+    assert {name: make_plan(8, name).config.max_staleness for name in ALGORITHMS} == {
+        **dict.fromkeys(ALGORITHMS, 0),
+        "osgp": 1,
+    }
+    assert make_plan(8, "osgp", max_staleness=0).config.max_staleness == 0
+    assert make_plan(8, "sgp", max_staleness=0).config.max_staleness == 0
+
+
+def test_the_configuration_says_what_ranks_must_have_in_common():
+    plan = make_plan(4, "adpsgd", "ring", max_local_steps=7, compression="bf16")
+    config = plan.config
+    assert (config.algorithm, config.max_local_steps, config.compression) == ("adpsgd", 7, "bf16")
+    assert config.neighbours == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    assert config.graph.startswith("ring (")
+    assert make_plan(4, "sgp", max_local_steps=7).config == make_plan(4, "sgp").config  # of AD-PSGD only
+    assert make_plan(4, "allreduce").config.average_every == 1
+    assert make_plan(4, "allreduce", average_every=3).config.average_every == 3
+    assert make_plan(4, average_every=3).config.average_every == 3
+
+
+def test_other_weights_are_another_graph():
+    same, others = make_plan(4, graph="star"), [make_plan(4, graph="star", weights="metropolis"), make_plan(4)]
+    assert make_plan(4, graph="star").config == same.config
+    assert len({plan.config.graph for plan in [same, *others]}) == 3
+    renamed = Topology("star", 4, topology.ring(4).phases)
+    assert make_plan(4, graph=renamed).config.graph != same.config.graph
+
+
+def test_configurations_travel():
+    opened = Opened(1, make_plan(5, "adpsgd", "mesh").config, ["w"], [1])
+    assert decode_event(encode(opened)) == opened
+
+
+@pytest.mark.parametrize(("peers", "most"), [(1, 1), (2, 2), (3, 3)])
+def test_peers_are_receivers_a_step(peers, most):
+    plan = make_plan(4, peers=peers)
+    assert plan.most == most
+    assert [to for to, _ in plan.out(0, 1)] == list(range(1, peers + 1))
+
+
+def test_phases_come_in_turn_from_the_first_step():
+    plan = make_plan(8)
+    assert [plan.out(0, step)[0][0] for step in range(1, 6)] == [1, 2, 4, 1, 2]
+    assert [plan.into(0, step)[0][0] for step in range(1, 5)] == [7, 6, 4, 7]
+    assert [plan.phase(step) for step in range(1, 6)] == [0, 1, 2, 0, 1]
+
+
+def test_networkx_graphs():
+    petersen = make_plan(10, "dpsgd", networkx.petersen_graph())
+    assert petersen.topology.symmetric
+    assert {len(petersen.out(place, 1)) for place in range(10)} == {3}
+    assert petersen.most == 3
+    one_way = networkx.DiGraph([(0, 1), (1, 2), (2, 0)])
+    assert [make_plan(3, "osgp", one_way).out(place, 1)[0][0] for place in range(3)] == [1, 2, 0]
+    with pytest.raises(ValueError, match="rank 0 sends to rank 1 at step 0 and gets no answer; adpsgd needs"):
+        make_plan(3, "adpsgd", one_way)
+
+
+@pytest.mark.parametrize("given", [TURN, TURN.tolist(), [TURN], TURN[None], tuple(TURN.tolist())])
+def test_a_matrix_says_who_sends_to_whom(given):
+    plan = make_plan(3, "sgp", weights=given)
+    assert plan.topology.phases == (frozenset({(0, 1), (1, 2), (2, 0)}),)
+    assert plan.out(1, 4) == [(2, 0.5)]
+    assert plan.into(0, 1) == [(2, 0.5)]
+
+
+def test_matrices_by_phase_may_be_connected_together_only():
+    pairs = [np.eye(4), np.eye(4)]
+    for matrix, edges in zip(pairs, ([(0, 1), (2, 3)], [(1, 2), (3, 0)]), strict=True):
+        for a, b in edges:
+            matrix[np.ix_([a, b], [a, b])] = 0.5
+    for weights in (pairs, tuple(pairs), np.array(pairs), [pair.tolist() for pair in pairs]):
+        plan = make_plan(4, "dpsgd", weights=weights)
+        assert [plan.out(0, step) for step in (1, 2, 3)] == [[(1, 0.5)], [(3, 0.5)], [(1, 0.5)]]
+
+
+def test_adpsgd_takes_only_the_graph_of_a_matrix():
+    for weights in (LOPSIDED, SWAP):
+        assert make_plan(len(weights), "adpsgd", weights=weights).config.neighbours[0] == [*range(1, len(weights))]
+
+
+def test_hosts_gossip_in_place_of_ranks():
+    plan = make_plan(12, graph="ring", local_size=3)
+    assert plan.topology.size == 4
+    assert plan.config.local_size == 3
+
+
+# -- which algorithms may use a graph -------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(topology.NAMED)), st.integers(1, 12))
+def test_algorithms_of_a_graph_are_those_that_take_it(name, size):
+    graph = topology.named(name, size)
+    able = algorithms_of(graph)
+    if size > 4:
+        assert able == (("sgp", "osgp", "dpsgd", "adpsgd") if name in SYMMETRIC else ("sgp", "osgp"))
+    for algorithm in GOSSIPS:
+        scheme = "metropolis" if algorithm == "dpsgd" and graph.symmetric else "uniform"
+        if algorithm in able:
+            make_plan(size, algorithm, graph, weights=scheme)
+        else:
+            with pytest.raises(ValueError, match="symmetric"):
+                make_plan(size, algorithm, graph, weights=scheme)
+
+
+def test_no_algorithm_may_use_a_graph_in_parts():
+    assert algorithms_of(APART) == algorithms_of(Topology("one way", 2, (frozenset({(0, 1)}),))) == ()
+    for algorithm in GOSSIPS:
+        with pytest.raises(ValueError, match="'two pairs' is not connected: nothing of rank 0 ever reaches rank 2"):
+            make_plan(4, algorithm, APART)
+
+
+# -- what does not fit ----------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "algorithm": ({"algorithm": "gossip"}, "'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'all"),
+    "name": ({"graph": "torus"}, "take one of exponential, .*, or a networkx graph"),
+    "no graph": ({"graph": 4}, "topology=4 is none: take a name"),
+    "class": ({"graph": Topology}, "is none: take a name"),
+    "nodes": ({"graph": networkx.Graph([("a", "b")])}, "convert_node_labels_to_integers"),
+    "connected": ({"graph": networkx.Graph([(0, 1), (2, 3)])}, "is not connected: .*; add edges"),
+    "one way": ({"graph": networkx.DiGraph([(0, 1), (1, 2), (2, 3)])}, "nothing of rank 1 ever reaches rank 0"),
+    "size of a topology": ({"graph": topology.ring(5)}, "'ring' is one of 5 ranks, and there are 4"),
+    "size of a networkx graph": ({"graph": networkx.cycle_graph(3)}, "is one of 3 ranks, and there are 4"),
+    "size of a matrix": ({"weights": TURN}, "is one of 3 ranks, and there are 4"),
+    "sizes of matrices": ({"weights": [np.eye(4), TURN]}, r"different sizes: \[3, 4\]; each needs a row and a column"),
+    "sizes of lists": ({"weights": [np.eye(4).tolist(), TURN.tolist()]}, r"different sizes: \[3, 4\]"),
+    "no matrices": ({"weights": []}, "must be square"),
+    "no matrix": ({"weights": None}, "must be square"),
+    "an oblong matrix": ({"weights": np.ones((2, 3)) / 2}, r"shape \(2, 3\): it must be square"),
+    "columns": ({"weights": [[0.5, 0.5], [0.4, 0.5]], "size": 2}, "rank 0 gives away 0.9 in all; every column must"),
+    "negative": ({"weights": [[1.5, 0.5], [-0.5, 0.5]], "size": 2}, "from rank 0 to rank 1 is -0.5; weights must be"),
+    "NaN": ({"weights": [[math.nan, 0.5], [0.5, 0.5]], "size": 2}, "from rank 0 to rank 0 is nan"),
+    "nothing kept": ({"weights": [np.full((2, 2), 0.5), SWAP], "size": 2}, r"W\[0, 0\] = 0, so rank 0 would have no"),
+    "a matrix apart": ({"weights": np.eye(4)}, "'given by mixing=' is not connected"),
+    "a matrix and a graph": ({"weights": np.full((4, 4), 0.25), "graph": "ring"}, "leave topology and peers out"),
+    "a matrix and peers": ({"weights": np.full((4, 4), 0.25), "peers": 2}, "leave topology and peers out"),
+    "scheme": ({"weights": "random"}, "mixing='random' is not known: take one of 'uniform', 'metropolis'"),
+    "metropolis on a directed graph": ({"weights": "metropolis"}, "Metropolis weights need a symmetric graph"),
+    "peers": ({"peers": 4}, "peers=4 at 4 ranks: a rank has 3 others"),
+    "peers of a name": ({"graph": "ring", "peers": 2}, "topology 'ring' says itself who sends to whom; leave peers"),
+    "peers of a graph": ({"graph": topology.ring(4), "peers": 2}, "a graph that is given says itself who sends"),
+    "no peers": ({"peers": 0}, "peers=0 is not a number of peers: take 1 or more"),
+    "true peers": ({"peers": True}, "peers=True is not a number"),
+    "half a peer": ({"peers": 1.5, "graph": topology.ring(4)}, "peers=1.5 is not a number"),
+    "late SGP": ({"max_staleness": 1}, "messages of sgp are never late; take 'osgp', or 0"),
+    "late D-PSGD": ({"algorithm": "dpsgd", "max_staleness": 1}, "of dpsgd are never late"),
+    "staleness": ({"algorithm": "osgp", "max_staleness": -1}, "max_staleness=-1 is not a number of steps: take 0 or"),
+    "local steps": ({"algorithm": "adpsgd", "max_local_steps": 0}, "max_local_steps=0 is .*: take 1 or more"),
+    "average": ({"average_every": -1}, "average_every=-1 is not a number of steps: take 0 or more"),
+    "true average": ({"average_every": True}, "average_every=True"),
+    "averages of AD-PSGD": ({"algorithm": "adpsgd", "average_every": 2}, r"call drain\(\) where an average is due"),
+    "compression": ({"compression": "int4"}, "take one of 'none', 'fp16', 'bf16', 'int8'"),
+    "int8 of AD-PSGD": ({"algorithm": "adpsgd", "compression": "int8"}, "adpsgd has no fixed neighbours: take fp16"),
+    "int8 of averages": ({"algorithm": "allreduce", "compression": "int8"}, "allreduce has no fixed neighbours"),
+    "directed D-PSGD": (
+        {"algorithm": "dpsgd", "graph": "exponential"},
+        "dpsgd needs a symmetric graph: take 'bip.*sgp",
+    ),
+    "directed AD-PSGD": ({"algorithm": "adpsgd", "graph": "ring-left"}, "gets no answer; adpsgd needs a symmetric"),
+    "a directed matrix": ({"algorithm": "dpsgd", "weights": TURN, "size": 3}, "gets no answer; dpsgd needs a symm"),
+    "uniform D-PSGD on a star": ({"algorithm": "dpsgd", "graph": "star"}, "every row must sum to 1; D-PSGD .*metropol"),
+    "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; D-PS"),
+    "hosts of other sizes": ({"local_size": 3}, "3 ranks a host do not divide 4 ranks into hosts of equal size"),
+    "empty hosts": ({"local_size": 0}, "0 ranks a host do not divide"),
+    "hosts of AD-PSGD": ({"algorithm": "adpsgd", "local_size": 2}, "take sgp, osgp or dpsgd"),
+    "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "take sgp, osgp or dpsgd"),
+    "a graph of ranks for hosts": ({"graph": topology.ring(4), "local_size": 2}, "one of 4 hosts, and there are 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_with_a_hint(name):
+    options, hint = REFUSED[name]
+    with pytest.raises(ValueError, match=hint):
+        make_plan(**{"size": 4, **options})  # type: ignore[arg-type]
+
+
+def test_what_only_looks_wrong_is_taken():
+    make_plan(1, peers=1)
+    make_plan(2, "dpsgd", "star")  # regular at two ranks
+    make_plan(4, "dpsgd", "star", weights="metropolis")
+    make_plan(4, "sgp", "star")
+    make_plan(3, "sgp", weights=LOPSIDED)
+    make_plan(2, "adpsgd", networkx.Graph([(0, 1), (1, 1)]))
+    np.testing.assert_allclose(make_plan(3, weights=np.full((3, 3), 1 / 3)).matrices[0].sum(axis=0), 1.0)
