@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
-TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-psutil", "types-tqdm"]
+TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 
 setup(
     name="hvd_async",
@@ -19,17 +19,6 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [
-            *RUNNER,
-            "hypothesis",
-            "matplotlib",
-            "mypy",
-            "networkx",
-            "pytest",
-            "pytest-timeout",
-            "ruff",
-            "types-psutil",
-            "types-tqdm",
-        ],
+        "dev": [*RUNNER, *TOOLS, "matplotlib", "networkx"],
     },
 )

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hvd_async.averages import Averages
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
-from hvd_async.events import Average, Averaged, Command, Drained, Exchange, GossipConfig, Retired
-from hvd_async.mail import NAMES_IN_RING, Letter, Mail, Post
+from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired
+from hvd_async.mail import Letter, Mail, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
 from hvd_async.stats import GossipStats
@@ -33,14 +34,6 @@ class Kept(NamedTuple):
     weight: float
     copies: dict[str, Vector]
     """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
-
-
-class _Summed(NamedTuple):
-    """An average that has come: the sum of x over so many ranks, and that of w."""
-
-    x: Vector
-    weight: float
-    ranks: int
 
 
 class GossipWorker(Worker):
@@ -64,12 +57,12 @@ class GossipWorker(Worker):
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
         self._mail = Mail(engine, post, self._deliver, self._snapshot)
+        self._averages = Averages(engine, post)
         self._copies: dict[str, Vector] = {}
         self._come: dict[tuple[int, int], tuple[float, Vector]] = {}
         """Messages that were not taken yet, by (sender's place, its step)."""
         self._retired: dict[int, int] = {}
         """Ranks that are done (by place), and their last step."""
-        self._sums: dict[int, _Summed] = {}
         self._due: set[tuple[int, int]] = set()
         """Messages that this rank's steps so far call for, and that were not taken yet."""
         self._weight = 1.0
@@ -77,10 +70,7 @@ class GossipWorker(Worker):
         """Steps since the last drain or cut, and before it."""
         self._offered = self._taken = 0
         """Steps whose messages were offered; messages taken in."""
-        self._averages = self._averagings = 0
-        """Averages over all ranks since the last drain or cut; averages of any kind in all."""
-        self._brought: dict[int, Vector] = {}
-        """This rank's x for averages that have not gone yet (engine thread)."""
+        self._averagings = 0
         self._stepped = 0
         """Steps of all ranks before the last drain or cut (engine thread)."""
         self._uneven = False
@@ -232,15 +222,11 @@ class GossipWorker(Worker):
 
     def _average(self, x: Vector) -> Vector:
         """The mean of x and w over the ranks that are not done."""
-        self._averages += 1
+        index = self._averages.bring(self._opened_number(), x, self._weight)
+        self._await(lambda: self._averages.come(index))
         self._averagings += 1
-        index = self._averages
-        self.engine.post(lambda: self._brought.update({index: x}))
-        self.send(Averaged(self._opened_number(), index, self._weight))
-        self._await(lambda: index in self._sums)
-        total = self._sums.pop(index)
-        self._weight = total.weight / total.ranks
-        return total.x * (1.0 / total.ranks)
+        x, self._weight = self._averages.take(index)
+        return x
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -271,7 +257,8 @@ class GossipWorker(Worker):
         if drained.flushed:
             self._total, self.keep = total, None
         self._before += self._step
-        self._step = self._averages = 0
+        self._step = 0
+        self._averages.restart()
         self._due.clear()
         self.engine.post(self._mail.resume)
 
@@ -370,7 +357,7 @@ class GossipWorker(Worker):
             case Exchange():
                 self._mail.exchange(command)
             case Average():
-                self._submit_average(command)
+                self._averages.submit(command)
             case Retired(_, rank, step):
                 with self.engine.changed:
                     self._retired[self._ranks.index(rank)] = step
@@ -392,17 +379,3 @@ class GossipWorker(Worker):
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
-
-    def _submit_average(self, command: Average) -> None:
-        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
-        own = self._brought.pop(command.index, None)
-        vector = self._post.zeros() if own is None else own
-
-        def landed(total: Vector) -> None:
-            with self.engine.changed:
-                if own is not None:
-                    self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
-
-        self.engine.submit(
-            lambda: self.engine.collectives.sum(vector, name, self._post.process_set, keep=own is None), landed
-        )

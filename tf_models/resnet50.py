@@ -137,7 +137,8 @@ class TensorFlowTrainer:
             return None
         for index, variable in enumerate(self._model.variables):
             variable.assign(content[f"model/{index}"])
-        self._optimizer.set_state({path: content[f"optimizer/{path}"] for path in self._optimizer.get_state()})
+        own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
+        self._optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
         best = float(content["best_accuracy"])
         place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
         return Position(**place, best_accuracy=None if np.isnan(best) else best)

@@ -13,7 +13,7 @@ from .intervals import Interval, mean_interval, spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import gossip_of, one_random, parse_arms
+from .schedule import gossip_of, one_random, own_pace, parse_arms
 
 HELP = "test accuracy with delays, all digits, 5 folds x 3 seeds: difference to synchronous with its 95%% interval"
 COLUMNS = (
@@ -88,8 +88,15 @@ def steps_of(args: argparse.Namespace) -> int:
 def block_of(
     args: argparse.Namespace, arm: str, fold: int, seed: int, model: str, split: str, times: Any
 ) -> dict[str, Any]:
-    """One training, as ``jobs/accuracy.py`` reads it."""
+    """One training, as ``jobs/accuracy.py`` reads it.
+
+    AD-PSGD has no steps that all ranks take: each takes as many as it can in the same time, all together as many as in
+    other arms. (With as many each, the slowest would go on by itself when the others are at the end of theirs.)
+    """
+    times = np.asarray(times)
+    how = gossip_of(arm)
     return {
+        "steps": own_pace(times) if how and how[0] == "adpsgd" else [len(times)] * times.shape[1],
         "arm": arm,
         "fold": fold,
         "seed": seed,
@@ -98,7 +105,7 @@ def block_of(
         "batch": BATCH,
         "epochs": args.epochs,
         "lr": args.lr,
-        "times": np.asarray(times).tolist(),
+        "times": times.tolist(),
     }
 
 
@@ -179,13 +186,13 @@ def step_seconds(block: Block) -> float:
     return float(max(own["elapsed"] for own in block["by_rank"])) / steps
 
 
-def judge(report: Report, baseline: str) -> None:
-    """Add what must show."""
+def judge(report: Report, baseline: str, gossip: bool = True) -> None:
+    """Add what must show; of arms that gossip only if it is wanted."""
     for each in report.rows:
         if each["arm"] == baseline:
             value = each["value"]
             report.goals.append(Goal(f"{baseline}'s accuracy", value, ">= 0.95", value >= 0.95))
-        elif each["arm"] != "drops_late":
+        elif each["arm"] != "drops_late" and (gossip or not gossip_of(each["arm"])):
             judge_close(report, each, baseline)
 
 

@@ -19,7 +19,7 @@ from .timed import START
 
 HELP = "one exchange of weights between pairs: one alltoall of all ranks against two-rank process sets"
 ARMS = ("alltoall", "pairs", "alltoall-unaligned", "pairs-unaligned", "hop", "chunked")
-"""hop: the alltoall in which each rank sends to the next one. chunked: as alltoall, in pieces that are submitted at once.
+"""hop: the alltoall in which each rank sends to the next one. chunked: as alltoall, in pieces, all submitted at once.
 unaligned: each pair begins at a random time."""
 UNALIGNED = "-unaligned"
 COLUMNS = (

@@ -15,14 +15,17 @@ WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3}
-"""Places of their colours; where they share one with another arm, hatches differ."""
+"""Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
+COMPRESSED = ("", "fp16", "bf16", "int8")
 
 
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
-    if arm in GOSSIP:
-        return COLOURS[GOSSIP[arm]], HATCHES[(GOSSIP[arm] + 2) % len(HATCHES)]
-    others = [each for each in arms if each not in ORDER and each not in GOSSIP]
+    algorithm, _, compression = arm.partition("-")
+    if algorithm in GOSSIP and compression in COMPRESSED:
+        place = GOSSIP[algorithm]
+        return COLOURS[place], HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
+    others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
     return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
 

@@ -95,6 +95,12 @@ def linear(steps: int, ranks: int, delay: float) -> Schedule:
     return np.tile(np.arange(ranks) * delay, (steps, 1))
 
 
+def own_pace(times: Schedule) -> list[int]:
+    """How many steps each rank takes if all train for the same time, together as many as the schedule has."""
+    speeds = 1.0 / times.mean(axis=0)
+    return [max(1, round(share * times.size)) for share in (speeds / speeds.sum()).tolist()]
+
+
 def synchronous_seconds(times: Schedule) -> float:
     """The sum over the steps of the slowest rank's time: what no synchronous job can beat."""
     return float(times.max(axis=1).sum())

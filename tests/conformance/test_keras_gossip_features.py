@@ -69,7 +69,7 @@ def test_horovods_parameters_come_first_as_in_eager_optimizer():
     ("options", "hint"),
     [
         ({"algorithm": "solo"}, "take one of 'sgp', 'osgp'"),
-        ({"topology": "cube"}, "'ring'"),
+        ({"topology": "cube"}, "ring, ring-left"),
         ({"topology": topology.ring(3)}, "is one of 3 ranks, and there are 4"),
         ({"topology": networkx.path_graph(4), "algorithm": "dpsgd"}, "take mixing='metropolis'"),
         ({"topology": networkx.Graph([(0, 1), (2, 3)])}, "nothing of rank 2 ever reaches rank 0|is not connected"),

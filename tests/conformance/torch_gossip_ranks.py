@@ -75,6 +75,7 @@ class GossipTrainer:
     def gradient(self) -> None:
         """That of the next step. (By hand: backward would take half of the tests' time.)"""
         self.steps += 1
+        self.before = self.weights()
         inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1])
         with torch.no_grad():
             weights = torch.cat([p.view(-1) for p in self.parameters])
@@ -108,7 +109,6 @@ class GossipTrainer:
             mixed: torch.Tensor = mix(before, after)
             seen.path.append(mixed.double().numpy())
             seen.weights.append(worker.weight)
-            self.before = seen.path[-1]
             return mixed
 
         def spied_encode(edge: str, vector: torch.Tensor) -> Any:
@@ -116,7 +116,6 @@ class GossipTrainer:
             seen.sent[worker._step] = decoded.double().numpy().copy()
             return data, decoded
 
-        self.before = self.weights()
         worker.mix, worker._encode = spied_mix, spied_encode
         seen.log = worker.log = []
         return seen

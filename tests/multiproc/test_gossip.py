@@ -18,8 +18,13 @@ pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
 TORCH = ("torch_gossip.py", 4, "gloo", ())
-SETTINGS = (TORCH,)
-FEW_SETTINGS = (("torch_gossip.py", 3, "gloo", ("--cases", "few")), ("torch_gossip.py", 2, "mpi", ("--cases", "few")))
+TENSORFLOW = ("tf_gossip.py", 4, "gloo", ())
+SETTINGS = (TORCH, TENSORFLOW)
+FEW_SETTINGS = (
+    ("torch_gossip.py", 3, "gloo", ("--cases", "few")),
+    ("torch_gossip.py", 2, "mpi", ("--cases", "few")),
+    ("tf_gossip.py", 2, "mpi", ("--cases", "few")),
+)
 Setting = tuple[str, int, str, tuple[str, ...]]
 
 
@@ -110,7 +115,7 @@ def test_other_sizes_and_transports_equal_the_reference(job: RunJob, setting: Se
 def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) -> None:
     ranks = run(job, setting).case(case.name)
     check_ends(ranks)
-    exact = reference.least_squares(len(ranks), CASE)
+    exact = reference.least_squares(len(ranks), CASE, framework_of(setting))
     plan = make_plan(len(ranks), **{**case.plan, "compression": "none"})
     if case.algorithm in ("sgp", "dpsgd"):
         outcome = reference.gossip(exact, list(plan.matrices), STEPS, algorithm=case.algorithm)
@@ -141,6 +146,16 @@ def test_under_sgp_a_late_rank_holds_up_those_that_the_graph_says(job: RunJob, s
         seconds == 0 for i, rank in enumerate(ranks) for j, seconds in enumerate(rank["waited_for"])
         if j != (i - 1) % len(ranks)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [TENSORFLOW, FEW_SETTINGS[2]], ids=ident)
+def test_fit_gossips_and_evaluates(job: RunJob, setting: Setting) -> None:
+    ranks = run(job, setting).case("fitted")
+    for rank in ranks:
+        assert rank["history"] == pytest.approx(ranks[0]["history"])  # averaged at the end of each epoch
+        assert rank["history"][-1] < rank["history"][0]
+        assert rank["ends"] == ranks[0]["ends"]
+        assert rank["steps"] == 16
 
 
 @pytest.mark.parametrize("setting", [TORCH], ids=ident)

@@ -157,6 +157,76 @@ def test_in_pace_rounds_a_rank_that_is_slow_for_good_holds_nobody_up(tmp_path: P
     assert [len(row["wait_s"].split()) for row in rows] == [2, 2]
 
 
+GOSSIP = [
+    "--algorithm sgp --peers 0:1,2:2 --inject random:1:0.02",
+    "--algorithm osgp --max-staleness 2 --schedule 0:allreduce,1:osgp --fp16 --backward-passes-per-step 2",
+    "--algorithm dpsgd --topology star --mixing metropolis --compression int8",
+    "--algorithm adpsgd --topology ring --max-local-steps 3 --compression bf16 --inject linear:0.01",
+]
+
+
+def check_gossiped(summary: dict[str, Any], algorithm: str) -> None:
+    assert (summary["algorithm"], summary["quorum"]) == (algorithm, None)
+    assert summary["replicas_identical"], "after the last drain"
+    assert summary["max_replica_diff"] == 0.0
+    assert summary["consensus_distance"] > 0.0, "before it"
+    assert summary["gradients_produced"] is summary["gradients_applied"] is None
+    assert summary["rounds"] > 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("line", GOSSIP)
+def test_digits_are_learned_by_gossip(tmp_path: Path, runner: str, line: str) -> None:
+    job, summary = train(runner, tmp_path, *line.split(), "--epochs", "5", "--log-dir", str(tmp_path), ranks=3)
+    assert "before the last drain" in job.check().output
+    algorithm = line.split()[1]
+    check_gossiped(summary, algorithm)
+    assert summary["test_accuracy"] > 0.75, "guessing gets 0.1"
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    distances = [float(row["consensus_distance"]) for row in rows]
+    assert distances[-1] == summary["consensus_distance"]
+    assert distances[0] == pytest.approx(0.0, abs=1e-5) if "allreduce" in line else distances[0] > 0.0
+    assert sum(int(row["rounds"]) for row in rows) == summary["rounds"]
+    if algorithm != "adpsgd":
+        assert summary["staleness"]["max"] <= (2 if algorithm == "osgp" else 0)
+        assert max(summary["held_s_by_rank"]) > 0.0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_another_algorithm(tmp_path: Path, runner: str) -> None:
+    line = ("--checkpoint-dir", str(tmp_path), "--resume")
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "sgp", "--epochs", "3", ranks=3)
+    job.check()
+    before = summary["test_accuracy"]
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "osgp", "--epochs", "5", "--steps", "200")
+    assert "resumed after epoch 3\n" in job.check().output
+    check_gossiped(summary, "osgp")
+    assert summary["steps"] == 200 - 3 * 45
+    assert summary["test_accuracy"] > max(before - 0.05, 0.75), "it went on from what was learned"
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "adpsgd", "--epochs", "5")
+    assert "resumed after epoch 4 and 20 of 45 steps" in job.check().output
+    check_gossiped(summary, "adpsgd")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_gossip_with_fewer_batches_than_ranks_and_uneven_ones(tmp_path: Path, runner: str) -> None:
+    # 480, 479 and 479 images: rank 0 has two batches an epoch, the others one
+    job, summary = train(runner, tmp_path, "--algorithm", "sgp", "--epochs", "2", "--batch-size", "479", ranks=3)
+    job.check()
+    check_gossiped(summary, "sgp")
+    assert summary["steps"] == 4
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_graph_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path, runner: str) -> None:
+    job, _ = train(runner, tmp_path, "--algorithm", "sgp", "--peers", "0:1,3:2")
+    assert job.returncode != 0
+    assert "error (rank " in job.check_clean().output
+    assert "peers=2 at 2 ranks: a rank has 1 others to send to" in job.output
+    assert "Traceback" not in job.output.partition("peers=2 at 2 ranks")[0]
+
+
 @pytest.mark.parametrize("runner", RUNNERS[:1])
 def test_a_folder_with_a_corrupt_file_and_fewer_batches_than_ranks(tmp_path: Path, runner: str) -> None:
     random = np.random.default_rng(0)

@@ -272,6 +272,21 @@ def check(one: Job, records: Sequence[Record]) -> None:
 # -- ranks that are held up -----------------------------------------------------------------------------------
 
 
+def pass_gate(gate: threading.Event | threading.Semaphore) -> None:
+    passed = gate.wait(GATE_TIMEOUT) if isinstance(gate, threading.Event) else gate.acquire(timeout=GATE_TIMEOUT)
+    assert passed, "what it waits for has not come"
+
+
+def at(slow: int, step: int, act: Callable[[GossipWorker], None]) -> Callable[[int, int, GossipWorker], None]:
+    """``before_step`` of a job: this rank does this before it takes this step."""
+
+    def before_step(place: int, number: int, worker: GossipWorker) -> None:
+        if (place, number) == (slow, step):
+            act(worker)
+
+    return before_step
+
+
 class Watch:
     """Knows which training threads wait inside their workers, and lets others wait until they do."""
 

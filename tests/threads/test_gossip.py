@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import networkx
 import numpy as np
 import pytest
 
+from hvd_async.gossip import EVERYWHERE, GossipWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.threads.gossip_workload import check, check_sums, job, run, work
@@ -106,15 +108,18 @@ def test_int8_of_more_than_one_chunk():
 
 
 @pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("steps", [((3, 3, 3), (4, 4, 4), (2, 2, 2)), ((3, 9, 6), (0, 5, 2), (4, 0, 1))])
+@pytest.mark.parametrize("steps", [((3, 3, 3), (4, 4, 4), (2, 2, 2)), ((9, 3, 6), (5, 2, 0), (0, 4, 1))])
 @pytest.mark.parametrize("algorithm", [*PUSHES, "adpsgd"])
 def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
     if (algorithm, compression) == ("adpsgd", "int8"):
         compression = "bf16"
-    for graph in ("star", GRAPHS[algorithm][1]):
+    for graph in ("star", "complete", GRAPHS[algorithm][1]):
         one = job(steps, algorithm, **options(algorithm, graph), compression=compression, cuts=frozenset({0, 1}))
         records = run(one, jitter=0.001)
         check_sums(one, records)
+        for record in records:  # what both ends of an edge know is kept, unless they may know different things
+            copies = record.saved[0].kept.copies if record.saved[0] is not None else {}
+            assert (len(copies) > 1) == (compression == "int8" and len(set(steps[0])) == 1)
         if algorithm in ("sgp", "dpsgd") and len(set(steps[0])) == 1:  # nothing was on its way
             for record in records:
                 np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
@@ -135,18 +140,22 @@ def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algo
 
 
 @pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("graph", ["ring", "complete"])
+@pytest.mark.parametrize("graph", [networkx.path_graph(4), "exponential"], ids=str)
 def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(graph, compression):
-    """Uneven, so that ranks are resumed with other weights and push-sum weights; copies must fit at both ends."""
-    first = job((5, 2, 4, 4), graph="star", compression=compression, cuts=frozenset({0}))
+    """Each rank has weights and a push-sum weight of its own; what is known of them must fit at both ends."""
+    first = job((4, 4, 4, 4), graph="star", compression=compression, cuts=frozenset({0}))
     saved = [record.saved[0] for record in run(first)]
     weights = [each.kept.weight for each in saved if each is not None]
     assert len(weights) == 4
     assert len(set(weights)) > 1
     mean = sum(each.z * each.kept.weight for each in saved if each is not None) / 4
+
+    def nothing_of_other_graphs(worker: GossipWorker) -> None:
+        assert worker._copies.keys() <= {EVERYWHERE}
+
     for other in ("none", "int8"):
         second = job((5, 5, 5, 5), graph=graph, compression=other)
-        segments = [record.segments[0] for record in run(second, resumed=saved)]
+        segments = [record.segments[0] for record in run(second, resumed=saved, tweak=nothing_of_other_graphs)]
         expected = mean + sum(segment.moved for segment in segments) / 4
         for segment in segments:
             np.testing.assert_allclose(segment.z, expected, rtol=1e-12, atol=1e-12)

@@ -1,18 +1,20 @@
-"""Gossip: who waits for whom when a rank is slow or stuck, and who learns of it when one fails."""
+"""Gossip: who waits for whom when a rank is slow, stuck, done, or has gone on already."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
+from hvd_async.events import Exchange
 from hvd_async.gossip import GossipWorker
 from hvd_async.pairs import PairWorker
-from hvd_async.testing import Cluster, InjectedError
-from tests.threads.gossip_workload import GATE_TIMEOUT, Job, Watch, check, check_sums, held, job, run, work
+from hvd_async.testing import Cluster
+from tests.threads.gossip_workload import Watch, at, check, check_sums, held, job, pass_gate, run, work
 
 
 def steps_of(worker: GossipWorker) -> int:
@@ -24,19 +26,20 @@ def missing(worker: GossipWorker) -> tuple[int, set[int]]:
     return worker._step, worker._missing()
 
 
-def pass_gate(gate: threading.Event | threading.Semaphore) -> None:
-    passed = gate.wait(GATE_TIMEOUT) if isinstance(gate, threading.Event) else gate.acquire(timeout=GATE_TIMEOUT)
-    assert passed, "what it waits for has not come"
+@contextlib.contextmanager
+def opening(gate: threading.Event, when: Callable[[], None]) -> Iterator[None]:
+    """Beside what is in it, a thread that opens the gate when ``when`` returns; raises what that raised."""
 
+    def wait_and_open() -> None:
+        try:
+            when()
+        finally:
+            gate.set()
 
-def at(slow: int, step: int, act: Callable[[GossipWorker], None]) -> Callable[[int, int, GossipWorker], None]:
-    """``before_step`` of a job: this rank does this before it takes this step."""
-
-    def before_step(place: int, number: int, worker: GossipWorker) -> None:
-        if (place, number) == (slow, step):
-            act(worker)
-
-    return before_step
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(wait_and_open)
+        yield
+        opened.result()
 
 
 # -- push-sum -------------------------------------------------------------------------------------------------
@@ -82,16 +85,8 @@ def test_nobody_runs_away_from_what_it_sends():
         gate, watch = threading.Event(), Watch()
         one = job([9], "osgp", max_staleness=staleness)
 
-        def check_and_open(gate: threading.Event = gate, watch: Watch = watch, most: int = staleness + 2) -> None:
-            try:
-                watch.until({0: most}, steps_of)
-            finally:
-                gate.set()
-
-        opener = threading.Thread(target=check_and_open, name="rank-opener")
-        opener.start()
-        check(one, Cluster(1, wrap=held(gate)).run(work(one, tweak=watch.tweak)))
-        opener.join()
+        with opening(gate, lambda watch=watch, most=staleness + 2: watch.until({0: most}, steps_of)):  # type: ignore[misc]
+            check(one, Cluster(1, wrap=held(gate)).run(work(one, tweak=watch.tweak)))
 
 
 def test_a_rank_that_is_done_holds_nobody_up():
@@ -113,6 +108,59 @@ def test_a_rank_that_is_done_holds_nobody_up():
     check(one, records)
     assert 0 in records[1].segments[0].sends[2]  # not known yet
     assert all(0 not in receivers for receivers in records[1].segments[0].sends[3:])
+
+
+def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
+    """Also those of a rank that knows already that it is done: what both ends of an edge know stays the same."""
+    one = job(((2, 2, 2), (3, 3, 3)), "osgp", "star", max_staleness=2, compression="int8", cuts=frozenset({0}))
+    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._retired == {1: 2, 2: 2}))
+    records = run(one, before_step=before_step)
+    check_sums(one, records)
+    assert records[0].segments[0].sends == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("algorithm", ["sgp", "adpsgd"])
+def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algorithm):
+    """Rank 1 is still in its cut when rank 0 has gone on, and its engine has been told to exchange again."""
+    one = job(((2, 2), (3, 3)), algorithm, "complete", max_local_steps=1, cuts=frozenset({0}))
+
+    def tweak(worker: GossipWorker) -> None:
+        if worker._place == 0:
+            return
+        told, conclude, exchange, mail = threading.Event(), worker.conclude, worker._mail.exchange, worker._mail
+
+        def watched(command: Exchange) -> None:
+            exchange(command)
+            drained = worker._inbox.drained
+            if drained is not None and command.round > drained.rounds:
+                told.set()
+
+        def late(flush: bool) -> None:
+            worker.conclude = conclude  # type: ignore[method-assign]
+            before = mail.landed
+            pass_gate(told)
+            worker.engine.wait(lambda: bool(mail._held) or mail.landed > before)
+            conclude(flush)
+
+        worker.conclude, mail.exchange = late, watched  # type: ignore[method-assign]
+
+    check_sums(one, run(one, tweak=tweak))
+
+
+def test_what_a_rank_waited_for_is_the_message_that_ended_the_wait():
+    def train(rank: int) -> None:
+        worker = job([1, 1, 1]).worker(rank, lambda flush: None)
+        left = [{1, 2}, {2}, set()]
+
+        def wait(*args: Any) -> None:
+            worker._wait_s += 4 - len(left)  # 1 s, then 2
+            left.pop(0)
+
+        worker._missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
+        worker._await_messages()
+        assert worker.stats().waited_for == (0.0, 1.0, 2.0)
+
+    Cluster(3).run(train)
 
 
 def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
@@ -193,17 +241,8 @@ def test_no_rank_takes_more_steps_between_two_averagings(most):
 
         worker.mix = checked  # type: ignore[method-assign]
 
-    def open_gate() -> None:
-        try:
-            watch.until(dict.fromkeys(range(4), most), steps_of)
-        finally:
-            gate.set()
-
-    opener = threading.Thread(target=open_gate, name="rank-opener")
-    opener.start()
-    records = Cluster(4, wrap=held(gate)).run(work(one, tweak=tweak))
-    opener.join()
-    check(one, records)
+    with opening(gate, lambda: watch.until(dict.fromkeys(range(4), most), steps_of)):
+        check(one, Cluster(4, wrap=held(gate)).run(work(one, tweak=tweak)))
 
 
 def test_two_ranks_that_were_averaged_in_advance_still_meet():
@@ -244,103 +283,3 @@ def test_averagings_are_counted_on_both_sides():
         for _, number, partner in landed:
             assert ("landed", number, place) in log[partner]
             assert abs(partner - place) in (1, 3), "no neighbour on the ring"
-
-
-# -- errors ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("average_every", [0, 2])
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd", "allreduce"])
-def test_a_rank_that_raises_is_named_to_the_others(algorithm, average_every, capfd):
-    def boom(worker: GossipWorker) -> None:
-        raise ZeroDivisionError("boom")
-
-    every = {} if algorithm == "adpsgd" else {"average_every": average_every}
-    one = job([9, 9, 9], algorithm, **every)
-    outcomes = Cluster(3).outcomes(work(one, before_step=at(1, 4, boom)))
-    assert isinstance(outcomes[1], ZeroDivisionError)
-    for rank in (0, 2):
-        assert type(outcomes[rank]) is InjectedError
-        assert "rank 1 on host host1 failed: ZeroDivisionError: boom" in str(outcomes[rank])
-        cause = outcomes[rank].__cause__  # type: ignore[union-attr]
-        assert isinstance(cause, RankLostError)
-        assert cause.rank == 1
-    assert "hvd_async: rank 1 on host host1 failed: ZeroDivisionError: boom" in capfd.readouterr().err
-
-
-def test_other_plans_are_refused_on_all_ranks(capfd):
-    def train(rank: int) -> None:
-        one = job([1, 1, 1], graph="ring" if rank else "star")
-        work(one)(rank)
-
-    for outcome in Cluster(3).outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-        assert "graph='star (" in str(outcome)
-
-
-def test_weights_that_are_lost_are_noticed_at_the_drain():
-    def tweak(worker: GossipWorker) -> None:
-        if worker._place == 1:
-            deliver = worker._mail._deliver
-            worker._mail._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)
-
-    for outcome in Cluster(3).outcomes(work(job([3, 3, 3]), tweak=tweak)):
-        assert isinstance(outcome, GradientLossError)
-        assert "push-sum weights of 3 ranks sum to" in str(outcome)
-
-
-def test_a_worker_is_used_in_its_order():
-    def train(rank: int) -> None:
-        for algorithm in ("sgp", "adpsgd"):
-            one: Job = job([1, 1], algorithm)
-            worker = one.worker(rank, lambda flush: None)
-            z = one.problem.start[rank]
-            worker.begin(z.copy())
-            with pytest.raises(ReplicaStateError, match="before it was opened"):
-                worker.mix(z.copy(), z.copy())
-            worker.open(["w"], [1])
-            worker.announce(True)
-            with pytest.raises(ReplicaStateError, match="was broken off: call it again"):
-                worker.mix(z.copy(), z.copy())
-            worker.wind_up(True)
-            assert worker.settled
-
-    Cluster(2).run(train)
-
-
-def test_a_rank_may_be_done_before_others_have_opened():
-    """Rank 0 has nothing to do, says so, and all the time the others do not know of the optimizer."""
-    early, one = threading.Event(), job((0, 3, 3))
-    train = work(one)
-
-    def hasty(rank: int) -> Any:
-        if rank:
-            pass_gate(early)
-            return train(rank)
-        worker = one.worker(0, lambda flush: model.update(z=worker.gather(model["z"], flush)))
-        model = {"z": one.problem.start[0].copy()}
-        worker.begin(model["z"].copy())
-        worker.offer(["w"], [1])
-        worker.announce(True)
-        worker.engine.post(early.set)
-        worker.meet()
-        worker.wind_up(True)
-        return model["z"]
-
-    outcomes = Cluster(3).run(hasty)
-    assert outcomes[0].tobytes() == outcomes[1].segments[0].z.tobytes()
-
-
-def test_sums_hold_with_everything_at_once():
-    """Late commands, uneven steps, a cut, a drain, averages, 8 bits, a star."""
-    one = job(
-        ((4, 1, 6, 3), (0, 5, 2, 2), (3, 3, 3, 3)),
-        "osgp",
-        "star",
-        max_staleness=2,
-        compression="int8",
-        average_every=2,
-        cuts=frozenset({0}),
-    )
-    for seed in range(3):
-        check_sums(one, run(one, jitter=0.002, seed=seed))

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hvd_async.activation import initiator
 from scripts.benchmarks.schedule import (
     even_seed,
+    gossip_of,
     linear,
     one_random,
+    own_pace,
     parse_arms,
     quorum_of,
     replay,
@@ -37,6 +39,14 @@ def test_one_random_delays_one_rank_a_step():
     assert (times > 0.4).sum(axis=1).tolist() == [1] * 200
     assert np.array_equal(times, one_random(200, 8, 0.3, 0.2, seed=1))
     assert not np.array_equal(times, one_random(200, 8, 0.3, 0.2, seed=2))
+
+
+def test_own_pace_shares_the_steps_by_speed():
+    times = np.full((70, 4), 0.006)
+    times[:, -1] *= 2
+    assert own_pace(times) == [80, 80, 80, 40]
+    assert own_pace(np.ones((5, 3))) == [5, 5, 5]
+    assert own_pace(SMALL) == [3, 3]
 
 
 def test_the_published_bound_is_the_limit():
@@ -127,6 +137,31 @@ def test_arms():
 def test_arms_that_cannot_be(text, hint):
     with pytest.raises(ValueError, match=hint):
         parse_arms(text, 4, rivals=("horovod",))
+
+
+def test_arms_that_gossip():
+    assert gossip_of("sgp") == ("sgp", "none")
+    assert gossip_of("dpsgd-int8") == ("dpsgd", "int8")
+    assert gossip_of("solo") is None
+    assert parse_arms("horovod,adpsgd, sgp-bf16", 4, gossip=True) == ["horovod", "adpsgd", "sgp-bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("sgp-int4", "messages of sgp may be fp16, bf16, int8"),
+        ("adpsgd-int8", "adpsgd has no fixed neighbours"),
+        ("ddp,sgp", "not there in this case"),
+    ],
+)
+def test_arms_that_cannot_gossip_so(text, hint):
+    with pytest.raises(ValueError, match=hint):
+        parse_arms(text, 4, rivals=("horovod",), gossip=True)
+
+
+def test_arms_that_gossip_are_not_in_every_case():
+    with pytest.raises(ValueError, match="'sgp' is not there in this case"):
+        parse_arms("horovod,sgp", 4)
 
 
 def test_an_even_seed_draws_evenly():

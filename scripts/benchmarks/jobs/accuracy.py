@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -138,7 +139,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
     name = "solo" if block["arm"] == "drops_late" else block["arm"]
     more = {"seed": block["seed"]} if name not in RIVALS and gossip_of(name) is None else {}
-    delays = [row[job.rank] for row in block["times"]]
+    delays = np.resize([row[job.rank] for row in block["times"]], block["steps"][job.rank]).tolist()
     with forgetful(block["arm"] == "drops_late"):
         arm = arms.Arm(name, model, optimizer, job, **more)
         job.barrier()
@@ -164,17 +165,15 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
 
 
 def fit(job: Job, arm: arms.Arm, block: dict[str, Any], train: NDArray[np.int64], delays: list[float]) -> None:
-    """Train for the block's epochs."""
+    """Train for as many steps as there are delays, epoch by epoch."""
     images, labels = digits()[0], torch.from_numpy(digits()[1])
     arm.model.train()
-    step = 0
-    for epoch in range(block["epochs"]):
-        for indices in batches(block, train, job.rank, job.size, epoch):
-            x, y = images[indices], labels[indices]
-            for group in arm.optimizer.param_groups:
-                group["lr"] = rate(block["lr"], step, len(delays))
-            arm.train(lambda model, x=x, y=y: torch.nn.functional.cross_entropy(model(x), y), delays[step])  # type: ignore[misc]
-            step += 1
+    epochs = (batches(block, train, job.rank, job.size, epoch) for epoch in itertools.count())
+    for step, (delay, indices) in enumerate(zip(delays, itertools.chain.from_iterable(epochs), strict=False)):
+        x, y = images[indices], labels[indices]
+        for group in arm.optimizer.param_groups:
+            group["lr"] = rate(block["lr"], step, len(delays))
+        arm.train(lambda model, x=x, y=y: torch.nn.functional.cross_entropy(model(x), y), delay)  # type: ignore[misc]
 
 
 def rate(highest: float, step: int, steps: int) -> float:

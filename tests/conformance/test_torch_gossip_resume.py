@@ -1,0 +1,415 @@
+"""torch: gossip that goes on with other settings, or in another job from what was saved after drain() and cut()."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvd_async.torch as hvd
+from hvd_async import mixing, topology
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.lifecycle import local_engine
+from hvd_async.testing import Cluster
+from tests.conformance import gossip_reference as reference
+from tests.conformance.cases import CASES
+from tests.conformance.gossip_reference import Problem, least_squares
+from tests.conformance.torch_gossip_ranks import GossipTrainer, Seen
+from tests.conformance.torch_ranks import plain
+
+MOMENTUM, NESTEROV, ADAM = CASES[1], CASES[5], CASES[6]
+STAR = {"algorithm": "sgp", "topology": "star"}
+RING = {"algorithm": "dpsgd", "topology": "ring"}
+PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
+
+
+# -- other settings -------------------------------------------------------------------------------------------
+
+
+def segments(problem: Problem, changes: Sequence[Any], steps: int = 6, **options: Any) -> list[list[Seen]]:
+    """For each rank what it did in each segment; ``changes`` are called with the optimizer, before each."""
+    together = threading.Barrier(len(problem.start))
+
+    def train(rank: int) -> list[Seen]:
+        trainer, parts = GossipTrainer(problem, rank, **options), list[Seen]()
+        for change in changes:
+            change(trainer.opt)
+            if parts:
+                parts[-1].drained = trainer.weights()
+            parts.append(trainer.watch())
+            together.wait(30)
+            trainer.train(steps)
+        trainer.opt.drain()
+        parts[-1].drained, parts[-1].stats = trainer.weights(), trainer.opt.stats()
+        return parts
+
+    return Cluster(len(problem.start)).run(train)
+
+
+def check_segments(problem: Problem, parts: Sequence[Sequence[Seen]], plans: Sequence[Any], steps: int = 6) -> None:
+    """Each segment begins at the average that the one before ended with; ``plans`` are algorithms and matrices."""
+    for (algorithm, matrices), seen in zip(plans, zip(*parts, strict=True), strict=True):
+        if algorithm == "allreduce":
+            outcome = reference.allreduce(problem, steps)
+        elif algorithm == "adpsgd":
+            outcome = reference.adpsgd(problem, [own.log[: own.log.index(("drained",))] for own in seen])
+        else:
+            takes = [own.taken() for own in seen]
+            outcome = reference.gossip(problem, matrices, steps, takes, algorithm=algorithm, max_staleness=1)
+        for rank, own in enumerate(seen):
+            np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(own.drained, outcome.drained(), rtol=0, atol=1e-5)
+            assert own.drained.tobytes() == seen[0].drained.tobytes()
+        problem = problem.after(outcome)
+
+
+def graph(name: str, size: int, scheme: str = "uniform") -> Any:
+    return mixing.matrices(topology.named(name, size), scheme)
+
+
+def test_one_algorithm_after_the_other():
+    """From the average of all ranks, with momentum of their own."""
+    chain: list[dict[str, Any]] = [
+        STAR, {"topology": "ring"}, {"algorithm": "adpsgd"}, {"algorithm": "allreduce"},
+        {"algorithm": "dpsgd", "topology": "star", "mixing": "metropolis"}, {"algorithm": "osgp", "max_staleness": 1},
+        {"algorithm": "sgp", "mixing": np.full((4, 4), 0.25)},
+    ]  # fmt: skip
+    problem = least_squares(4, NESTEROV)
+    parts = segments(problem, [lambda opt, one=one: opt.switch(**one) for one in chain], topology="complete")
+    plans = [
+        ("sgp", graph("star", 4)), ("sgp", graph("ring", 4)), ("adpsgd", None), ("allreduce", None),
+        ("dpsgd", graph("star", 4, "metropolis")), ("sgp", graph("exponential", 4)), ("sgp", graph("complete", 4)),
+    ]  # fmt: skip
+    check_segments(problem, parts, plans)
+    stats = [own[-1].stats for own in parts]
+    assert {one.steps for one in stats} == {6 * len(chain)}
+    assert sum(one.messages_sent for one in stats) == sum(one.messages_taken for one in stats) > 4 * 6
+    assert all(one.averagings > 6 and len(one.waited_for) == 4 for one in stats)
+
+
+def test_a_schedule_and_peers_by_epoch():
+    schedule, peers = {0: "allreduce", 2: "sgp", 4: "dpsgd"}, {0: 1, 3: 2, 4: 1}
+    problem, counts = least_squares(5, MOMENTUM), list[int]()
+
+    def enter(epoch: int) -> Any:
+        def change(opt: Any) -> None:
+            worker = opt._async.worker
+            opt.set_epoch(epoch)
+            assert (opt._async.worker is worker) == (epoch < 2)  # nothing changes in epoch 1, nor is said
+            counts.append(opt.stats().steps)
+
+        return change
+
+    parts = segments(problem, [enter(epoch) for epoch in range(5)], schedule=schedule, peers=peers)
+    plans = [
+        ("allreduce", None), ("allreduce", None), ("sgp", graph("exponential", 5)),
+        ("sgp", mixing.matrices(topology.exponential(5, 2), "uniform")), ("dpsgd", graph("bipartite-exponential", 5)),
+    ]  # fmt: skip
+    for own in parts:  # (the worker of epoch 0 is that of epoch 1, where it has all ranks' average)
+        own[0].path, own[0].drained = own[0].path[:6], own[0].path[5]
+    check_segments(problem, parts, plans)
+    assert sorted(counts) == [6 * epoch for epoch in range(5) for _ in range(5)]
+
+
+def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
+    def train(rank: int) -> list[int]:
+        opt = GossipTrainer(least_squares(4, MOMENTUM), rank, schedule={0: "allreduce", 3: "sgp"}, peers={3: 3}).opt
+        opt.set_epoch(7)  # before the first step: nobody else hears of it
+        plan = opt._async.plan
+        return [plan.most, len(plan.matrices)]
+
+    assert Cluster(4).run(train) == [[3, 1]] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"algo": "sgp"}, r"does not know algo: take algorithm, topology, peers, mixing"),
+        ({"compression": "fp16", "lr": 1}, r"does not know compression, lr"),
+        ({"algorithm": "local"}, r"'local' is not known: take one of 'sgp'"),
+        ({"topology": "torus"}, r"'torus' is not known: take one of exponential"),
+        ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
+        ({"algorithm": "dpsgd", "topology": "ring-right"}, r"gets no answer; dpsgd needs a symmetric graph"),
+        ({"peers": 3}, r"peers=3 at 3 ranks"),
+        ({"max_staleness": 1}, r"never late; take 'osgp'"),
+        ({"average_every": -1}, r"take 0 or more"),
+        ({"algorithm": "adpsgd", "max_local_steps": 0}, r"take 1 or more"),
+    ],
+)
+def test_settings_that_cannot_be_change_nothing(changes, hint):
+    def train(rank: int) -> tuple[Any, int]:
+        trainer = GossipTrainer(least_squares(3, MOMENTUM), rank)
+        for steps in (0, 2):  # before and after the first step
+            trainer.train(steps)
+            held = trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes()
+            with pytest.raises(ValueError, match=hint):
+                trainer.opt.switch(**changes)
+            assert held == (trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes())
+        trainer.train(2)
+        trainer.opt.drain()
+        return trainer.weights().tobytes(), trainer.opt.stats().messages_sent
+
+    ends = Cluster(3).run(train)
+    assert len({weights for weights, _ in ends}) == 1
+    assert [sent for _, sent in ends] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, True, "1"])
+def test_no_epoch(epoch):
+    def train(rank: int) -> None:
+        opt = GossipTrainer(least_squares(1, MOMENTUM), rank, schedule={1: "allreduce"}).opt
+        with pytest.raises(ValueError, match="is not the number of an epoch"):
+            opt.set_epoch(epoch)
+
+    Cluster(1).run(train)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def saved(trainer: GossipTrainer) -> dict[str, Any]:
+    """What a script would save, through a file's format."""
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in trainer.parameters], "opt": trainer.opt.state_dict()}, file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def resume(state: dict[str, Any], trainer: GossipTrainer, done: int) -> GossipTrainer:
+    with torch.no_grad():
+        for parameter, values in zip(trainer.parameters, state["model"], strict=True):
+            parameter.copy_(values)
+    trainer.opt.load_state_dict(copy.deepcopy(state["opt"]))  # (torch keeps the tensors it is given)
+    trainer.steps = done
+    return trainer
+
+
+def first_job(problem: Problem, steps: Sequence[int], end: str, **options: Any) -> list[dict[str, Any]]:
+    """Each rank's state."""
+
+    def train(rank: int) -> dict[str, Any]:
+        trainer = GossipTrainer(problem, rank, **options).train(steps[rank])
+        getattr(trainer.opt, end)()
+        return saved(trainer)
+
+    return Cluster(len(steps)).run(train)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("options", [STAR, RING, PAIRS, {"algorithm": "allreduce"}], ids=lambda one: one["algorithm"])
+def test_rank_0s_drained_state_resumes_at_any_size(options, size):
+    state = first_job(least_squares(2, ADAM), [4, 4], "drain", **options)[0]
+    problem = least_squares(size, ADAM)
+
+    def train(rank: int) -> tuple[Any, Any]:
+        trainer = resume(state, GossipTrainer(problem, rank, **STAR), 4)
+        began = trainer.weights()
+        trainer.train(3)
+        trainer.opt.drain()
+        assert trainer.opt.rounds == state["opt"]["hvd_async"]["rounds"] + trainer.opt.stats().exchanges
+        return began, trainer.weights()
+
+    moments = [state["opt"]["state"][index] for index in (0, 1)]
+    held = [np.concatenate([one[key].double().numpy().ravel() for one in moments]) for key in ("exp_avg", "exp_avg_sq")]
+    first = np.concatenate([one.double().numpy().ravel() for one in state["model"]])
+    resumed = dataclasses.replace(
+        problem,
+        start=np.tile(first, (size, 1)),
+        gradient=lambda z, rank, step: problem.gradient(z, rank, 4 + step),
+        states=(reference.State(4, *held),) * size,
+    )
+    expected = reference.sgp(resumed, graph("star", size), 3).drained()
+    for began, weights in Cluster(size).run(train):
+        assert began.tolist() == first.tolist()
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [(5, 5, 5), (3, 6, 4)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "options",
+    [STAR, RING | {"compression": "int8"}, STAR | {"compression": "int8"}, {"compression": "bf16"},
+     STAR | {"hierarchical": 3}, STAR | {"average_every": 3}],
+    ids=lambda one: "-".join(map(str, one.values())),
+)  # fmt: skip
+def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(options, steps):
+    """Bit by bit, beside a job that made the cut and went on."""
+    problem = least_squares(3, MOMENTUM)
+    states = list[Any]([None] * 3)
+
+    def whole(rank: int) -> tuple[Any, ...]:
+        trainer = GossipTrainer(problem, rank, **options).train(steps[rank])
+        trainer.opt.cut()
+        states[rank] = saved(trainer)
+        return finish(trainer)
+
+    def second(rank: int) -> tuple[Any, ...]:
+        trainer = resume(states[rank], GossipTrainer(problem, rank, **options), steps[rank])
+        assert saved(trainer)["opt"]["hvd_async"]["cut"]  # (what was loaded can be saved again)
+        return finish(trainer)
+
+    def finish(trainer: GossipTrainer) -> tuple[Any, ...]:
+        path = [trainer.train(1).weights().tobytes() for _ in range(5)]
+        weight = trainer.opt.stats().push_sum_weight
+        trainer.opt.drain()
+        return path, weight, trainer.weights().tobytes()
+
+    ends = Cluster(3).run(whole)
+    if options == STAR:
+        assert all(abs(state["opt"]["hvd_async"]["weight"] - 1.0) > 0.01 for state in states)
+    assert Cluster(3).run(second) == ends
+
+
+def test_adpsgd_goes_on_from_each_ranks_own_state():
+    """As the reference does from the same weights and moments, in the order that the ranks have recorded."""
+    problem, together = least_squares(4, MOMENTUM), threading.Barrier(4)
+    states = first_job(problem, [5] * 4, "cut", **PAIRS)
+
+    def train(rank: int) -> tuple[Any, Any, Seen]:
+        trainer = resume(states[rank], GossipTrainer(problem, rank, **PAIRS), 5)
+        moments = [trainer.opt.state[p]["momentum_buffer"].double().numpy().ravel() for p in trainer.parameters]
+        first, seen = trainer.weights(), trainer.watch()
+        together.wait(30)
+        trainer.train(20)
+        trainer.opt.drain()
+        seen.drained = trainer.weights()
+        return first, reference.State(5, np.concatenate(moments), np.zeros(6)), seen
+
+    firsts, moments, seen = zip(*Cluster(4).run(train), strict=True)
+    assert np.abs(np.array(firsts) - firsts[0]).max() > 1e-3
+    resumed = dataclasses.replace(
+        problem,
+        start=np.array(firsts),
+        gradient=lambda z, rank, step: problem.gradient(z, rank, 5 + step),
+        states=moments,
+    )
+    outcome = reference.adpsgd(resumed, [own.log[: own.log.index(("drained",))] for own in seen])
+    for rank, own in enumerate(seen):
+        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(own.drained, outcome.drained(), rtol=0, atol=1e-5)
+
+
+def test_a_state_after_cut_goes_to_its_own_rank_and_size_only():
+    states = first_job(least_squares(3, MOMENTUM), [4] * 3, "cut", **STAR)
+
+    def load(rank: int) -> None:
+        size = local_engine().size  # type: ignore[union-attr]
+        trainer = GossipTrainer(least_squares(size, MOMENTUM), rank, **STAR)
+        plain_state = trainer.opt.state_dict()
+        other = states[(rank + 1) % 3]["opt"]
+        if size == 3:
+            said = rf"rank {(rank + 1) % 3} of 3 after cut.*push-sum weight .*this is rank {rank} of 3. Load each"
+        else:
+            said = rf"rank 1 of 3 after cut.*this is rank {rank} of {size}. .* or save after drain\(\)"
+            other = states[1]["opt"]
+        with pytest.raises(ValueError, match=said):
+            trainer.opt.load_state_dict(other)
+        assert trainer.opt.state_dict() == plain_state  # nothing has changed
+        trainer.train(2)
+        trainer.opt.drain()
+
+    for size in (1, 2, 3):
+        Cluster(size).run(load)
+
+
+def test_what_cannot_be_saved_or_loaded_says_what_to_do():
+    def train(rank: int) -> None:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
+        fresh = trainer.opt.state_dict()
+        trainer.train(2)
+        with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*rank 0's.*cut\(\)"):
+            trainer.opt.state_dict()
+        with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
+            trainer.opt.load_state_dict(fresh)
+        trainer.opt.cut()
+        trainer.opt.state_dict()
+        trainer.train(1)
+        trainer.opt.drain()
+        trainer.opt.load_state_dict(trainer.opt.state_dict())
+        trainer.train(1)  # the ranks meet anew
+        trainer.opt.drain()
+        assert trainer.opt.stats().steps == 4
+        eager = hvd.EagerOptimizer(plain(MOMENTUM, [torch.nn.Parameter(torch.zeros(2))])).state_dict()
+        with pytest.raises(ValueError, match=r'another wrapper than GossipOptimizer.*entry "hvd_async"'):
+            trainer.opt.load_state_dict(eager)
+
+    Cluster(2).run(train)
+
+
+@pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["adpsgd", "one-rank-only"])
+def test_states_after_cut_that_do_not_fit_are_refused(who):
+    states = first_job(least_squares(3, MOMENTUM), [4] * 3, "cut", **STAR)
+
+    def train(rank: int) -> None:
+        trainer = GossipTrainer(least_squares(3, MOMENTUM), rank, **(PAIRS if len(who) > 1 else STAR))
+        if rank in who:
+            resume(states[rank], trainer, 4)
+        trainer.train(1)
+
+    for outcome in Cluster(3).outcomes(train):
+        if len(who) > 1:
+            assert "push-sum weight" in str(outcome)
+            assert "adpsgd knows none" in str(outcome)
+        else:
+            assert isinstance(outcome, ReplicaMismatchError)
+            assert "weights as after cut()" in str(outcome)
+
+
+def test_a_plain_optimizers_state_is_taken_and_ours_by_a_plain_optimizer():
+    alone = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))]
+    other = plain(MOMENTUM, alone)
+    for parameter in alone:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    other.step()
+
+    def train(rank: int) -> Any:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
+        trainer.opt.load_state_dict(other.state_dict())
+        assert trainer.opt.state[trainer.parameters[0]]["momentum_buffer"].tolist() == [3.0, 3.0]
+        trainer.train(2)
+        trainer.opt.drain()
+        return trainer.opt.state_dict()
+
+    for state in Cluster(2).run(train):
+        fresh = plain(MOMENTUM, [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))])
+        fresh.load_state_dict(state)
+        held = fresh.state_dict()["state"][1]["momentum_buffer"]
+        assert torch.equal(held, state["state"][1]["momentum_buffer"])
+
+
+def test_optimizer_state_is_broadcast_before_the_first_step(monkeypatch):
+    """Rank 0 has loaded a checkpoint; nobody has stepped."""
+    meeting, sent = threading.Barrier(2), dict[str, Any]()
+
+    def broadcast(value: Any, root: int, name: str) -> Any:
+        if local_engine().rank == root:  # type: ignore[union-attr]
+            sent[name] = value
+        meeting.wait(30)
+        return sent[name]
+
+    fake = SimpleNamespace(rank=lambda: local_engine().rank, broadcast=broadcast, broadcast_object=broadcast)  # type: ignore[union-attr]
+    monkeypatch.setattr("hvd_async.torch.functions.hvd", fake)
+    state = first_job(least_squares(2, MOMENTUM), [3, 3], "drain", **STAR)[0]
+
+    def train(rank: int) -> tuple[Any, int]:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
+        if rank == 0:
+            trainer.opt.load_state_dict(state["opt"])
+        hvd.broadcast_optimizer_state(trainer.opt, root_rank=0)
+        assert trainer.opt.stats().steps == 0
+        held = [trainer.opt.state[p]["momentum_buffer"].tolist() for p in trainer.parameters]
+        rounds = trainer.opt.rounds
+        trainer.train(1)
+        trainer.opt.drain()
+        return held, rounds
+
+    expected = [state["opt"]["state"][index]["momentum_buffer"].tolist() for index in (0, 1)]
+    assert Cluster(2).run(train) == [(expected, state["opt"]["hvd_async"]["rounds"])] * 2

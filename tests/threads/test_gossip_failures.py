@@ -1,0 +1,110 @@
+"""Gossip: who learns of it when a rank fails, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
+from hvd_async.gossip import GossipWorker
+from hvd_async.testing import Cluster, InjectedError
+from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, run, work
+
+
+@pytest.mark.parametrize("average_every", [0, 2])
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd", "allreduce"])
+def test_a_rank_that_raises_is_named_to_the_others(algorithm, average_every, capfd):
+    def boom(worker: GossipWorker) -> None:
+        raise ZeroDivisionError("boom")
+
+    every = {} if algorithm == "adpsgd" else {"average_every": average_every}
+    one = job([9, 9, 9], algorithm, **every)
+    outcomes = Cluster(3).outcomes(work(one, before_step=at(1, 4, boom)))
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    for rank in (0, 2):
+        assert type(outcomes[rank]) is InjectedError
+        assert "rank 1 on host host1 failed: ZeroDivisionError: boom" in str(outcomes[rank])
+        cause = outcomes[rank].__cause__  # type: ignore[union-attr]
+        assert isinstance(cause, RankLostError)
+        assert cause.rank == 1
+    assert "hvd_async: rank 1 on host host1 failed: ZeroDivisionError: boom" in capfd.readouterr().err
+
+
+def test_other_plans_are_refused_on_all_ranks(capfd):
+    def train(rank: int) -> None:
+        one = job([1, 1, 1], graph="ring" if rank else "star")
+        work(one)(rank)
+
+    for outcome in Cluster(3).outcomes(train):
+        assert isinstance(outcome, ReplicaMismatchError)
+        assert "graph='star (" in str(outcome)
+
+
+def test_weights_that_are_lost_are_noticed_at_the_drain():
+    def tweak(worker: GossipWorker) -> None:
+        if worker._place == 1:
+            deliver = worker._mail._deliver
+            worker._mail._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)
+
+    for outcome in Cluster(3).outcomes(work(job([3, 3, 3]), tweak=tweak)):
+        assert isinstance(outcome, GradientLossError)
+        assert "push-sum weights of 3 ranks sum to" in str(outcome)
+
+
+def test_a_worker_is_used_in_its_order():
+    def train(rank: int) -> None:
+        for algorithm in ("sgp", "adpsgd"):
+            one: Job = job([1, 1], algorithm)
+            worker = one.worker(rank, lambda flush: None)
+            z = one.problem.start[rank]
+            worker.begin(z.copy())
+            with pytest.raises(ReplicaStateError, match="before it was opened"):
+                worker.mix(z.copy(), z.copy())
+            worker.open(["w"], [1])
+            worker.announce(True)
+            with pytest.raises(ReplicaStateError, match="was broken off: call it again"):
+                worker.mix(z.copy(), z.copy())
+            worker.wind_up(True)
+            assert worker.settled
+
+    Cluster(2).run(train)
+
+
+def test_a_rank_may_be_done_before_others_have_opened():
+    """Rank 0 has nothing to do, says so, and all the time the others do not know of the optimizer."""
+    early, one = threading.Event(), job((0, 3, 3))
+    train = work(one)
+
+    def hasty(rank: int) -> Any:
+        if rank:
+            pass_gate(early)
+            return train(rank)
+        worker = one.worker(0, lambda flush: model.update(z=worker.gather(model["z"], flush)))
+        model = {"z": one.problem.start[0].copy()}
+        worker.begin(model["z"].copy())
+        worker.offer(["w"], [1])
+        worker.announce(True)
+        worker.engine.post(early.set)
+        worker.meet()
+        worker.wind_up(True)
+        return model["z"]
+
+    outcomes = Cluster(3).run(hasty)
+    assert outcomes[0].tobytes() == outcomes[1].segments[0].z.tobytes()
+
+
+def test_sums_hold_with_everything_at_once():
+    """Late commands, uneven steps, a cut, a drain, averages, 8 bits, a star."""
+    one = job(
+        ((4, 1, 6, 3), (0, 5, 2, 2), (3, 3, 3, 3)),
+        "osgp",
+        "star",
+        max_staleness=2,
+        compression="int8",
+        average_every=2,
+        cuts=frozenset({0}),
+    )
+    for seed in range(3):
+        check_sums(one, run(one, jitter=0.002, seed=seed))
