@@ -14,7 +14,7 @@ from hvd_async.events import Exchange
 from hvd_async.gossip import GossipWorker
 from hvd_async.pairs import PairWorker
 from hvd_async.testing import Cluster
-from tests.threads.gossip_workload import Watch, at, check, check_sums, held, job, pass_gate, run, work
+from tests.threads.gossip_workload import GATE_TIMEOUT, Watch, at, check, check_sums, held, job, pass_gate, run, work
 
 
 def steps_of(worker: GossipWorker) -> int:
@@ -263,6 +263,18 @@ def test_two_ranks_that_were_averaged_in_advance_still_meet():
     check(one, records)
     partners = [{entry[2] for entry in record.segments[0].log if entry[0] == "landed"} for record in records]
     assert partners[0] == {1, 2}
+
+
+def test_after_a_drain_all_neighbours_are_back():
+    barrier, one = threading.Barrier(3), job(((1, 3, 2), (4, 4, 4)), "adpsgd", "complete", max_local_steps=1)
+
+    def before_step(place: int, step: int, worker: GossipWorker) -> None:
+        if step == one.steps[0][place] + 1:  # nobody can be done again before all have looked
+            assert isinstance(worker, PairWorker)
+            assert worker._left == {0, 1, 2} - {place}
+            barrier.wait(GATE_TIMEOUT)
+
+    check(one, run(one, before_step=before_step))
 
 
 def test_a_rank_alone_under_adpsgd_waits_for_nobody():
