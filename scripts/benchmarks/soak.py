@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-every", type=float, default=5.0, metavar="S", help="mean time between two stops")
     parser.add_argument("--longest-stop", type=float, default=1.0, metavar="S", help="of a process")
     parser.add_argument("--seed", type=int, default=0, help="of pauses and stops")
+    parser.add_argument(
+        "--uneven", type=float, default=0.5, help="gossip: by which share ranks take more or fewer steps than others"
+    )
 
 
 class Stopper:
@@ -139,7 +142,7 @@ class Watch:
             return
         note = json.loads(lines[-1])
         left = note["s"] * (self._rounds - note["round"]) / max(1, note["round"]) / 60
-        self._say(f"round {note['round']} of {self._rounds}, {note['mb']:.0f} MB; {left:.1f} min left")
+        self._say(f"round {note['round']:.0f} of {self._rounds}, {note['mb']:.0f} MB; {left:.1f} min left")
 
 
 def common(block: Block, stopper: Stopper) -> dict[str, Any]:

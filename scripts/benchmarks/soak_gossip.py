@@ -19,7 +19,7 @@ GROWS = 5.0
 def plan_of(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """As ``jobs/soak_gossip.py`` reads it. A round of AD-PSGD is a pairing, of others a step of every rank."""
     plan = {"arm": arm, "rounds": args.rounds, "delay": args.delay, "share": args.share, "seed": args.seed}
-    return plan | {"graphs": min(GRAPHS, max(2, args.rounds // 50))}
+    return plan | {"graphs": min(GRAPHS, max(2, args.rounds // 50)), "uneven": args.uneven}
 
 
 def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Row:

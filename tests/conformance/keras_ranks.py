@@ -18,7 +18,7 @@ from tests.conformance.reference import Array
 
 tf.config.threading.set_inter_op_parallelism_threads(16)
 tf.config.threading.set_intra_op_parallelism_threads(1)
-# A process whose first operators run in several threads at once crashes now and then: TensorFlow sets them up unguarded.
+# A process whose first operators run in several threads at once crashes now and then: TensorFlow sets them up so.
 tf.reshape(tf.Variable([1.0]) * tf.constant(2.0), [-1])
 
 

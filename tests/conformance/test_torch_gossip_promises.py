@@ -71,6 +71,33 @@ def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(options):
     check_mean(problem.start, seen)
 
 
+@by_options(
+    STAR | {"compression": "int8"}, SMALL_STAR | {"compression": "int8"}, LATE, LATE | {"hierarchical": 3}, PAIRS
+)
+def test_a_cut_after_uneven_steps_loses_nothing(options):
+    """Which edges were left out is known at one end only; copies of 8-bit messages must be the same at both."""
+    problem = least_squares(3, NESTEROV)
+
+    def train(rank: int) -> Seen:
+        trainer = GossipTrainer(problem, rank, **options)
+        seen = trainer.watch()
+        for steps in ((6, 1, 3), (4, 4, 4), (0, 5, 2)):
+            trainer.train(steps[rank])
+            trainer.opt.cut()
+        trainer.opt.drain()
+        seen.drained, seen.stats = trainer.weights(), trainer.opt.stats()
+        return seen
+
+    check_mean(problem.start, Cluster(3, jitter=0.001).run(train))
+
+
+def test_what_a_rank_that_is_done_would_get_stays_where_it_is():
+    first, other = run(least_squares(2, SGD), [30, 1], topology="ring")
+    assert first.weights[-1] >= 0.5  # (or less and less would be left)
+    assert first.stats.messages_sent <= 2
+    assert other.weights == [1.0]
+
+
 @by_options(STAR, LATE, LATE | {"topology": "exponential"}, EXPONENTIAL, BIPARTITE)
 @pytest.mark.parametrize("local", [1, 2])
 def test_equal_weights_stay_equal_whatever_comes_late_or_stays_out(options, local):

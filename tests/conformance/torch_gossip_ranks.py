@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async import mixing, topology
 from hvd_async.mail import HEADER
 from hvd_async.protocols import Handle
 from hvd_async.stats import GossipStats
@@ -19,6 +20,11 @@ from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.gossip_reference import Problem, batch
 from tests.conformance.reference import Array
 from tests.conformance.torch_ranks import flat, plain
+
+
+def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
+    """Mixing matrices of a named graph."""
+    return mixing.matrices(topology.named(name, size), scheme)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Soak:
     def train(self, steps: int) -> None:
         """About so many steps, a number of this rank's own."""
         plan, every = self.job.plan, max(1, round(self.job.plan["rounds"] / self._worth / LOOKS))
-        for _ in range(self._draws.randint(max(1, steps // 2), steps + steps // 2)):
+        for _ in range(max(1, round(steps * self._draws.uniform(1 - plan["uneven"], 1 + plan["uneven"])))):
             pause = self._draws.uniform(0.0, plan["delay"]) if self._draws.random() < plan["share"] else 0.0
             self.arm.train(lambda trained: trained(self._inputs).square().mean(), pause)
             stats = self.arm.stats()
