@@ -107,7 +107,7 @@ class PairWorker(GossipWorker):
 
     def _ask(self) -> None:
         """Want an averaging for a step, if none came in advance."""
-        self._owed += 1
+        self._owed = min(self._owed + 1, self.config.max_local_steps)
         self._want()
 
     def _want(self) -> None:

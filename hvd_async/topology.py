@@ -269,7 +269,7 @@ def from_networkx(graph: Any) -> Topology:
             f"the nodes of a topology must be the ranks 0 to {len(nodes) - 1}; relabel them: "
             f"networkx.convert_node_labels_to_integers(graph)"
         )
-    edges = {(int(a), int(b)) for a, b in graph.edges if a != b}
+    edges = {(int(a), int(b)) for a, b in graph.edges() if a != b}
     if not graph.is_directed():
         edges |= {(b, a) for a, b in edges}
     return Topology(str(graph.name) or "networkx", len(nodes), (frozenset(edges),))

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,19 @@ settings.register_profile(  # the same examples each time; HVD_ASYNC_EXPLORE=1 l
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("hvd_async")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist, horovodrun jobs are one lane, which remembers its jobs, and all else is another."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "jobs" if nodeid.startswith("tests/multiproc/") else "rest"
+
+    return Lanes(config, log)
+
 
 OURS = ("hvd_async", "rank-")
 """How the names of the library's threads, and of the simulated ranks, begin."""

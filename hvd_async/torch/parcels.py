@@ -47,7 +47,10 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers,
     def encode(vector: torch.Tensor) -> torch.Tensor:
         if compression == "int8":
             return quantize(vector)
-        return vector.to(HALVES.get(compression, kind)).view(torch.uint8)
+        if compression in HALVES:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+            half = HALVES[compression]
+            vector = vector.clamp(torch.finfo(half).min, torch.finfo(half).max).to(half)
+        return vector.view(torch.uint8)
 
     def decode(data: torch.Tensor) -> torch.Tensor:
         if compression == "int8":

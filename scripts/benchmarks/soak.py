@@ -205,12 +205,16 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots(len(rows), 2, squeeze=False)
     for (whole, grown), each in zip(axes, rows, strict=True):
         for rank, notes in enumerate(each["memory"]):
-            look = {"color": plot.COLOURS[(0, 1, 5, 7)[rank % 4]], "linestyle": ("-", "--", "-.", ":")[rank % 4]}
+            colour = plot.COLOURS[(0, 1, 5, 7, 3, 6, 2, 4)[rank % 8]]
+            look = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
             rounds, megabytes = [note["round"] for note in notes], [note["mb"] for note in notes]
             begin = next(i for i, round_ in enumerate(rounds) if round_ >= SETTLED * rounds[-1])
             whole.plot(rounds, megabytes, label=f"rank {rank}", **look)
             grown.plot(rounds[begin:], [mb - megabytes[begin] for mb in megabytes[begin:]], **look)
         whole.set_ylim(0, 1.15 * max(note["mb"] for notes in each["memory"] for note in notes))
         plot.label(whole, f"{each['arm']}: {each['stops']} stops of a rank", "round", "memory of the process, MB")
-        plot.label(grown, f"{each['slope_mb']:+.2f} MB in 100,000 rounds", "round", "grown since settled, MB")
+        steady = f"{each['slope_mb']:+.2f} MB in 100,000 rounds"
+        if "grown_mb" in each:
+            steady = f"{each['grown_mb']:+.2f} MB in all rounds, over {each['graphs']} graphs"
+        plot.label(grown, steady, "round", "grown since settled, MB")
     plot.legend(figure, axes[0][0])

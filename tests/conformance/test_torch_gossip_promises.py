@@ -91,6 +91,24 @@ def test_a_cut_after_uneven_steps_loses_nothing(options):
     check_mean(problem.start, Cluster(3, jitter=0.001).run(train))
 
 
+@by_options(STAR, SMALL_STAR, PAIRS)
+def test_weights_that_half_precision_cannot_hold_stay_with_their_rank(options):
+    problem = least_squares(3, Case("still", "sgd", 0.0))
+    problem.start[:, 1] = 1e5
+
+    def train(rank: int) -> Any:
+        trainer = GossipTrainer(problem, rank, compression="fp16", **options)
+        for _ in range(5):
+            for parameter in trainer.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            trainer.opt.step()
+        trainer.opt.cut()
+        return trainer.weights() * trainer.opt.stats().push_sum_weight
+
+    x = np.array(Cluster(3).run(train))
+    np.testing.assert_allclose(x.mean(axis=0), problem.start[0], rtol=1e-6)
+
+
 def test_what_a_rank_that_is_done_would_get_stays_where_it_is():
     first, other = run(least_squares(2, SGD), [30, 1], topology="ring")
     assert first.weights[-1] >= 0.5  # (or less and less would be left)

@@ -120,7 +120,17 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(options, steps):
     ends = Cluster(3).run(whole)
     if options == STAR:
         assert all(abs(state["opt"]["hvd_async"]["weight"] - 1.0) > 0.01 for state in states)
+
+    def at_once(rank: int) -> list[float]:
+        trainer = resume(states[rank], GossipTrainer(problem, rank, **options), steps[rank])
+        trainer.opt.drain()
+        weights: list[float] = trainer.weights().tolist()
+        return weights
+
     assert Cluster(3).run(second) == ends
+    x = [torch.cat([part.reshape(-1) for part in one["model"]]) * one["opt"]["hvd_async"]["weight"] for one in states]
+    for weights in Cluster(3).run(at_once):
+        np.testing.assert_allclose(weights, sum(x) / 3, rtol=0, atol=1e-6)
 
 
 def test_adpsgd_goes_on_from_each_ranks_own_state():

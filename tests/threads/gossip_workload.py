@@ -213,7 +213,8 @@ def check_sums(one: Job, records: Sequence[Record]) -> None:
 def check_replay(one: Job, records: Sequence[Record]) -> None:
     """Every step of every rank is what the reference makes of what was taken in when; and every drain."""
     assert not one.cuts, "the reference has no cuts"
-    problem = one.problem
+    problem, late = one.problem, one.plan.config.max_staleness
+    within = {"rtol": 1e-10, "atol": 1e-10} if late else EXACT  # (z = x / w, and w is small while much is on its way)
     for end, counts in enumerate(one.steps):
         segments = [record.segments[end] for record in records]
         if one.plan.config.algorithm == "adpsgd":
@@ -226,13 +227,13 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
                 [[here for _, here in segment.log[: len(segment.path)]] for segment in segments],
                 algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
                 sends=[segment.sends or [[]] * len(segment.path) for segment in segments],
-                max_staleness=one.plan.config.max_staleness,
+                max_staleness=late,
                 average_every=one.plan.config.average_every,
                 encode=_encoder(one, problem.start[0]),
             )
         for segment, path in zip(segments, outcome.path, strict=True):
-            np.testing.assert_allclose(np.array(segment.path), np.array(path), **EXACT)
-            np.testing.assert_allclose(segment.z, outcome.drained(), **EXACT)
+            np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
+            np.testing.assert_allclose(segment.z, outcome.drained(), **within)
         problem = problem.after(outcome)
 
 
