@@ -113,7 +113,9 @@ def make_plan(
         raise ValueError(f"max_staleness={max_staleness}: messages of {algorithm} are never late; take 'osgp', or 0")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
-    if compression == "int8" and algorithm in ("adpsgd", "allreduce"):
+    if compression != "none" and algorithm == "allreduce":
+        raise ValueError(f"compression={compression!r}: averages over all ranks travel as they are; leave it out")
+    if compression == "int8" and algorithm == "adpsgd":
         raise ValueError(
             f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
             f"fp16 or bf16, or another algorithm"
