@@ -24,6 +24,9 @@ from hvd_async.worker import Worker
 
 WEIGHT_TOLERANCE = 1e-6
 """Relative, of the sum of push-sum weights."""
+LEAST_WEIGHT = 0.75
+"""Push-sum weight below which a rank gives nothing away once others are done, which might never give it back: it would
+go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
 EVERYWHERE = "everywhere"
 """CHOCO-SGD: what all ranks know, the weights that they began with or that the last drain gave them."""
 
@@ -145,7 +148,10 @@ class GossipWorker(Worker):
         out = [(to, p) for to, p in self.plan.out(self._place, step) if step <= self._retired.get(to, step)]
         weight, given = self._weight, sum(p for _, p in out)
         letters: list[Letter] = []
-        if out:
+        if out and self._retired and weight < LEAST_WEIGHT:
+            empty, weight = self._post.encode(self._post.zeros()), 0.0
+            letters = [Letter(to, empty) for to, _ in out]
+        elif out:
             data, sent = self._encode(self._edge("out", step), message)
             letters = [Letter(to, data) for to, _ in out]
             # (the message must stay as it is until it has gone: x may share its memory)
@@ -208,16 +214,18 @@ class GossipWorker(Worker):
             here = sorted(key for key in self._come if all_ or key[1] <= self._step)
             messages = [(*key, *self._come.pop(key)) for key in here]
         for sender, step, weight, data in messages:
+            self._staleness[max(0, self._step - step)] += 1
+            if weight == 0.0:
+                continue
             p = dict(self.plan.into(self._place, step))[sender]
             x = self._post.add(x, self._decode(self._edge(sender, step), data), p)
             self._weight += p * weight
-            self._staleness[max(0, self._step - step)] += 1
         self._taken += len(messages)
         self._due = {
             (sender, step) for sender, step in self._due.difference(here) if step <= self._retired.get(sender, step)
         }
         if self.log is not None:
-            self.log.append((self._step, here))
+            self.log.append((self._step, [(sender, step) for sender, step, weight, _ in messages if weight]))
         return x
 
     def _average(self, x: Vector) -> Vector:

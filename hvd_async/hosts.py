@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import Command, Drained, Retired
-from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.gossip import LEAST_WEIGHT, GossipWorker, Kept
 from hvd_async.mail import Letter, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -241,10 +241,13 @@ class HostWorker(GossipWorker):
             message = x + 0
         else:
             message = step.before * float(len(masses))
-        data, given = self._post.encode(message), sum(p for _, p in receivers)
+        sent, given = weight, sum(p for _, p in receivers)
+        if self._retired and weight < LEAST_WEIGHT * len(masses):
+            message, sent, given = message * 0.0, 0.0, 0.0
+        data = self._post.encode(message)
         letters = [Letter(host * size + self._own, data) for host, _ in receivers]
-        self._mail.offer(self._opened_number(), number * STAGES + MIX, letters, weight)
-        if receivers:
+        self._mail.offer(self._opened_number(), number * STAGES + MIX, letters, sent)
+        if given:
             x = self._post.add(x, message, -given)
         return _Mass(x, weight * (1.0 - given))
 

@@ -131,13 +131,18 @@ class GossipMixin(GossipStepping, GossipWrapped):
         if flush:
             self._async_warn_of_passes()
         super()._async_finish(worker, flush)
-        averages = [v for v in getattr(self, "_model_variables_moving_average", None) or [] if v is not None]
-        if flush and self.use_ema and averages:
+        averages = self._async_averages() if flush and self.use_ema else []
+        if averages:
             state = self._async
             with tf.init_scope():
                 flat = Flat(averages)
                 name = f"hvd_async.gossip.{state.sharers.id}.averages"
                 flat.write(worker.engine.sum(flat.read(), name, state.sharers.process_set) / state.size)
+
+    def _async_averages(self: Any) -> list[Any]:
+        """Keras' moving averages of the variables that are mixed."""
+        pairs = zip(self._trainable_variables, self._model_variables_moving_average, strict=True)
+        return [average for variable, average in pairs if not self._async.is_local(variable)]
 
     def _async_warn_of_passes(self) -> None:
         state = self._async

@@ -1,21 +1,16 @@
-"""Keras gossip: arguments, and Keras' own features under it: averages, accumulation, constraints, callbacks."""
+"""Keras' own features under gossip: accumulation, moving averages, constraints, loss scaling, callbacks, saving."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import horovod.tensorflow
 import keras
-import networkx
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvd_async
 import hvd_async.tensorflow.keras as hvd
-from hvd_async import topology
-from hvd_async.errors import NotInitializedError, ReplicaStateError
+from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
@@ -40,114 +35,6 @@ class Scalar:
         """The weight after it."""
         self._apply(tf.constant(gradient, self.weight.dtype))
         return float(self.weight.numpy())
-
-
-# -- construction ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [sgd, keras.optimizers.Adam, keras.optimizers.AdamW])
-def test_the_result_is_an_instance_of_the_wrapped_class(kind):
-    with scripted_engine(2):
-        plain = kind(0.25, name="mine")
-        wrapped = hvd_async.GossipOptimizer(plain)
-        named = hvd.GossipOptimizer(plain, name="other")
-    assert isinstance(wrapped, kind)
-    assert (wrapped.name, named.name) == ("mine", "other")
-    assert type(plain) is kind
-    assert wrapped.get_config() == plain.get_config()
-    assert wrapped.stats().steps == 0
-    assert type(keras.optimizers.deserialize(keras.optimizers.serialize(wrapped))) is kind
-
-
-def test_horovods_parameters_come_first_as_in_eager_optimizer():
-    eager, gossip = (inspect.signature(one).parameters.values() for one in (hvd.EagerOptimizer, hvd.GossipOptimizer))
-    positional = [[p for p in one if p.kind is p.POSITIONAL_OR_KEYWORD] for one in (eager, gossip)]
-    assert [str(p) for p in positional[0]] == [str(p) for p in positional[1]]
-
-
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        ({"algorithm": "solo"}, "take one of 'sgp', 'osgp'"),
-        ({"topology": "cube"}, "ring, ring-left"),
-        ({"topology": topology.ring(3)}, "is one of 3 ranks, and there are 4"),
-        ({"topology": networkx.path_graph(4), "algorithm": "dpsgd"}, "take mixing='metropolis'"),
-        ({"topology": networkx.Graph([(0, 1), (2, 3)])}, "nothing of rank 2 ever reaches rank 0|is not connected"),
-        ({"topology": "exponential", "algorithm": "adpsgd"}, "needs a symmetric graph"),
-        ({"topology": 7}, "a Topology or a networkx graph"),
-        ({"peers": 4}, "4 ranks"),
-        ({"peers": {1: 4}}, "4 ranks"),
-        ({"peers": {-1: 1}}, "take 0 or more"),
-        ({"schedule": {3: "all"}}, "take one of 'sgp', 'osgp'"),
-        ({"mixing": "even"}, "'uniform', 'metropolis'"),
-        ({"mixing": np.full((4, 4), 0.3)}, "gives away 1.2 in all"),
-        ({"max_staleness": 2}, "take 'osgp', or 0"),
-        ({"max_local_steps": 0}, "take 1 or more"),
-        ({"average_every": -1}, "take 0 or more"),
-        ({"hierarchical": 3}, "do not divide 4 ranks"),
-        ({"hierarchical": 0}, "the number of ranks of a host"),
-        ({"compression": "int4"}, r"hvd.Compression.none, .fp16, .bf16, .int8"),
-        ({"compression": hvd.Compression.int8, "algorithm": "adpsgd"}, "take fp16 or bf16"),
-        ({"op": horovod.tensorflow.Sum}, "take hvd.Average"),
-        ({"gradient_predivide_factor": 2.0}, "leave it out"),
-        ({"groups": 2}, "leave them out"),
-        ({"num_groups": 2}, "leave them out"),
-        ({"backward_passes_per_step": 0}, "take 1 or more"),
-        ({"buffers": "mean"}, "'average', 'local', 'root'"),
-        ({"process_set": horovod.tensorflow.ProcessSet([0, 1])}, r"pass it to hvd.init\(process_sets"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_a_hint(options, hint):
-    with scripted_engine(4), pytest.raises(ValueError, match=hint):
-        hvd.GossipOptimizer(sgd(), **options)
-
-
-def test_optimizers_that_cannot_be_wrapped():
-    scaled = keras.optimizers.LossScaleOptimizer
-    with scripted_engine(2):
-        gossip, eager = hvd.GossipOptimizer(sgd()), hvd.EagerOptimizer(sgd())
-        for wrap in (hvd.GossipOptimizer, hvd.EagerOptimizer):
-            for wrapped in (gossip, eager, hvd.GossipOptimizer(scaled(sgd())), hvd.EagerOptimizer(scaled(sgd()))):
-                with pytest.raises(ValueError, match="already: wrap the plain one"):
-                    wrap(wrapped)
-        with pytest.raises(ValueError, match="already: wrap the plain one"):
-            hvd.GossipOptimizer(scaled(gossip))
-        with pytest.raises(ValueError, match="no Keras 3 optimizer"):
-            hvd.GossipOptimizer(object())
-        with pytest.raises(ValueError, match="cannot compress gradients"):
-            hvd.EagerOptimizer(sgd(), compression=hvd.Compression.int8)
-    with pytest.raises(NotInitializedError):
-        hvd.GossipOptimizer(sgd())
-
-
-@pytest.mark.parametrize("options", [{"compression": hvd.Compression.int8}, {"hierarchical": 2}, {"max_staleness": 3}])
-def test_a_schedule_may_have_epochs_to_which_an_argument_means_nothing(options):
-    algorithm = "osgp" if "max_staleness" in options else "sgp"
-    with scripted_engine(4):
-        opt = hvd.GossipOptimizer(sgd(), algorithm=algorithm, schedule={0: "allreduce", 5: algorithm}, **options)
-        first = opt._async.plan.config
-        opt.set_epoch(5)
-    second = opt._async.plan.config
-    assert (first.compression, first.local_size, first.max_staleness) == ("none", 1, 0)
-    assert second.compression == ("int8" if "compression" in options else "none")
-    assert (second.local_size, second.max_staleness) == (
-        options.get("hierarchical", 1),
-        options.get("max_staleness", 0),
-    )
-
-
-def test_weights_in_half_precision_are_refused_with_a_hint():
-    with scripted_engine(2):
-        opt = hvd.GossipOptimizer(sgd(0.1))
-        opt.build([half := keras.Variable(0.0, dtype="bfloat16")])
-        with pytest.raises(ValueError, match="'mixed_float16' and 'mixed_bfloat16'"):
-            opt.apply([tf.constant(1.0, tf.bfloat16)], [half])
-        opt = hvd.GossipOptimizer(sgd(0.1))
-        with pytest.raises(ValueError, match=r"optimizer.build\(model.trainable_variables\)"):
-            opt.drain()
-        opt.build([weight := keras.Variable(0.0)])
-        with pytest.raises(ValueError, match="no variable has a gradient"):
-            opt.apply([None], [weight])
 
 
 # -- what a step is -------------------------------------------------------------------------------------------
@@ -245,7 +132,7 @@ def test_sparse_gradients_stay_on_their_rank():
 def test_local_variables_are_not_mixed(graph, scale):
     def train(rank: int) -> list[Any]:
         shared, own = keras.Variable(0.0, name="shared"), keras.Variable(float(rank), name="own")
-        opt = hvd.GossipOptimizer(sgd(1.0), topology="complete", scale_local_gradients=scale)
+        opt = hvd.GossipOptimizer(sgd(1.0, use_ema=True), topology="complete", scale_local_gradients=scale)
         opt.register_local_var(own)
         opt.build([shared, own])
 
@@ -257,10 +144,11 @@ def test_local_variables_are_not_mixed(graph, scale):
         opt.drain()
         with pytest.raises(ReplicaStateError, match="before the first step"):
             opt.register_local_var(shared)
-        return [float(shared), float(own), opt.consensus_distance()]
+        averages = [float(average.numpy()) for average in opt._model_variables_moving_average]
+        return [float(shared), float(own), *averages, opt.consensus_distance()]
 
     moved = 1.0 if scale else 2.0
-    assert Cluster(2).run(train) == [[-1.5, rank - moved, 0.0] for rank in range(2)]
+    assert Cluster(2).run(train) == [[-1.5, rank - moved, -1.5, rank - moved, 0.0] for rank in range(2)]
 
 
 def test_a_variable_without_gradient_is_mixed_too():

@@ -170,7 +170,7 @@ def _watch(worker: GossipWorker) -> list[list[int]]:
     offer = worker._mail.offer
 
     def watched(optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
-        sends.append([letter.to for letter in letters])
+        sends.append([letter.to for letter in letters if weight])  # (empty ones carry nothing)
         offer(optimizer, key, letters, weight)
 
     worker._mail.offer = watched  # type: ignore[method-assign]

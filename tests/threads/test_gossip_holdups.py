@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_async.events import Exchange
@@ -116,7 +117,15 @@ def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
     before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._retired == {1: 2, 2: 2}))
     records = run(one, before_step=before_step)
     check_sums(one, records)
-    assert records[0].segments[0].sends == [[1, 2], [1, 2]]
+    assert records[0].stats.messages_sent == 2 * (2 + 3)  # (the second to each is empty: it has too little to give)
+
+
+def test_a_rank_that_nobody_gives_to_any_more_does_not_give_itself_away():
+    """Of a one-way ring: its push-sum weight would halve with every step, and z = x / w run away."""
+    one = job([2, 40, 40, 40], "sgp", "ring-right")
+    records = run(one)
+    check(one, records)
+    assert all(np.abs(np.array(record.segments[0].path)).max() < 20 for record in records)
 
 
 @pytest.mark.parametrize("algorithm", ["sgp", "adpsgd"])

@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "averages of AD-PSGD": ({"algorithm": "adpsgd", "average_every": 2}, r"call drain\(\) where an average is due"),
     "compression": ({"compression": "int4"}, "take one of 'none', 'fp16', 'bf16', 'int8'"),
     "int8 of AD-PSGD": ({"algorithm": "adpsgd", "compression": "int8"}, "adpsgd has no fixed neighbours: take fp16"),
-    "int8 of averages": ({"algorithm": "allreduce", "compression": "int8"}, "averages over all ranks travel as they are"),
+    "int8 of averages": ({"algorithm": "allreduce", "compression": "int8"}, "averages over all ranks travel"),
     "directed D-PSGD": (
         {"algorithm": "dpsgd", "graph": "exponential"},
         "dpsgd needs a symmetric graph: take 'bip.*sgp",
