@@ -25,7 +25,7 @@ from hvd_async.worker import Worker
 WEIGHT_TOLERANCE = 1e-6
 """Relative, of the sum of push-sum weights."""
 LEAST_WEIGHT = 0.75
-"""Push-sum weight below which a rank gives nothing away once others are done, which might never give it back: it would
+"""Push-sum weight below which a rank gives nothing away where senders to it are done, or have nothing to give: it would
 go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
 EVERYWHERE = "everywhere"
 """CHOCO-SGD: what all ranks know, the weights that they began with or that the last drain gave them."""
@@ -82,6 +82,8 @@ class GossipWorker(Worker):
         """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
         self._waited_for = [0.0] * len(self._ranks)
+        self._short = False
+        """Whether an empty message has come since the last drain or cut."""
         self._total = 0
         """Steps of all ranks until the last drain."""
         self.keep: object = None
@@ -148,7 +150,7 @@ class GossipWorker(Worker):
         out = [(to, p) for to, p in self.plan.out(self._place, step) if step <= self._retired.get(to, step)]
         weight, given = self._weight, sum(p for _, p in out)
         letters: list[Letter] = []
-        if out and self._retired and weight < LEAST_WEIGHT:
+        if out and weight < LEAST_WEIGHT and self._is_short(step):
             empty, weight = self._post.encode(self._post.zeros()), 0.0
             letters = [Letter(to, empty) for to, _ in out]
         elif out:
@@ -161,6 +163,11 @@ class GossipWorker(Worker):
         self._offered += 1
         self.engine.post(lambda: self._mail.offer(number, step, letters, weight))
         return x
+
+    def _is_short(self, step: int) -> bool:
+        """Whether this rank cannot count on getting back what it gives."""
+        gone = (step > self._retired.get(sender, step) for sender, _ in self.plan.into(self._place, step))
+        return self._short or any(gone)
 
     def _encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
         """Bytes to send, and what the receiver makes of them."""
@@ -216,6 +223,7 @@ class GossipWorker(Worker):
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
+                self._short = True
                 continue
             p = dict(self.plan.into(self._place, step))[sender]
             x = self._post.add(x, self._decode(self._edge(sender, step), data), p)
@@ -267,6 +275,7 @@ class GossipWorker(Worker):
         self._before += self._step
         self._step = 0
         self._averages.restart()
+        self._short = False
         self._due.clear()
         self.engine.post(self._mail.resume)
 

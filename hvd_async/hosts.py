@@ -186,6 +186,7 @@ class HostWorker(GossipWorker):
             self._returned(step, sender - self._locals[0], _Mass(x, weight))
         else:
             host = sender // len(self._locals)
+            self._short = self._short or weight == 0.0
             p = dict(self.plan.into(self._host, step))[host]
             with self.engine.changed:
                 self._come[host, step] = (p * weight, x * p)
@@ -242,7 +243,8 @@ class HostWorker(GossipWorker):
         else:
             message = step.before * float(len(masses))
         sent, given = weight, sum(p for _, p in receivers)
-        if self._retired and weight < LEAST_WEIGHT * len(masses):
+        short = self._short or not all(self._goes_on(host, number) for host, _ in self.plan.into(self._host, number))
+        if short and weight < LEAST_WEIGHT * len(masses):
             message, sent, given = message * 0.0, 0.0, 0.0
         data = self._post.encode(message)
         letters = [Letter(host * size + self._own, data) for host, _ in receivers]

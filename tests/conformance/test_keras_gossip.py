@@ -62,10 +62,11 @@ class Seen(NamedTuple):
     drained: Any
 
 
-def run(trainer: GossipTrainer, steps: int) -> Seen:
-    """Steps, then a drain."""
+def run(trainer: GossipTrainer, steps: int, ended: threading.Barrier) -> Seen:
+    """Steps, then a drain; no rank is done while others still step, which send less then."""
     trainer.train(steps)
     weight = trainer.opt.stats().push_sum_weight
+    ended.wait(60)
     trainer.opt.drain()
     return Seen(trainer.path, trainer.log, weight, trainer.weights())
 
@@ -97,7 +98,7 @@ def check(problem: Problem, one: Run, seen: list[Seen]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_algorithm_on_every_graph(size, runs):
     """In a graph that is traced once: between two runs the optimizer is switched."""
-    problem = least_squares(size, SIZES[size])
+    problem, ended = least_squares(size, SIZES[size]), threading.Barrier(size)
 
     def train(rank: int) -> list[Seen]:
         trainer = GossipTrainer(problem, rank, graph=True)
@@ -105,7 +106,7 @@ def test_every_algorithm_on_every_graph(size, runs):
         for one in runs:
             trainer.opt.switch(**one._asdict())
             trainer.restart()
-            seen.append(run(trainer, one.steps(size)))
+            seen.append(run(trainer, one.steps(size), ended))
         return seen
 
     for one, *seen in zip(runs, *Cluster(size).run(train), strict=True):
@@ -116,7 +117,7 @@ def test_every_algorithm_on_every_graph(size, runs):
 def test_messages_that_come_late_in_a_fixed_schedule(late):
     """OSGP: rank 1 takes each step when the others have taken those that they can take without its message."""
     one, size, steps = Run("osgp", "ring", max_staleness=late), 3, 50
-    problem = least_squares(size, CASES[1])
+    problem, ended = least_squares(size, CASES[1]), threading.Barrier(size)
     done = [[threading.Event() for _ in range(steps + 1)] for _ in range(size)]
 
     def train(rank: int) -> Seen:
@@ -128,7 +129,7 @@ def test_messages_that_come_late_in_a_fixed_schedule(late):
                     assert done[other][min(steps, step + late - 1)].wait(60)
             trainer.train(1)
             done[rank][step].set()
-        return run(trainer, 0)
+        return run(trainer, 0, ended)
 
     seen = Cluster(size).run(train)
     check(problem, one, seen)
@@ -139,11 +140,11 @@ def test_messages_that_come_late_in_a_fixed_schedule(late):
 
 @pytest.mark.parametrize("algorithm", ["sgp", "dpsgd"])
 def test_an_average_every_few_steps(algorithm):
-    problem = least_squares(3, CASES[1])
+    problem, ended = least_squares(3, CASES[1]), threading.Barrier(3)
     options = {"topology": "star", "mixing": "metropolis" if algorithm == "dpsgd" else "uniform"}
 
     def train(rank: int) -> Seen:
-        return run(GossipTrainer(problem, rank, algorithm=algorithm, average_every=3, **options), 10)
+        return run(GossipTrainer(problem, rank, algorithm=algorithm, average_every=3, **options), 10, ended)
 
     seen = Cluster(3).run(train)
     matrices = mixing.matrices(topology.star(3), options["mixing"])
@@ -156,11 +157,11 @@ def test_an_average_every_few_steps(algorithm):
 @pytest.mark.parametrize(("compression", "within"), [("fp16", 4e-3), ("bf16", 3e-2)])
 def test_messages_in_half_precision_keep_the_mean(compression, within):
     """What is rounded away stays with the sender."""
-    problem = least_squares(4, CASES[0])
+    problem, ended = least_squares(4, CASES[0]), threading.Barrier(4)
 
     def train(rank: int) -> tuple[Seen, int]:
         trainer = GossipTrainer(problem, rank, compression=getattr(hvd.Compression, compression))
-        return run(trainer, 20), trainer.opt.stats().bytes_sent
+        return run(trainer, 20, ended), trainer.opt.stats().bytes_sent
 
     outcome = reference.sgp(problem, mixing.matrices(topology.exponential(4), "uniform"), 20)
     for seen, nbytes in Cluster(4).run(train):
@@ -187,12 +188,12 @@ def test_messages_of_8_bits_still_reach_consensus():
 
 @pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd"])
 def test_ranks_of_a_host_are_averaged_first(algorithm):
-    problem = least_squares(6, CASES[1])
+    problem, ended = least_squares(6, CASES[1]), threading.Barrier(6)
     name = "ring" if algorithm == "dpsgd" else "exponential"
 
     def train(rank: int) -> Seen:
         trainer = GossipTrainer(problem, rank, algorithm=algorithm, topology=name, hierarchical=2, max_staleness=None)
-        return run(trainer, 20)
+        return run(trainer, 20, ended)
 
     seen = Cluster(6).run(train)
     for own in seen:

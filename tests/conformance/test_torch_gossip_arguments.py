@@ -84,7 +84,7 @@ def make(**options: Any) -> torch.optim.Optimizer:
         ({"compression": "int4"}, r"take hvd\.Compression\.none, \.fp16, \.bf16, \.int8, or one of these names"),
         ({"compression": torch.float16}, r"of messages is not known"),
         ({"compression": "int8", "algorithm": "adpsgd"}, r"adpsgd has no fixed neighbours: take fp16 or bf16"),
-        ({"compression": hvd.Compression.int8, "algorithm": "allreduce"}, r"allreduce has no fixed neighbours"),
+        ({"compression": hvd.Compression.int8, "algorithm": "allreduce"}, r"averages over all ranks travel"),
         # hosts
         ({"hierarchical": 3}, r"3 ranks a host do not divide 4 ranks into hosts of equal size"),
         ({"hierarchical": 0}, r"hierarchical=0: take True, False, or the number of ranks of a host"),

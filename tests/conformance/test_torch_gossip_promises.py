@@ -113,7 +113,7 @@ def test_what_a_rank_that_is_done_would_get_stays_where_it_is():
     first, other = run(least_squares(2, SGD), [30, 1], topology="ring")
     assert first.weights[-1] >= 0.5  # (or less and less would be left)
     assert first.stats.messages_sent <= 2
-    assert other.weights == [1.0]
+    assert other.stats.steps == 1
 
 
 @by_options(STAR, LATE, LATE | {"topology": "exponential"}, EXPONENTIAL, BIPARTITE)

@@ -208,7 +208,9 @@ def test_a_gradient_that_is_changed_when_it_is_gone_is_an_error_that_says_what_t
         change(list(trainer.model.parameters()))
         with pytest.raises(ReplicaStateError, match=r"round_transform=.*skip_synchronize.*backward_passes_per_step="):
             trainer.opt.step()
-        with pytest.raises(ReplicaStateError, match="no longer the other ranks'"):  # half of a step is on its way
+        with pytest.raises(
+            ReplicaStateError, match="no longer what the other ranks take them for"
+        ):  # half of a step is on its way
             trainer.opt.step()
 
     Cluster(1).run(train)

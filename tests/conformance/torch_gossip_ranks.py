@@ -59,6 +59,12 @@ class Seen:
         """What it took in at each step, without what it took in at the end."""
         return [list(messages) for _, messages in self.log[: len(self.path)]]
 
+    def receivers(self, rank: int, weights: Sequence[Array]) -> list[list[int]]:
+        """To whom it gave something at each step: to all of its neighbours, or at the end, when others were done and it
+        had little left, to none."""
+        others = [[int(i) for i in np.flatnonzero(phase[:, rank]) if i != rank] for phase in weights]
+        return [others[step % len(others)] if step + 1 in self.sent else [] for step in range(len(self.path))]
+
 
 class GossipTrainer:
     """One rank.

@@ -75,7 +75,8 @@ def check_equal(job: Job, case: Gossip, framework: str) -> None:
     ranks = job.case(case.name)
     size = len(ranks)
     outcome = expected(case, size, [rank["log"] for rank in ranks], framework)
-    np.testing.assert_allclose([rank["before"] for rank in ranks], outcome.z, rtol=0, atol=1e-5)
+    ends = "after_cut" if case.algorithm == "adpsgd" else "before"
+    np.testing.assert_allclose([rank[ends] for rank in ranks], outcome.z, rtol=0, atol=1e-5)
     np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=1e-5)
     if case.algorithm != "adpsgd":
         np.testing.assert_allclose([rank["weight"] for rank in ranks], outcome.w, rtol=0, atol=1e-9)

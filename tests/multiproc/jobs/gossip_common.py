@@ -44,6 +44,8 @@ def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer])
     before, weight, events = trainer.weights(), worker.weight, list(log)
     optimizer.cut()
     after_cut = trainer.weights()
+    if case.algorithm == "adpsgd":
+        events = list(log)  # (a rank is averaged with others after its last step too)
     distance = optimizer.consensus_distance()
     with optimizer.consensus():
         consensus = trainer.weights()
