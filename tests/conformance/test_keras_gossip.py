@@ -66,7 +66,7 @@ def run(trainer: GossipTrainer, steps: int, ended: threading.Barrier) -> Seen:
     """Steps, then a drain; no rank is done while others still step, which send less then."""
     trainer.train(steps)
     weight = trainer.opt.stats().push_sum_weight
-    ended.wait(60)
+    ended.wait(300)
     trainer.opt.drain()
     return Seen(trainer.path, trainer.log, weight, trainer.weights())
 
@@ -109,7 +109,7 @@ def test_every_algorithm_on_every_graph(size, runs):
             seen.append(run(trainer, one.steps(size), ended))
         return seen
 
-    for one, *seen in zip(runs, *Cluster(size).run(train), strict=True):
+    for one, *seen in zip(runs, *Cluster(size).run(train, timeout=300), strict=True):
         check(problem, one, seen)
 
 
