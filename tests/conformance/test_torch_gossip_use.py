@@ -180,19 +180,24 @@ def test_parameters_of_all_shapes_and_layouts(options):
     """A scalar, an empty one, float64, channels last: all as one vector."""
     values = [torch.tensor(1.5), torch.zeros(0, 3), torch.ones(3, dtype=torch.float64), torch.ones(2, 3, 2, 2)]
 
+    def drawn(shape: tuple[int, ...], *seed: int) -> Any:
+        return np.random.default_rng(seed).normal(size=shape)
+
     def train(rank: int, last: bool = False) -> list[bytes]:
         parameters = [torch.nn.Parameter(value.clone()) for value in values]
         if last:
             parameters[3].data = parameters[3].data.contiguous(memory_format=torch.channels_last)
         opt = hvd.GossipOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
         for step in range(3):
-            random = np.random.default_rng([rank, step])
-            for parameter in parameters:
-                parameter.grad = torch.as_tensor(random.normal(size=parameter.shape), dtype=parameter.dtype)
+            for index, parameter in enumerate(parameters):
+                gradient = drawn(tuple(parameter.shape), rank, step, index)
+                parameter.grad = torch.as_tensor(gradient, dtype=parameter.dtype)
             opt.step()
             assert parameters[3].is_contiguous(memory_format=torch.channels_last) == last
         opt.drain()
         assert [p.dtype for p in parameters] == [value.dtype for value in values]
+        moved = sum(drawn((3,), own, step, 2) for own in range(2) for step in range(3))
+        np.testing.assert_allclose(parameters[2].detach(), 1.0 - 0.1 * moved / 2, rtol=0, atol=1e-14)
         return [p.detach().contiguous().numpy().tobytes() for p in parameters]
 
     plain = ends(train, 2)
