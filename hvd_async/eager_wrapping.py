@@ -142,6 +142,11 @@ class EagerWrapped(Wrapped):
             ReplicaStateError: gradients of the present run are on their way.
         """
         state = self._async
+        if "versions" not in share:
+            raise ValueError(
+                "this state was saved by another wrapper than EagerOptimizer: if that was after drain(), load it "
+                'without its entry "hvd_async"'
+            )
         lost = max((len(versions) for versions in share["versions"]), default=0)
         if state.worker is not None and not (state.worker.settled and self._async_nothing_pending(state.worker)):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")

@@ -50,6 +50,8 @@ class GossipWorker(Worker):
 
     Attributes:
         keep: what must live until the next drain: other ranks count on this one's weights.
+        moved: whether the drain or cut that ends now has anything to ``gather``: not if no rank has stepped since the
+            last drain.
         log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
     """
 
@@ -87,6 +89,7 @@ class GossipWorker(Worker):
         self._total = 0
         """Steps of all ranks until the last drain."""
         self.keep: object = None
+        self.moved = False
         self.log: list[Any] | None = None
 
     @property
@@ -268,8 +271,8 @@ class GossipWorker(Worker):
         """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         total = sum(drained.produced)
-        if total != self._total or (drained.flushed and not self._together):
-            self._end(drained.flushed)  # (where no rank has stepped, and all are at the average, nothing is to be done)
+        self.moved = total != self._total or (drained.flushed and not self._together)
+        self._end(drained.flushed)
         if drained.flushed:
             self._total, self.keep = total, None
         self._before += self._step

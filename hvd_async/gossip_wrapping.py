@@ -32,6 +32,9 @@ class GossipState(WrapperState):
 
     Attributes:
         plan: who gossips with whom now.
+        epoch: the last that ``set_epoch`` was told.
+        begun: whether it was told one, or settings were switched, since the start or the last state that was loaded:
+            the first time needs no drain.
 
     Raises:
         ValueError: settings, of now or of a later epoch, that cannot be.
@@ -48,7 +51,7 @@ class GossipState(WrapperState):
         self._schedule = {0: self._options["algorithm"]} | _by_epoch("schedule", schedule or {})
         for epoch in sorted({*self._peers, *self._schedule, 0}):
             self._plan_of(self._at(epoch))
-        self._epoch = 0
+        self.epoch, self.begun = 0, False
         self.settings = self._at(0)
         """What ``make_plan`` was given last."""
         self.plan = self._plan_of(self.settings)
@@ -94,8 +97,7 @@ class GossipState(WrapperState):
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch={epoch!r} is not the number of an epoch: take 0 or more")
-        before, now = self._at(self._epoch), self._at(epoch)
-        self._epoch = epoch
+        before, now = self._at(self.epoch), self._at(epoch)
         return {name: value for name, value in now.items() if value is not before[name] and value != before[name]}
 
 
@@ -194,20 +196,21 @@ class GossipWrapped(Wrapped):
     def set_epoch(self, epoch: int) -> None:
         """Call it at the start of each epoch, on every rank: ``peers`` and ``schedule`` by epoch take effect there.
 
-        A ``switch()`` where something changes; it does not communicate where nothing does.
+        A ``switch()`` where something changes; it does not communicate where nothing does, nor the first time.
         """
         changes = self._async.at_epoch(epoch)
         if changes:
             self._async_switch(*self._async.other(changes))
+        self._async.epoch, self._async.begun = epoch, True
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------
 
     def _async_switch(self, settings: dict[str, Any], plan: Plan) -> None:
         state = self._async
-        if state.worker is not None:
+        if state.worker is not None or state.begun:  # (also a rank that had no batch yet: others are in their drain)
             self.drain()
             self._async_forget()
-        state.settings, state.plan = settings, plan
+        state.settings, state.plan, state.begun = settings, plan, True
 
     def _async_forget(self) -> None:
         """Let the worker go, after a drain; what it has counted is kept."""
@@ -237,7 +240,8 @@ class GossipWrapped(Wrapped):
         self._async.restored = None
 
     def _async_finish(self, worker: GossipWorker, flush: bool) -> None:
-        self._async_write(worker.gather(self._async_read(), flush))
+        if worker.moved:
+            self._async_write(worker.gather(self._async_read(), flush))
         if flush:
             self._async_unify()
 
@@ -299,7 +303,7 @@ class GossipWrapped(Wrapped):
                 f"Load each rank's own file at the same size, or save after drain()."
             )
         self._async_forget()
-        state.rounds_before = share["rounds"]
+        state.rounds_before, state.begun = share["rounds"], False
         state.restored = Kept(share["weight"], dict(share["copies"])) if share["cut"] else None
 
 

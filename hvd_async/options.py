@@ -143,19 +143,25 @@ def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
     )
 
 
-def host_size(hierarchical: Any, hvd: Any) -> int:
+def host_size(hierarchical: Any, hvd: Any, everyone: bool) -> int:
     """Ranks of a host that are averaged before they gossip.
 
     Args:
         hierarchical: True for Horovod's local ranks, False for none, or a number of ranks, numbered host by host.
         hvd: Horovod's module; asked about its hosts if it is True.
+        everyone: whether all ranks of the job gossip, and no process set of them.
 
     Raises:
-        ValueError: hosts of different sizes, ranks in another order, or no number of ranks.
+        ValueError: hosts of different sizes, ranks in another order, a process set, or no number of ranks.
     """
     if isinstance(hierarchical, bool):
         if not hierarchical:
             return 1
+        if not everyone:
+            raise ValueError(
+                "hierarchical=True counts the ranks of a host, and some may be outside the process set: pass the "
+                "number of ranks of a host that are inside"
+            )
         local, hosts = int(hvd.local_size()), int(hvd.cross_size())
         if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
             raise ValueError(

@@ -32,6 +32,8 @@ class PairWorker(GossipWorker):
         self._lock = threading.Lock()
         """Held while the shadow changes, and while the log does."""
         self._shadow: Vector = None
+        self._shown: Vector = None
+        """The weights that the model was given last: what it has beyond them is its own change, whoever made it."""
         self._mine: dict[int, Vector] = {}
         """What was sent, as the partner reads it, by exchange (engine thread)."""
         self._owed = 0
@@ -42,11 +44,6 @@ class PairWorker(GossipWorker):
         """Neighbours that are not done."""
         self._local = 0
         """Steps since the last averaging."""
-
-    @property
-    def wants_before(self) -> bool:
-        """Always: the difference of a step is what counts."""
-        return True
 
     def restore(self, kept: Kept) -> None:
         """As ``GossipWorker.restore``.
@@ -64,7 +61,7 @@ class PairWorker(GossipWorker):
 
     def begin(self, weights: Vector) -> None:
         """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
-        self._shadow = weights
+        self._shadow, self._shown = weights, weights + 0
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step, as ``GossipWorker.mix``; waits only after ``max_local_steps`` without an averaging."""
@@ -74,28 +71,29 @@ class PairWorker(GossipWorker):
         if self._local >= limit:
             self._await(lambda: self._local < limit or not self._left, lambda: "an averaging with a neighbour")
         self._step += 1
-        change = self._post.add(after, before, -1.0)
         with self._lock:
             self._local += 1
-            self._shadow = self._post.add(self._shadow, change, 1.0)
+            z = self._changed(after)
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
-            z: Vector = self._shadow + 0
         self.engine.post(self._ask)
         return z
 
-    def _shadow_copy(self) -> Vector:
-        with self._lock:
-            copy: Vector = self._shadow + 0
-        return copy
+    def _changed(self, weights: Vector) -> Vector:
+        """Add to the shadow what the model's weights have beyond what they were given; returns the shadow's."""
+        change = self._post.add(weights, self._shown, -1.0)
+        self._shadow = self._post.add(self._shadow, change, 1.0)
+        self._shown = self._shadow + 0
+        return self._shown
 
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """In a drain or cut: the average of all ranks with ``flush``, else this rank's own; as ``GossipWorker``."""
-        z, self._together = self._shadow_copy(), flush
+        with self._lock:
+            z, self._together = self._changed(weights), flush
         if flush:
-            z = self.average(z)
+            z = self._shown = self.average(z)
             with self._lock:
                 self._shadow = z + 0
                 if self.log is not None:

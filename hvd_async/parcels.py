@@ -14,6 +14,8 @@ Array = np.ndarray[Any, Any]
 CHUNK = 2048
 """Elements that share a scale in 8 bits."""
 LEVELS = 127
+LARGEST = {"fp16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
+"""Numbers in half precision."""
 ALIGNMENT = 16
 """Bytes to which rows are filled up, so that each can be read as numbers in place."""
 
@@ -80,9 +82,10 @@ def make_post(
     def encode(vector: Array) -> Array:
         if compression == "int8":
             return quantize(vector)
-        if compression == "bf16":
-            return to_bf16(vector).view(np.uint8)
-        return np.ascontiguousarray(vector, np.float16 if compression == "fp16" else kind).view(np.uint8)
+        if compression in LARGEST:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+            vector = np.clip(vector, -LARGEST[compression], LARGEST[compression])
+            return (to_bf16(vector) if compression == "bf16" else vector.astype(np.float16)).view(np.uint8)
+        return np.ascontiguousarray(vector, kind).view(np.uint8)
 
     def decode(data: Array) -> Array:
         if compression == "int8":

@@ -115,6 +115,10 @@ def make_plan(
         raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
     if compression != "none" and algorithm == "allreduce":
         raise ValueError(f"compression={compression!r}: averages over all ranks travel as they are; leave it out")
+    if algorithm == "adpsgd" and not (isinstance(weights, str) and weights == "uniform"):
+        raise ValueError(
+            "mixing: adpsgd averages two ranks half and half; leave it out, and give the graph as topology"
+        )
     if compression == "int8" and algorithm == "adpsgd":
         raise ValueError(
             f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
@@ -161,7 +165,7 @@ def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what
         matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
         for matrix in matrices:
             mixing.check_columns(matrix)
-            if algorithm != "adpsgd" and not matrix.diagonal().all():
+            if not matrix.diagonal().all():
                 rank = int(np.argmin(matrix.diagonal()))
                 raise ValueError(
                     f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "

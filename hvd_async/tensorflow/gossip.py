@@ -114,7 +114,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "max_local_steps": max_local_steps,
         "average_every": average_every,
         "compression": compression_name(compression, known),
-        "local_size": host_size(hierarchical, hvd),
+        "local_size": host_size(hierarchical, hvd, sharers.process_set is None),
     }
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if scaled else optimizer

@@ -200,6 +200,7 @@ class GossipStepping:
         """Returns float64 of shape (2,): the push-sum weight, and whether ``_async_mix`` wants the weights before the
         update too. The first call meets the other ranks."""
         worker: GossipWorker = self._async_worker()
+        worker.check_step()
         self._async.stepping = True
         return np.array([worker.weight, worker.wants_before], np.float64)
 

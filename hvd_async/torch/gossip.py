@@ -89,7 +89,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         op, hvd.Average, gradient_predivide_factor, groups or num_groups, backward_passes_per_step, buffers
     )
     known = {name: getattr(Compression, name) for name in ("none", "fp16", "bf16", "int8")}
-    local = host_size(hierarchical, hvd)
+    local = host_size(hierarchical, hvd, sharers.process_set is None)
     check_optimizer(optimizer, "GossipOptimizer")
     options = {
         "algorithm": algorithm,

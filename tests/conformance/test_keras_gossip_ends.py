@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async import mixing, topology
-from hvd_async.errors import ReplicaMismatchError
+from hvd_async.errors import ReplicaMismatchError, WaitTimeoutError
+from hvd_async.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
@@ -249,6 +250,32 @@ def test_a_rank_with_no_batch_only_drains():
             model.fit(*batch(0, 0), verbose=0)
         opt.drain()
         return flat(model.trainable_variables).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@both_modes
+def test_no_step_between_a_broken_drain_and_its_repetition(graph):
+    stalled = threading.Event()
+
+    def train(rank: int) -> Any:
+        engine: Any = local_engine()
+        trainer = GossipTrainer(least_squares(2, SGD), rank, graph, algorithm="osgp")
+        trainer.train(2)
+        if rank == 0:
+            engine.timeout = 0.05
+            with pytest.raises(WaitTimeoutError):
+                trainer.opt.drain()
+            engine.timeout = float("inf")
+            held = trainer.weights().tobytes()
+            with pytest.raises(Exception, match="broken off: call it again before the next step"):
+                trainer.train(1)
+            assert trainer.weights().tobytes() == held
+            stalled.set()
+        assert stalled.wait(30)
+        trainer.opt.drain()
+        return trainer.weights().tobytes()
 
     one, other = Cluster(2).run(train)
     assert one == other

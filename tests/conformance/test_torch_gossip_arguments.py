@@ -71,7 +71,8 @@ def make(**options: Any) -> torch.optim.Optimizer:
         ({"mixing": SWAP}, r"W\[0, 0\] = 0, so rank 0 would have no weights left.*give it a part above 0"),
         ({"mixing": np.eye(4)}, r"not connected"),
         ({"mixing": TURNING, "topology": "ring"}, r"leave topology and peers out"),
-        ({"mixing": TURNING, "algorithm": "adpsgd"}, r"adpsgd needs a symmetric graph"),
+        ({"mixing": TURNING, "algorithm": "adpsgd"}, r"adpsgd averages two ranks half and half; .* as topology"),
+        ({"topology": "star", "mixing": "metropolis", "algorithm": "adpsgd"}, r"adpsgd averages two ranks half"),
         ({"algorithm": "dpsgd", "topology": "star"}, r"take mixing='metropolis', or algorithm='sgp'"),
         # when
         ({"max_staleness": 1}, r"messages of sgp are never late; take 'osgp', or 0"),
@@ -181,6 +182,14 @@ def test_hierarchical_by_horovods_hosts(numbered, monkeypatch):
             elif place() != divmod(rank, 2):
                 with pytest.raises(ValueError, match="numbered host by host: start them so"):
                     hvd.GossipOptimizer(make(), hierarchical=True)
+
+
+def test_hierarchical_of_a_process_set_wants_a_number():
+    with use_engine(SimpleNamespace(rank=0, size=4)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="pass the number of ranks of a host that are inside"):
+            hvd.GossipOptimizer(make(), hierarchical=True, process_set=ProcessSet(0, 1))
+        inside = hvd.GossipOptimizer(make(), hierarchical=2, process_set=ProcessSet(0, 1))
+        assert inside._async.plan.config.local_size == 2
 
 
 # -- ranks that differ ----------------------------------------------------------------------------------------

@@ -202,9 +202,11 @@ def test_what_cannot_be_saved_or_loaded_says_what_to_do():
         trainer.train(1)  # the ranks meet anew
         trainer.opt.drain()
         assert trainer.opt.stats().steps == 4
-        eager = hvd.EagerOptimizer(plain(MOMENTUM, [torch.nn.Parameter(torch.zeros(2))])).state_dict()
+        eager = hvd.EagerOptimizer(plain(MOMENTUM, [torch.nn.Parameter(torch.zeros(2))]))
         with pytest.raises(ValueError, match=r'another wrapper than GossipOptimizer.*entry "hvd_async"'):
-            trainer.opt.load_state_dict(eager)
+            trainer.opt.load_state_dict(eager.state_dict())
+        with pytest.raises(ValueError, match=r'another wrapper than EagerOptimizer.*entry "hvd_async"'):
+            eager.load_state_dict(trainer.opt.state_dict())
 
     Cluster(2).run(train)
 

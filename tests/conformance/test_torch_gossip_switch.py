@@ -111,6 +111,20 @@ def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
     assert Cluster(4).run(train) == [[3, 1]] * 4
 
 
+@pytest.mark.parametrize("change", [lambda opt: opt.set_epoch(1), lambda opt: opt.switch(topology="ring")])
+def test_a_rank_that_had_no_batch_goes_on_with_the_others(change):
+    def train(rank: int) -> bytes:
+        trainer = GossipTrainer(least_squares(3, MOMENTUM), rank, schedule={1: "osgp"})
+        trainer.opt.set_epoch(0)
+        trainer.train(0 if rank == 1 else 3)
+        change(trainer.opt)
+        trainer.train(2)
+        trainer.opt.drain()
+        return trainer.weights().tobytes()
+
+    assert len(set(Cluster(3).run(train))) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "hint"),
     [

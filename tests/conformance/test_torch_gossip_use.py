@@ -225,6 +225,39 @@ def test_frozen_parameters_and_those_without_gradient_are_only_mixed():
     assert len({weights for weights, _ in Cluster(3).run(train)}) == 1
 
 
+@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd", "adpsgd", "allreduce"])
+def test_weights_that_were_changed_between_steps_stay_changed(algorithm):
+    """As by EarlyStopping(restore_best_weights=True), or by clipping weights: the ranks' mean moves as much."""
+
+    def train(rank: int) -> list[float]:
+        weight = torch.nn.Parameter(torch.ones(4))
+        opt = hvd.GossipOptimizer(torch.optim.SGD([weight], lr=0.0), algorithm=algorithm)
+        for step in range(4):
+            weight.grad = torch.ones(4)
+            opt.step()
+            if rank == 2:
+                with torch.no_grad():
+                    weight.add_(3.0 * step)
+        opt.drain()
+        return weight.tolist()
+
+    np.testing.assert_allclose(ends(train), [1.0 + 3.0 * (0 + 1 + 2 + 3) / 3] * 4, atol=1e-5)
+
+
+def test_a_drain_without_steps_makes_batch_norm_statistics_agree():
+    def train(rank: int) -> list[float]:
+        model = torch.nn.BatchNorm1d(2)
+        opt = hvd.GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_buffers=model.named_buffers())
+        model(torch.ones(3, 2)).sum().backward()
+        opt.step()
+        opt.drain()
+        model.running_mean.fill_(rank)
+        opt.drain()
+        return model.running_mean.tolist()
+
+    assert ends(train) == [1.0, 1.0]
+
+
 def test_a_group_may_be_added_before_the_first_step_only():
     def train(rank: int) -> float:
         trainer = GossipTrainer(least_squares(2, SGD), rank, named_parameters=None)

@@ -143,11 +143,6 @@ def test_matrices_by_phase_may_be_connected_together_only():
         assert [plan.out(0, step) for step in (1, 2, 3)] == [[(1, 0.5)], [(3, 0.5)], [(1, 0.5)]]
 
 
-def test_adpsgd_takes_only_the_graph_of_a_matrix():
-    for weights in (LOPSIDED, SWAP):
-        assert make_plan(len(weights), "adpsgd", weights=weights).config.neighbours[0] == [*range(1, len(weights))]
-
-
 def test_hosts_gossip_in_place_of_ranks():
     plan = make_plan(12, graph="ring", local_size=3)
     assert plan.topology.size == 4
@@ -202,6 +197,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "NaN": ({"weights": [[math.nan, 0.5], [0.5, 0.5]], "size": 2}, "from rank 0 to rank 0 is nan"),
     "nothing kept": ({"weights": [np.full((2, 2), 0.5), SWAP], "size": 2}, r"W\[0, 0\] = 0, so rank 0 would have no"),
     "a matrix apart": ({"weights": np.eye(4)}, "'given by mixing=' is not connected"),
+    "pairs' matrix": ({"weights": np.full((4, 4), 0.25), "algorithm": "adpsgd"}, "half and half; leave it out"),
     "a matrix and a graph": ({"weights": np.full((4, 4), 0.25), "graph": "ring"}, "leave topology and peers out"),
     "a matrix and peers": ({"weights": np.full((4, 4), 0.25), "peers": 2}, "leave topology and peers out"),
     "scheme": ({"weights": "random"}, "mixing='random' is not known: take one of 'uniform', 'metropolis'"),
