@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 SCRIPTS = Path(__file__).resolve().parents[1]
+VIRTUAL = SCRIPTS / "virtual_cluster.py"
 ROOT = SCRIPTS.parent
 MARK = "HVD_ASYNC_BENCH_JOB"
 FOLDER = "HVD_ASYNC_BENCH_FOLDER"
@@ -48,6 +49,7 @@ def run(
     on_block: Callable[[Block], None] | None = None,
     while_running: Callable[[Path], None] | None = None,
     env: dict[str, str] | None = None,
+    mbit: float | None = None,
 ) -> list[Block]:
     """Run a job to its end.
 
@@ -59,6 +61,7 @@ def run(
         on_block: called with every block as it comes.
         while_running: called with the job's folder several times a second.
         env: added to the environment.
+        mbit: each rank is on a virtual host of its own, whose link has so many Mbit/s; None: all on this machine.
 
     Returns:
         All blocks.
@@ -71,8 +74,10 @@ def run(
         (folder / "plan.json").write_text(json.dumps(plan))
         mark = uuid.uuid4().hex
         command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
+        if mbit is not None:
+            command = [sys.executable, str(VIRTUAL), f"--hosts={ranks}", f"--mbit={mbit:g}", "--"]
         command += [sys.executable, "-m", f"benchmarks.jobs.{job}"]
-        with (folder / "output").open("wb") as output, _swept(mark):
+        with (folder / "output").open("wb") as output, _swept(mark, mbit is not None):
             launcher = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -138,8 +143,8 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _swept(mark: str) -> Iterator[None]:
-    """Whatever happens inside, a signal included, no process with this mark outlives it."""
+def _swept(mark: str, virtual: bool) -> Iterator[None]:
+    """Whatever happens inside, a signal included, no process with this mark outlives it, nor a virtual host."""
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -153,6 +158,8 @@ def _swept(mark: str) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         _end(mark)
+        if virtual:
+            subprocess.run([sys.executable, str(VIRTUAL), "--clean"], check=True)
 
 
 def _processes(mark: str) -> list[psutil.Process]:

@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Run a job on virtual hosts: network namespaces on this machine, joined by links of a limited bandwidth."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+NAME = "hva"
+"""What names of namespaces and links begin with; the number of the process that has made them follows."""
+NETWORKS = range(64, 128)
+"""10.N.0.0/24 is a cluster's, the first that no other has."""
+FILES = Path("/etc/netns")
+"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: Horovod looks its host name up there."""
+GOODBYE = 5.0
+"""Seconds that ranks may take to end once one has failed."""
+
+
+class ClusterError(RuntimeError):
+    """Virtual hosts cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One virtual host.
+
+    Attributes:
+        name: of its namespace.
+        address: in the cluster's network.
+        inner, outer: its link's two ends: in the namespace, and at the bridge.
+    """
+
+    name: str
+    address: str
+    inner: str
+    outer: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Virtual hosts.
+
+    Attributes:
+        hosts: in order.
+        address: this machine's, where the hosts find it.
+    """
+
+    hosts: tuple[Host, ...]
+    address: str
+
+    def limit(self, mbit: float) -> None:
+        """Let a host send, and be sent, so many Mbit/s."""
+        burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
+        shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", str(burst), "latency", "50ms"]
+        for host in self.hosts:
+            _do("tc", "qdisc", "replace", "dev", host.outer, *shape)
+            _do("ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.inner, *shape)
+
+
+@contextlib.contextmanager
+def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
+    """Virtual hosts, for as long as this goes on; they are gone afterwards, whatever happens.
+
+    Args:
+        count: how many.
+        mbit: Mbit/s that a host can send, and be sent; None for no limit.
+
+    Raises:
+        ClusterError: not root, or ``ip`` or ``tc`` is missing or has failed.
+    """
+    if os.geteuid() != 0:
+        raise ClusterError("network namespaces need root: run it with sudo, or leave the virtual hosts out")
+    remove_stale()
+    tag = f"{NAME}{os.getpid()}"
+    network = _free_network()
+    hosts = tuple(Host(f"{tag}-{i}", f"{network}.{i + 2}", "eth0", f"{tag}-{i}") for i in range(count))
+    cluster = Cluster(hosts, f"{network}.1")
+    try:
+        _do("ip", "link", "add", f"{tag}-b", "type", "bridge")
+        _do("ip", "address", "add", f"{cluster.address}/24", "dev", f"{tag}-b")
+        _do("ip", "link", "set", f"{tag}-b", "up")
+        for host in hosts:
+            inside = ["ip", "netns", "exec", host.name]
+            (FILES / host.name).mkdir(parents=True)
+            (FILES / host.name / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
+            _do("ip", "netns", "add", host.name)
+            _do("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.inner, "netns", host.name)
+            _do("ip", "link", "set", host.outer, "master", f"{tag}-b", "up")
+            _do(*inside, "ip", "address", "add", f"{host.address}/24", "dev", host.inner)
+            _do(*inside, "ip", "link", "set", host.inner, "up")
+            _do(*inside, "ip", "link", "set", "lo", "up")
+        if mbit is not None:
+            cluster.limit(mbit)
+        yield cluster
+    finally:
+        _remove(tag)
+
+
+def remove_stale() -> None:
+    """Remove what processes have left behind that were killed."""
+    for tag in sorted({match[1] for match in re.finditer(rf"\b({NAME}\d+)-(?:\d+|b)\b", _names())}):
+        if not psutil.pid_exists(int(tag.removeprefix(NAME))):
+            _remove(tag)
+
+
+def _names() -> str:
+    return _do("ip", "netns", "list") + _do("ip", "-brief", "link", "show")
+
+
+def _remove(tag: str) -> None:
+    for name in re.findall(rf"^({tag}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
+        _do("ip", "netns", "delete", name)
+    for folder in FILES.glob(f"{tag}-*"):
+        shutil.rmtree(folder)
+    for name in re.findall(rf"^({tag}-(?:\d+|b))\b", _do("ip", "-brief", "link", "show"), re.MULTILINE):
+        with contextlib.suppress(ClusterError):  # (a link goes with its namespace, but a little later)
+            _do("ip", "link", "delete", name)
+
+
+def _free_network() -> str:
+    used = _do("ip", "-brief", "address", "show")
+    for number in NETWORKS:
+        if f" 10.{number}.0." not in used:
+            return f"10.{number}.0"
+    raise ClusterError(f"networks 10.{NETWORKS[0]}.0.0/24 to 10.{NETWORKS[-1]}.0.0/24 are all in use here")
+
+
+def _do(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        raise ClusterError(f"there is no {command[0]!r} here: install iproute2") from None
+    if done.returncode:
+        raise ClusterError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Mapping[str, str] | None = None) -> int:
+    """Run a command as Horovod ranks on the hosts (Gloo); when one fails the others are ended.
+
+    Args:
+        per_host: ranks on each.
+        env: added to the environment.
+
+    Returns:
+        The exit code of the first rank that failed, 0 if none did.
+    """
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    by_name = {host.name: host for host in cluster.hosts}
+    slots = get_host_assignments(
+        parse_hosts(",".join(f"{name}:{per_host}" for name in by_name)), per_host * len(by_name)
+    )
+    server.init(slots)
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for slot in slots:
+            ranks.append(_start(slot, by_name[slot.hostname], command, f"{cluster.address}:{port}", env or {}))
+        return _wait(ranks)
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+        server.stop()
+
+
+def _start(
+    slot: Any, host: Host, command: Sequence[str], server: str, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    address, _, port = server.partition(":")
+    own = {
+        "HOROVOD_HOSTNAME": slot.hostname,
+        "HOROVOD_RANK": slot.rank,
+        "HOROVOD_SIZE": slot.size,
+        "HOROVOD_LOCAL_RANK": slot.local_rank,
+        "HOROVOD_LOCAL_SIZE": slot.local_size,
+        "HOROVOD_CROSS_RANK": slot.cross_rank,
+        "HOROVOD_CROSS_SIZE": slot.cross_size,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": host.inner,
+        "HVD_ASYNC_ADDRESS": host.address,
+    }
+    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host.name]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host.name, *named, *command],
+        env={**os.environ, **{name: str(value) for name, value in own.items()}, **env},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or one has failed and the others had time to say so."""
+    failed, deadline = 0, float("inf")
+    while time.monotonic() < deadline:
+        codes = [rank.poll() for rank in ranks]
+        if None not in codes:
+            return failed or next(filter(None, codes), 0)
+        if not failed and any(codes):
+            failed, deadline = next(filter(None, codes)), time.monotonic() + GOODBYE
+        time.sleep(0.1)
+    return failed
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [OPTION ...] -- COMMAND ...")
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="virtual hosts (default: %(default)s)")
+    parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each (default: %(default)s)")
+    parser.add_argument("--mbit", type=float, metavar="X", help="Mbit/s of each host's link (default: no limit)")
+    parser.add_argument("--clean", action="store_true", help="only remove what runs have left behind that were killed")
+    parser.add_argument("command", nargs="*", help="what each rank runs, after --")
+    args = parser.parse_args()
+    if not args.command and not args.clean:
+        parser.error("say what the ranks are to run, after --")
+
+    def stop(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        if args.clean:
+            remove_stale()
+            return 0
+        with virtual_cluster(args.hosts, args.mbit) as cluster:
+            return run_on(cluster, args.command, args.per_host)
+    except ClusterError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
