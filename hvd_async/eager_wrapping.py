@@ -142,12 +142,12 @@ class EagerWrapped(Wrapped):
             ReplicaStateError: gradients of the present run are on their way.
         """
         state = self._async
-        if "versions" not in share:
+        if share.get("cut"):
             raise ValueError(
-                "this state was saved by another wrapper than EagerOptimizer: if that was after drain(), load it "
-                'without its entry "hvd_async"'
+                "this state of a GossipOptimizer after cut() goes with this rank's own weights, and the replicas of an "
+                "EagerOptimizer are identical: save it after drain()"
             )
-        lost = max((len(versions) for versions in share["versions"]), default=0)
+        lost = max((len(versions) for versions in share.get("versions", ())), default=0)
         if state.worker is not None and not (state.worker.settled and self._async_nothing_pending(state.worker)):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
         if lost and (share["size"], share["index"]) != (state.size, state.index):

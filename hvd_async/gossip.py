@@ -37,6 +37,8 @@ class Kept(NamedTuple):
     weight: float
     copies: dict[str, Vector]
     """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
+    base: int
+    """Steps since the last drain, of the rank that took most."""
 
 
 class GossipWorker(Worker):
@@ -73,6 +75,9 @@ class GossipWorker(Worker):
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
+        self._base = self._longest = 0
+        """Steps between the last drain and the last cut, of the rank that took most of them at each cut, so that all
+        ranks count alike; and of that rank since (engine thread)."""
         self._offered = self._taken = 0
         """Steps whose messages were offered; messages taken in."""
         self._averagings = 0
@@ -140,17 +145,25 @@ class GossipWorker(Worker):
         self._await(lambda: self._offered - self._mail.gone <= 1 + self.config.max_staleness)
         self._step += 1
         x = after if self.config.algorithm == "allreduce" else self._send(before if self.wants_before else after, after)
-        self._due |= {(sender, self._step) for sender, _ in self.plan.into(self._place, self._step)}
+        self._due |= {(sender, self._step) for sender, _ in self._into(self._place, self._step)}
         self._await_messages()
         x = self._take_in(x)
-        if self.config.average_every and self._step % self.config.average_every == 0:
+        if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
             x = self._average(x)
         return x if self._weight == 1.0 else x * (1.0 / self._weight)
+
+    def _out(self, place: int, step: int) -> list[tuple[int, float]]:
+        """As ``Plan.out``, of a step since the last drain or cut."""
+        return self.plan.out(place, self._base + step)
+
+    def _into(self, place: int, step: int) -> list[tuple[int, float]]:
+        """As ``Plan.into``, of a step since the last drain or cut."""
+        return self.plan.into(place, self._base + step)
 
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages; returns x without what was given away."""
         step = self._step
-        out = [(to, p) for to, p in self.plan.out(self._place, step) if step <= self._retired.get(to, step)]
+        out = [(to, p) for to, p in self._out(self._place, step) if step <= self._retired.get(to, step)]
         weight, given = self._weight, sum(p for _, p in out)
         letters: list[Letter] = []
         if out and weight < LEAST_WEIGHT and self._is_short(step):
@@ -169,7 +182,7 @@ class GossipWorker(Worker):
 
     def _is_short(self, step: int) -> bool:
         """Whether this rank cannot count on getting back what it gives."""
-        gone = (step > self._retired.get(sender, step) for sender, _ in self.plan.into(self._place, step))
+        gone = (step > self._retired.get(sender, step) for sender, _ in self._into(self._place, step))
         return self._short or any(gone)
 
     def _encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
@@ -191,7 +204,7 @@ class GossipWorker(Worker):
 
     def _edge(self, end: int | str, step: int) -> str:
         """The name of what a sender is known by ("out": this rank itself). On another graph both ends begin anew."""
-        return f"{self.config.graph}: {end} {self.plan.phase(step)}"
+        return f"{self.config.graph}: {end} {self.plan.phase(self._base + step)}"
 
     def _known(self, edge: str) -> Vector:
         return self._copies[edge] if edge in self._copies else self._copies[EVERYWHERE]
@@ -228,7 +241,7 @@ class GossipWorker(Worker):
             if weight == 0.0:
                 self._short = True
                 continue
-            p = dict(self.plan.into(self._place, step))[sender]
+            p = dict(self._into(self._place, step))[sender]
             x = self._post.add(x, self._decode(self._edge(sender, step), data), p)
             self._weight += p * weight
         self._taken += len(messages)
@@ -273,6 +286,7 @@ class GossipWorker(Worker):
         total = sum(drained.produced)
         self.moved = total != self._total or (drained.flushed and not self._together)
         self._end(drained.flushed)
+        self._base = 0 if drained.flushed else self._base + self._longest
         if drained.flushed:
             self._total, self.keep = total, None
         self._before += self._step
@@ -340,13 +354,13 @@ class GossipWorker(Worker):
 
     def kept(self) -> Kept | None:
         """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
-        return None if self._together else Kept(self._weight, dict(self._copies))
+        return None if self._together else Kept(self._weight, dict(self._copies), self._base)
 
     def restore(self, kept: Kept) -> None:
         """Begin with what an earlier run's cut has left (before ``open``)."""
         here = (EVERYWHERE, f"{self.config.graph}: ")
         self._weight, self._copies = kept.weight, {e: c for e, c in kept.copies.items() if e.startswith(here)}
-        self._restored, self._together = True, False
+        self._base, self._restored, self._together = kept.base, True, False
 
     def retire(self) -> None:
         """This worker is of no more use, after a drain."""
@@ -385,8 +399,8 @@ class GossipWorker(Worker):
             case Drained():
                 self._mail.pause(command.rounds)
                 known, total = list(self._retired.values()), command.produced[0]
-                self._uneven = len({*known, total - self._stepped - sum(known)}) > 1  # (all but the last have retired)
-                self._stepped = total
+                steps = {*known, total - self._stepped - sum(known)}  # (all but the last have retired)
+                self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
                 self._retired.clear()
                 super().obey(command)
             case _:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hvd_async.errors import ReplicaStateError
@@ -12,7 +12,7 @@ from hvd_async.hosts import HostWorker
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.mail import Post
 from hvd_async.pairs import PairWorker
-from hvd_async.plan import Plan, make_plan
+from hvd_async.plan import DEFAULTS, USES, Plan, make_plan
 from hvd_async.protocols import Vector
 from hvd_async.sharers import Sharers
 from hvd_async.stats import GossipStats
@@ -46,32 +46,42 @@ class GossipState(WrapperState):
         self, lifecycle: Lifecycle, sharers: Sharers, options: Mapping[str, Any], schedule: Mapping[int, str] | None
     ) -> None:
         super().__init__(lifecycle, sharers)
-        self._options = dict(options)
-        self._peers = _by_epoch("peers", self._options.pop("peers"))
-        self._schedule = {0: self._options["algorithm"]} | _by_epoch("schedule", schedule or {})
+        given = dict(options)
+        self._peers = _by_epoch("peers", given.pop("peers"))
+        self._schedule = {0: given["algorithm"]} | _by_epoch("schedule", schedule or {})
+        self._algorithms = set(self._schedule.values())
+        """Of any epoch, or switched to."""
+        self.given = {**given, **self._due(0)}
+        """``make_plan``'s options, as the user has given them, for all algorithms that come in turn."""
         for epoch in sorted({*self._peers, *self._schedule, 0}):
-            self._plan_of(self._at(epoch))
+            self.planned({**self.given, **self._due(epoch)})
         self.epoch, self.begun = 0, False
-        self.settings = self._at(0)
-        """What ``make_plan`` was given last."""
-        self.plan = self._plan_of(self.settings)
+        self.plan = self.planned(self.given)
         self.stats_before = GossipStats()
         """Of workers before this one."""
         self.restored: Kept | None = None
         """What was loaded of an earlier run's cut."""
 
-    def _at(self, epoch: int) -> dict[str, Any]:
-        algorithm, others = _latest(self._schedule, epoch), list(self._schedule.values())
-        settings = {**self._options, "algorithm": algorithm, "peers": _latest(self._peers, epoch, 1)}
-        if algorithm != "osgp" and "osgp" in others:
-            settings["max_staleness"] = None  # it is for the epochs of that one
-        return settings | (self.messages_of(algorithm) if any(one != algorithm for one in others) else {})
+    def _due(self, epoch: int) -> dict[str, Any]:
+        """What is given by epoch."""
+        return {"algorithm": _latest(self._schedule, epoch), "peers": _latest(self._peers, epoch, 1)}
 
-    def messages_of(self, algorithm: str) -> dict[str, Any]:
-        """What was said of messages, where the algorithm is one of several: "allreduce" sends none."""
-        if algorithm == "allreduce":
-            return {"compression": "none", "local_size": 1}
-        return {name: self._options[name] for name in ("compression", "local_size") if name in self._options}
+    def planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> Plan:
+        """The plan by these options.
+
+        Args:
+            given: options, some of which may be for another algorithm that was used, or will be.
+            named: those that are for this one.
+
+        Raises:
+            ValueError: they cannot be.
+        """
+        algorithm = given["algorithm"]
+        several = self._algorithms | {algorithm}
+        # (alone it averages every so many steps; beside others it is what they take the place of)
+        own = USES.get(algorithm, frozenset()) if algorithm != "allreduce" or len(several) == 1 else frozenset()
+        others = frozenset().union(*(USES.get(other, ()) for other in several - {algorithm})) - own - set(named)
+        return self._plan_of({**given, **{name: DEFAULTS[name] for name in others}})
 
     def _plan_of(self, settings: Mapping[str, Any]) -> Plan:
         plan = make_plan(self.sharers.named, **settings)
@@ -80,14 +90,10 @@ class GossipState(WrapperState):
         alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
         return make_plan(self.size, **{name: settings[name] for name in alone if name in settings})
 
-    def other(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Plan]:
-        """Settings that differ from those of now, and their plan.
-
-        Raises:
-            ValueError: they cannot be.
-        """
-        settings = {**self.settings, **changes}
-        return settings, self._plan_of(settings)
+    def take(self, given: Mapping[str, Any], plan: Plan) -> None:
+        """Go on with other options."""
+        self.given, self.plan, self.begun = dict(given), plan, True
+        self._algorithms.add(given["algorithm"])
 
     def at_epoch(self, epoch: int) -> dict[str, Any]:
         """What changes when this epoch begins.
@@ -97,8 +103,8 @@ class GossipState(WrapperState):
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch={epoch!r} is not the number of an epoch: take 0 or more")
-        before, now = self._at(self.epoch), self._at(epoch)
-        return {name: value for name, value in now.items() if value is not before[name] and value != before[name]}
+        before, now = self._due(self.epoch), self._due(epoch)
+        return {name: value for name, value in now.items() if value != before[name]}
 
 
 class GossipWrapped(Wrapped):
@@ -156,13 +162,18 @@ class GossipWrapped(Wrapped):
         self.cut()
         worker: GossipWorker = self._async_worker()
         own, put_back = self._async_read(), self._async_keep_buffers()
+        forgotten = False
         try:
             self._async_write(worker.average(own * worker.weight))
             self._async_unify()
             yield
+        except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
+            forgotten = True
+            raise
         finally:
-            self._async_write(own)
-            put_back()
+            if not forgotten:
+                self._async_write(own)
+                put_back()
 
     def consensus_distance(self) -> float:
         """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights. A collective, with a ``cut()`` at its start;
@@ -175,7 +186,8 @@ class GossipWrapped(Wrapped):
 
         Args:
             changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``max_local_steps``,
-                ``average_every``; what is not named stays as it is.
+                ``average_every``; what is not named stays as it is, but for ``peers``, which is 1 on another topology,
+                and matrices given as ``mixing``, which are a topology.
 
         Raises:
             ValueError: settings that cannot be; nothing has changed then.
@@ -187,30 +199,36 @@ class GossipWrapped(Wrapped):
                 f"switch() does not know {', '.join(unknown)}: take algorithm, topology, peers, mixing, max_staleness, "
                 f"max_local_steps or average_every"
             )
-        if "algorithm" in named:  # what belonged to the algorithm before is not its successor's
-            named = {"max_staleness": None, "graph": None, **self._async.messages_of(named["algorithm"]), **named}
+        given = {**self._async.given, **named}
+        if not isinstance(given["weights"], str):  # matrices say themselves who sends to whom
+            given |= {"weights": "uniform"} if "graph" in named else {"graph": None, "peers": 1}
         if "graph" in named:
-            named = {"peers": 1, "weights": "uniform", **named}
-        self._async_switch(*self._async.other(named))
+            given["peers"] = named.get("peers", 1)
+        plan = self._async.planned(given, named.keys())
+        self.drain()  # (also a rank that had no batch yet: others are in theirs)
+        self._async_switch(given, plan)
 
     def set_epoch(self, epoch: int) -> None:
         """Call it at the start of each epoch, on every rank: ``peers`` and ``schedule`` by epoch take effect there.
 
         A ``switch()`` where something changes; it does not communicate where nothing does, nor the first time.
         """
-        changes = self._async.at_epoch(epoch)
+        state = self._async
+        changes = state.at_epoch(epoch)
         if changes:
-            self._async_switch(*self._async.other(changes))
-        self._async.epoch, self._async.begun = epoch, True
+            given = {**state.given, **changes}
+            plan = state.planned(given)
+            if state.worker is not None or state.begun:
+                self.drain()
+            self._async_switch(given, plan)
+        state.epoch, state.begun = epoch, True
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------
 
-    def _async_switch(self, settings: dict[str, Any], plan: Plan) -> None:
-        state = self._async
-        if state.worker is not None or state.begun:  # (also a rank that had no batch yet: others are in their drain)
-            self.drain()
-            self._async_forget()
-        state.settings, state.plan, state.begun = settings, plan, True
+    def _async_switch(self, given: Mapping[str, Any], plan: Plan) -> None:
+        """Go on with other options, after a drain, or before the first step of all."""
+        self._async_forget()
+        self._async.take(given, plan)
 
     def _async_forget(self) -> None:
         """Let the worker go, after a drain; what it has counted is kept."""
@@ -278,6 +296,7 @@ class GossipWrapped(Wrapped):
             "rounds": self.rounds,
             "weight": 1.0 if kept is None else kept.weight,
             "copies": {} if kept is None else dict(kept.copies),
+            "base": 0 if kept is None else kept.base,
             "cut": kept is not None,
         }
 
@@ -285,18 +304,20 @@ class GossipWrapped(Wrapped):
         """Take back what ``_async_share`` gave.
 
         Raises:
-            ValueError: it is another rank's, after a cut, or of a job of another size.
+            ValueError: it is another rank's, after a cut, or of a job of another size, or an ``EagerOptimizer``'s with
+                gradients pending.
             ReplicaStateError: messages of this run are on their way.
         """
         state = self._async
         if state.worker is not None and not state.worker.settled:
             raise ReplicaStateError("messages of this run are on their way: call drain() before loading a state")
-        if "cut" not in share:
+        if any(share.get("versions", ())):
             raise ValueError(
-                "this state was saved by another wrapper than GossipOptimizer: if that was after drain(), load it "
-                'without its entry "hvd_async"'
+                "this state of an EagerOptimizer after cut() has gradients pending, which would be lost: save it after "
+                "drain()"
             )
-        if share["cut"] and (share["size"], share["index"]) != (state.size, state.index):
+        cut = share.get("cut", False)
+        if cut and (share["size"], share["index"]) != (state.size, state.index):
             raise ValueError(
                 f"this state is of rank {share['index']} of {share['size']} after cut(): its weights are that rank's "
                 f"own, with push-sum weight {share['weight']:.6g}, and this is rank {state.index} of {state.size}. "
@@ -304,7 +325,7 @@ class GossipWrapped(Wrapped):
             )
         self._async_forget()
         state.rounds_before, state.begun = share["rounds"], False
-        state.restored = Kept(share["weight"], dict(share["copies"])) if share["cut"] else None
+        state.restored = Kept(share["weight"], dict(share["copies"]), share["base"]) if cut else None
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:

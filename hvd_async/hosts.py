@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Command, Drained, Retired
+from hvd_async.events import Command, Retired
 from hvd_async.gossip import LEAST_WEIGHT, GossipWorker, Kept
 from hvd_async.mail import Letter, Post
 from hvd_async.plan import Plan
@@ -58,6 +58,8 @@ class HostWorker(GossipWorker):
         """Push-sum weights of the parts; ``weight`` is their mean."""
         self._excess: Vector | None = None
         """What x has beyond z x ``weight``; None if all parts have that weight."""
+        self._split_up = False
+        """Whether at the last cut messages of other hosts were waiting, or parts had different weights."""
         # Engine thread's:
         self._steps: dict[int, _Step] = {}
         self._mixed = 0
@@ -104,8 +106,14 @@ class HostWorker(GossipWorker):
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """As ``GossipWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
+        with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
+            self._come = {(host, -i): self._come[host, step] for i, (host, step) in enumerate(sorted(self._come))}
+            self._steps.clear()
+            self._had.clear()
+            self._mixed = 0
         if not flush:
             self._together = False
+            self._split_up = bool(self._come) or self._excess is not None
             return weights
         z = super().gather(weights, flush)
         self._weights = [1.0] * len(self._locals)
@@ -147,7 +155,7 @@ class HostWorker(GossipWorker):
             ReplicaStateError: after a cut, while messages of other hosts wait to be taken in, or have been by the
                 owners of some parts only.
         """
-        if self._come or self._excess is not None:
+        if self._split_up and not self._together:
             raise ReplicaStateError(
                 "messages of other hosts are on their way, which a checkpoint after cut() cannot hold yet: call "
                 "drain() and save rank 0's state"
@@ -167,14 +175,6 @@ class HostWorker(GossipWorker):
         match command:
             case Retired():
                 self._progress()
-            case Drained():
-                with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
-                    self._come = {
-                        (host, -i): self._come[host, step] for i, (host, step) in enumerate(sorted(self._come))
-                    }
-                self._steps.clear()
-                self._had.clear()
-                self._mixed = 0
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         step, stage = divmod(key, STAGES)
@@ -187,7 +187,7 @@ class HostWorker(GossipWorker):
         else:
             host = sender // len(self._locals)
             self._short = self._short or weight == 0.0
-            p = dict(self.plan.into(self._host, step))[host]
+            p = dict(self._into(self._host, step))[host]
             with self.engine.changed:
                 self._come[host, step] = (p * weight, x * p)
             self._progress()
@@ -237,13 +237,13 @@ class HostWorker(GossipWorker):
         for mass in masses[1:]:
             x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
         size = len(self._locals)
-        receivers = [(host, p) for host, p in self.plan.out(self._host, number) if self._goes_on(host, number)]
+        receivers = [(host, p) for host, p in self._out(self._host, number) if self._goes_on(host, number)]
         if step.before is None or len({mass.weight for mass in masses}) > 1:  # (the owner is done; or after a cut)
             message = x + 0
         else:
             message = step.before * float(len(masses))
         sent, given = weight, sum(p for _, p in receivers)
-        short = self._short or not all(self._goes_on(host, number) for host, _ in self.plan.into(self._host, number))
+        short = self._short or not all(self._goes_on(host, number) for host, _ in self._into(self._host, number))
         if short and weight < LEAST_WEIGHT * len(masses):
             message, sent, given = message * 0.0, 0.0, 0.0
         data = self._post.encode(message)
@@ -256,7 +256,7 @@ class HostWorker(GossipWorker):
     def _with_others(self, number: int, mass: _Mass) -> _Mass | None:
         """With what other hosts have sent; None while a message that has to be waited for is missing."""
         last = number - self.config.max_staleness  # (earlier ones were waited for in earlier steps)
-        for host, _ in self.plan.into(self._host, last) if last > 0 else ():
+        for host, _ in self._into(self._host, last) if last > 0 else ():
             if self._goes_on(host, last) and (host, last) not in self._come and (host, last) not in self._had:
                 return None
         with self.engine.changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,37 @@ DIRECTED = ("sgp", "osgp")
 SYMMETRIC = ("dpsgd", "adpsgd")
 ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+DEFAULTS: Mapping[str, Any] = {
+    "graph": None,
+    "peers": 1,
+    "weights": "uniform",
+    "max_staleness": None,
+    "max_local_steps": 4,
+    "average_every": 0,
+    "compression": "none",
+    "local_size": 1,
+}
+"""The options of ``make_plan`` that only some algorithms use."""
+_PUSH = frozenset(DEFAULTS) - {"max_staleness", "max_local_steps"}
+USES: Mapping[str, frozenset[str]] = {
+    "sgp": _PUSH,
+    "osgp": _PUSH | {"max_staleness"},
+    "dpsgd": _PUSH,
+    "adpsgd": frozenset({"graph", "peers", "max_local_steps", "compression"}),
+    "allreduce": frozenset({"average_every"}),
+}
+"""Which."""
+_NO_USE = {
+    "graph": "topology: {0} averages all ranks; leave it out",
+    "peers": "peers: {0} averages all ranks; leave it out",
+    "weights": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
+    "topology",
+    "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
+    "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
+    "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
+    "compression": "compression: averages over all ranks travel as they are; leave it out",
+    "local_size": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
+}
 
 
 @dataclass(frozen=True)
@@ -102,38 +133,15 @@ def make_plan(
     Raises:
         ValueError: what does not fit together, and what would.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
-    _check_number("max_local_steps", max_local_steps, 1)
-    _check_number("average_every", average_every, 0)
-    if max_staleness is None:
-        max_staleness = 1 if algorithm == "osgp" else 0
-    _check_number("max_staleness", max_staleness, 0)
-    if max_staleness and algorithm != "osgp":
-        raise ValueError(f"max_staleness={max_staleness}: messages of {algorithm} are never late; take 'osgp', or 0")
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
-    if compression != "none" and algorithm == "allreduce":
-        raise ValueError(f"compression={compression!r}: averages over all ranks travel as they are; leave it out")
-    if algorithm == "adpsgd" and not (isinstance(weights, str) and weights == "uniform"):
-        raise ValueError(
-            "mixing: adpsgd averages two ranks half and half; leave it out, and give the graph as topology"
-        )
-    if compression == "int8" and algorithm == "adpsgd":
-        raise ValueError(
-            f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
-            f"fp16 or bf16, or another algorithm"
-        )
-    if local_size > 1 and (compression != "none" or average_every):
-        raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
-    if algorithm == "allreduce":
-        average_every = average_every or 1
-    elif algorithm == "adpsgd" and average_every:
-        raise ValueError("average_every: adpsgd has no steps that all ranks take; call drain() where an average is due")
+    given = dict(zip(DEFAULTS, (graph, peers, weights, max_staleness, max_local_steps, average_every, compression,
+                                local_size), strict=True))  # fmt: skip
+    _check_options(algorithm, given)
     if local_size < 1 or size % local_size:
         raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
-    if local_size > 1 and algorithm in ("adpsgd", "allreduce"):
-        raise ValueError(f"hierarchical does not go with {algorithm}: take sgp, osgp or dpsgd")
+    if max_staleness is None:
+        max_staleness = 1 if algorithm == "osgp" else 0
+    if algorithm == "allreduce":
+        average_every = average_every or 1
     places = size // local_size
     if algorithm == "allreduce":
         chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
@@ -152,6 +160,32 @@ def make_plan(
         local_size=local_size,
     )
     return Plan(config, chosen, tuple(matrices))
+
+
+def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that cannot be, that mean nothing to the algorithm, or that do not go together."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
+    _check_number("max_local_steps", given["max_local_steps"], 1)
+    _check_number("average_every", given["average_every"], 0)
+    _check_number("max_staleness", given["max_staleness"] or 0, 0)
+    compression = given["compression"]
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
+    for name in sorted(DEFAULTS.keys() - USES[algorithm]):
+        value = given[name]
+        plain = isinstance(value, str | int | None) and (
+            value == DEFAULTS[name] or (value == 0 and name == "max_staleness")
+        )
+        if not plain:
+            raise ValueError(_NO_USE[name].format(algorithm))
+    if compression == "int8" and algorithm == "adpsgd":
+        raise ValueError(
+            f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
+            f"fp16 or bf16, or another algorithm"
+        )
+    if given["local_size"] > 1 and (compression != "none" or given["average_every"]):
+        raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
 
 
 def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what: str) -> tuple[Topology, list[Matrix]]:

@@ -152,8 +152,6 @@ class TorchTrainer:
         if content is None:
             return None
         self._model.load_state_dict(content["model"])
-        # After a drain a wrapper's own entry holds counts alone, and another algorithm's may look otherwise.
-        content["optimizer"].pop("hvd_async", None)
         self._optimizer.load_state_dict(content["optimizer"])
         if self._scaler is not None and content["scaler"] is not None:
             self._scaler.load_state_dict(content["scaler"])

@@ -39,6 +39,7 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, An
     if f"{PREFIX}size" not in state:
         return None
     share: dict[str, Any] = {key: int(state[f"{PREFIX}{key}"]) for key in ("size", "index", "rounds")}
+    share["cut"] = bool(state.get(f"{PREFIX}cut", False))
     share["nbytes"] = np.asarray(state.get(f"{PREFIX}nbytes", [])).tolist()  # (a gossiping optimizer has none)
     share["vectors"], share["versions"] = [], []
     for bucket in range(len(share["nbytes"])):
@@ -51,7 +52,7 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, An
 
 def pack_gossip(share: Mapping[str, Any]) -> Arrays:
     """``GossipWrapped._async_share`` as arrays."""
-    arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "cut")}
+    arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "cut", "base")}
     arrays[f"{PREFIX}weight"] = np.asarray(share["weight"], np.float64)
     return arrays | {f"{PREFIX}{COPY}{edge}": np.array(copy) for edge, copy in share["copies"].items()}
 
@@ -60,20 +61,14 @@ def unpack_gossip(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """What ``pack_gossip`` made, as ``GossipWrapped._async_take_share`` takes it; None if there is none in ``state``.
 
     Args:
-        state: arrays by name, others among them. A drained share of partial allreduce will do, too.
-
-    Raises:
-        ValueError: it is one with pending gradients.
+        state: arrays by name, others among them; or what ``pack`` made.
     """
     if f"{PREFIX}size" not in state:
         return None
-    if any(name.startswith(f"{PREFIX}pending.") for name in state):
-        raise ValueError(
-            "this state of an EagerOptimizer after cut() has gradients pending, which would be lost: save it after "
-            "drain()"
-        )
     share: dict[str, Any] = {key: int(state[f"{PREFIX}{key}"]) for key in ("size", "index", "rounds")}
     share["cut"] = bool(state.get(f"{PREFIX}cut", False))
+    share["base"] = int(state.get(f"{PREFIX}base", 0))
+    share["versions"] = [versions for name, versions in state.items() if name.startswith(f"{PREFIX}versions.")]
     share["weight"] = float(state.get(f"{PREFIX}weight", 1.0))
     before = f"{PREFIX}{COPY}"
     share["copies"] = {n.removeprefix(before): np.array(copy) for n, copy in state.items() if n.startswith(before)}

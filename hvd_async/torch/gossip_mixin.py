@@ -95,7 +95,9 @@ class GossipMixin(GossipWrapped, TorchWrapped):
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)
         if share is not None:
-            self._async_take_share(share)
+            device = self._async_parameters()[0].device
+            copies = {edge: copy.to(device) for edge, copy in share.get("copies", {}).items()}
+            self._async_take_share({**share, "copies": copies})
         super().load_state_dict(state_dict)
 
     # -- for GossipWrapped ------------------------------------------------------------------------------------

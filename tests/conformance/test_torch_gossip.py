@@ -32,7 +32,7 @@ def chosen(algorithm: str, name: str) -> dict[str, Any]:
     return {
         "algorithm": algorithm,
         "topology": name,
-        "mixing": "metropolis" if name == "star" and symmetric else "uniform",
+        "mixing": "metropolis" if name == "star" and algorithm == "dpsgd" else "uniform",
     }
 
 

@@ -71,8 +71,8 @@ def make(**options: Any) -> torch.optim.Optimizer:
         ({"mixing": SWAP}, r"W\[0, 0\] = 0, so rank 0 would have no weights left.*give it a part above 0"),
         ({"mixing": np.eye(4)}, r"not connected"),
         ({"mixing": TURNING, "topology": "ring"}, r"leave topology and peers out"),
-        ({"mixing": TURNING, "algorithm": "adpsgd"}, r"adpsgd averages two ranks half and half; .* as topology"),
-        ({"topology": "star", "mixing": "metropolis", "algorithm": "adpsgd"}, r"adpsgd averages two ranks half"),
+        ({"mixing": TURNING, "algorithm": "adpsgd"}, r"half and half, .* as topology"),
+        ({"topology": "star", "mixing": "metropolis", "algorithm": "adpsgd"}, r"adpsgd averages ranks alike"),
         ({"algorithm": "dpsgd", "topology": "star"}, r"take mixing='metropolis', or algorithm='sgp'"),
         # when
         ({"max_staleness": 1}, r"messages of sgp are never late; take 'osgp', or 0"),

@@ -14,6 +14,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
 from hvd_async.errors import ReplicaStateError
+from hvd_async.hosts import MIX, STAGES
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import least_squares
@@ -239,13 +240,51 @@ def test_consensus_distance_is_numpys(options):
     assert ends == (0.0,) * 4
 
 
+def test_what_another_host_sent_late_survives_a_cut():
+    """Host 0's message of step 2 is on its way when host 1 is told that all are done; after the cut host 0 is a step
+    ahead, and its next message of that number comes before host 1 takes that step."""
+    step_2, released = 2 * STAGES + MIX, set[int]()
+    behind, ahead = threading.Barrier(4), threading.Barrier(4)
+
+    def lands(worker: Any, keys: list[int]) -> bool:
+        if step_2 in keys and worker._place >= 2 and worker._place not in released:
+            if worker._inbox.drained is None:
+                return False
+            released.add(worker._place)
+        return True
+
+    def train(rank: int) -> bytes:
+        trainer = GossipTrainer(least_squares(4, SGD), rank, hierarchical=2, algorithm="osgp", topology="ring")
+        worker, come = trainer.opt._async_worker(), list[int]()
+        deliver = worker._mail._deliver
+
+        def counted(sender: int, key: int, weight: float, data: Any) -> None:
+            deliver(sender, key, weight, data)
+            come.extend([key] * (key % STAGES == MIX))
+
+        worker._mail._deliver = counted
+        trainer.train(1 if rank < 2 else 2)
+        behind.wait(30)  # (what is held up must be all that an exchange brings)
+        trainer.train(1 if rank < 2 else 0).opt.cut()
+        trainer.train(2 if rank < 2 else 1)
+        ahead.wait(30)
+        if rank >= 2:
+            worker.engine.wait(lambda: len(come) == 4)
+            trainer.train(1)
+        trainer.opt.drain()
+        return trainer.weights().tobytes()
+
+    assert len(set(holding(4, lands, at_ends=True).run(train))) == 1
+    assert released == {2, 3}
+
+
 # -- waiting, and bytes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4])
 def test_adpsgd_takes_so_many_steps_without_an_averaging_and_then_waits(limit):
     """Averagings that the engines have come to the ranks only when these can go no further."""
-    cluster = holding(2, lambda worker, keys: worker._local >= limit)
+    cluster = holding(2, lambda worker, keys: worker._local >= limit and keys == [worker._mail.landed + 1])
     seen = run(least_squares(2, SGD), 3 * limit, cluster, in_step=True, max_local_steps=limit, **PAIRS)
     for own in seen:
         kinds = "".join(entry[0][0] for entry in own.log if entry[0] in ("step", "landed"))

@@ -202,11 +202,49 @@ def test_what_cannot_be_saved_or_loaded_says_what_to_do():
         trainer.train(1)  # the ranks meet anew
         trainer.opt.drain()
         assert trainer.opt.stats().steps == 4
-        eager = hvd.EagerOptimizer(plain(MOMENTUM, [torch.nn.Parameter(torch.zeros(2))]))
-        with pytest.raises(ValueError, match=r'another wrapper than GossipOptimizer.*entry "hvd_async"'):
-            trainer.opt.load_state_dict(eager.state_dict())
-        with pytest.raises(ValueError, match=r'another wrapper than EagerOptimizer.*entry "hvd_async"'):
+
+    Cluster(2).run(train)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"algorithm": "dpsgd"}, {"compression": "int8"}, {"hierarchical": 2, "peers": 1}, {"average_every": 3},
+     {"algorithm": "allreduce", "average_every": 4}],
+    ids=str,
+)  # fmt: skip
+def test_cuts_change_nothing(options):
+    """Neither is a graph of several phases begun anew, nor what is counted for ``average_every``."""
+
+    def train(rank: int, cuts: bool) -> list[bytes]:
+        trainer, path = GossipTrainer(least_squares(8, MOMENTUM), rank, **options), list[bytes]()
+        for _ in range(7):
+            path.append(trainer.train(1).weights().tobytes())
+            if cuts:
+                trainer.opt.consensus_distance()
+        return path
+
+    assert Cluster(8).run(lambda rank: train(rank, True)) == Cluster(8).run(lambda rank: train(rank, False))
+
+
+def test_drained_states_go_from_one_wrapper_to_another_and_cut_ones_do_not():
+    def train(rank: int) -> None:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR).train(2)
+        trainer.opt.drain()
+        drained = trainer.opt.state_dict()
+        eager = hvd.EagerOptimizer(plain(MOMENTUM, trainer.parameters))
+        eager.load_state_dict(drained)
+        assert eager.rounds == trainer.opt.rounds > 0
+        held = eager.state_dict()
+        trainer.opt.load_state_dict(held)
+        assert trainer.opt.rounds == eager.rounds
+        trainer.train(1)
+        trainer.opt.cut()
+        with pytest.raises(ValueError, match=r"goes with this rank's own weights.*save it after drain\(\)"):
             eager.load_state_dict(trainer.opt.state_dict())
+        trainer.opt.drain()
+        held["hvd_async"] |= {"versions": [[1]]}
+        with pytest.raises(ValueError, match=r"has gradients pending, which would be lost: save it after drain\(\)"):
+            trainer.opt.load_state_dict(held)
 
     Cluster(2).run(train)
 

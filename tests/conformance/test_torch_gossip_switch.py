@@ -61,14 +61,16 @@ def test_one_algorithm_after_the_other():
     """From the average of all ranks, with momentum of their own."""
     chain: list[dict[str, Any]] = [
         STAR, {"topology": "ring"}, {"algorithm": "adpsgd"}, {"algorithm": "allreduce"},
-        {"algorithm": "dpsgd", "topology": "star", "mixing": "metropolis"}, {"algorithm": "osgp", "max_staleness": 1},
+        {"algorithm": "dpsgd", "topology": "star", "mixing": "metropolis"},
+        {"algorithm": "osgp", "max_staleness": 1}, {"topology": "exponential", "peers": 2, "mixing": "uniform"},
         {"algorithm": "sgp", "mixing": np.full((4, 4), 0.25)},
     ]  # fmt: skip
     problem = least_squares(4, NESTEROV)
     parts = segments(problem, [lambda opt, one=one: opt.switch(**one) for one in chain], topology="complete")
     plans = [
         ("sgp", graph("star", 4)), ("sgp", graph("ring", 4)), ("adpsgd", None), ("allreduce", None),
-        ("dpsgd", graph("star", 4, "metropolis")), ("sgp", graph("exponential", 4)), ("sgp", graph("complete", 4)),
+        ("dpsgd", graph("star", 4, "metropolis")), ("sgp", graph("star", 4, "metropolis")),
+        ("sgp", mixing.matrices(topology.exponential(4, 2), "uniform")), ("sgp", graph("complete", 4)),
     ]  # fmt: skip
     check_segments(problem, parts, plans)
     stats = [own[-1].stats for own in parts]
@@ -101,6 +103,27 @@ def test_a_schedule_and_peers_by_epoch():
     assert sorted(counts) == [6 * epoch for epoch in range(5) for _ in range(5)]
 
 
+def test_each_algorithm_of_a_schedule_takes_what_is_its_own():
+    options = {"mixing": "metropolis", "topology": "ring", "average_every": 10, "max_staleness": 3, "hierarchical": 2}
+    schedule = {0: "allreduce", 1: "dpsgd", 2: "adpsgd", 3: "osgp"}
+
+    def train(rank: int) -> list[Any]:
+        opt, found = GossipTrainer(least_squares(4, MOMENTUM), rank, schedule=schedule, **options).opt, []
+        for epoch in range(4):
+            opt.set_epoch(epoch)
+            config = opt._async.plan.config
+            found.append((config.algorithm, config.average_every, config.max_staleness, config.local_size))
+        return found
+
+    del options["average_every"]  # (which hierarchical does not go with)
+    expected = [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 0, 3, 2)]
+    assert Cluster(4).run(train) == [expected] * 4
+    del options["hierarchical"]
+    options["average_every"] = 10
+    expected = [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 1), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 1)]
+    assert Cluster(4).run(train) == [expected] * 4
+
+
 def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
     def train(rank: int) -> list[int]:
         opt = GossipTrainer(least_squares(4, MOMENTUM), rank, schedule={0: "allreduce", 3: "sgp"}, peers={3: 3}).opt
@@ -111,13 +134,19 @@ def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
     assert Cluster(4).run(train) == [[3, 1]] * 4
 
 
-@pytest.mark.parametrize("change", [lambda opt: opt.set_epoch(1), lambda opt: opt.switch(topology="ring")])
-def test_a_rank_that_had_no_batch_goes_on_with_the_others(change):
+@pytest.mark.parametrize("epochs", [False, True])
+def test_a_rank_that_had_no_batch_goes_on_with_the_others(epochs):
+    def change(opt: Any, epoch: int) -> None:
+        if epochs:
+            opt.set_epoch(epoch)
+        elif epoch:
+            opt.switch(topology="ring")
+
     def train(rank: int) -> bytes:
         trainer = GossipTrainer(least_squares(3, MOMENTUM), rank, schedule={1: "osgp"})
-        trainer.opt.set_epoch(0)
+        change(trainer.opt, 0)
         trainer.train(0 if rank == 1 else 3)
-        change(trainer.opt)
+        change(trainer.opt, 1)
         trainer.train(2)
         trainer.opt.drain()
         return trainer.weights().tobytes()

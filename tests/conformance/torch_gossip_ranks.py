@@ -179,9 +179,9 @@ class _Held:
         return None
 
 
-def holding(size: int, lands: Callable[[Any, list[int]], bool]) -> Cluster:
+def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = False) -> Cluster:
     """A cluster of one optimizer, on whose ranks an exchange lands when ``lands(worker, its messages' keys)``, or when
-    the rank is done."""
+    the rank is done (not with ``at_ends``)."""
 
     def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
         exchange = collectives.exchange
@@ -190,7 +190,7 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool]) -> Cluster:
             def is_open(result: Any) -> bool:
                 keys = [HEADER.unpack(row[-HEADER.size :].numpy().tobytes())[0] for row in result[0]]
                 worker: Any = cluster.engines[collectives.rank].participants()[0]
-                return worker._announced or lands(worker, keys)
+                return (worker._announced and not at_ends) or lands(worker, keys)
 
             return _Held(exchange(rows, splits, name, process_set), is_open)
 

@@ -29,7 +29,7 @@ def options(algorithm: str, graph: str | None = None) -> dict[str, object]:
         "graph": graph or GRAPHS[algorithm][0],
         "weights": "metropolis" if algorithm == "dpsgd" else "uniform",
         "max_staleness": 2 if algorithm == "osgp" else None,
-        "max_local_steps": 2,
+        "max_local_steps": 2 if algorithm == "adpsgd" else 4,
     }
 
 

@@ -68,8 +68,6 @@ class _Draining(keras.callbacks.Callback):
         self._meeting.at = point
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        if optimizer._async.model is None:
-            optimizer._async.model = self.model  # so that batch-norm statistics agree too
         return optimizer
 
     def _together(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
@@ -83,7 +81,10 @@ class _Draining(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._training, self._epoch = True, 0
         self._meeting.at = None
-        self._meeting.evaluation.close()  # one that was broken off
+        self._meeting.evaluation.pop_all()  # one that was broken off: what was loaded since is not to be overwritten
+        optimizer = our_optimizer(self.model)
+        if optimizer is not None and optimizer._async.model is None:
+            optimizer._async.model = self.model  # so that batch-norm statistics agree too
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch

@@ -1,0 +1,11 @@
+"""Horovod's ``horovodrun``, but that it does not ask first what Horovod was built with.
+
+It would import TensorFlow for that, which takes 4 s a job.
+"""
+
+from horovod.runner import launch
+
+launch.gloo_built = launch.mpi_built = lambda verbose=False: True
+
+if __name__ == "__main__":
+    launch.run_commandline()
