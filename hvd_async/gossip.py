@@ -52,8 +52,6 @@ class GossipWorker(Worker):
 
     Attributes:
         keep: what must live until the next drain: other ranks count on this one's weights.
-        moved: whether the drain or cut that ends now has anything to ``gather``: not if no rank has stepped since the
-            last drain.
         log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
     """
 
@@ -94,7 +92,6 @@ class GossipWorker(Worker):
         self._total = 0
         """Steps of all ranks until the last drain."""
         self.keep: object = None
-        self.moved = False
         self.log: list[Any] | None = None
 
     @property
@@ -284,8 +281,8 @@ class GossipWorker(Worker):
         """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         total = sum(drained.produced)
-        self.moved = total != self._total or (drained.flushed and not self._together)
-        self._end(drained.flushed)
+        if total != self._total or (drained.flushed and not self._together):
+            self._end(drained.flushed)  # (else nothing is to be done, and a rank's optimizer may be gone by now)
         self._base = 0 if drained.flushed else self._base + self._longest
         if drained.flushed:
             self._total, self.keep = total, None

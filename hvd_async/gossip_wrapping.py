@@ -258,8 +258,7 @@ class GossipWrapped(Wrapped):
         self._async.restored = None
 
     def _async_finish(self, worker: GossipWorker, flush: bool) -> None:
-        if worker.moved:
-            self._async_write(worker.gather(self._async_read(), flush))
+        self._async_write(worker.gather(self._async_read(), flush))
         if flush:
             self._async_unify()
 

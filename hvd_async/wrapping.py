@@ -60,9 +60,10 @@ class Wrapped:
     def drain(self) -> int:
         """Say "I am done", and wait until every rank is and all that was on its way has come.
 
-        Afterwards the replicas are identical, and batch-norm statistics agree by the ``buffers=`` policy. All
-        optimizers of this process that have begun to train with the same process set are drained together. A
-        collective: every rank calls it equally often, also a rank that had no batch.
+        Afterwards the replicas are identical, and batch-norm statistics agree by the ``buffers=`` policy. (Of gossip
+        nothing changes where no rank has stepped since the last drain: statistics computed anew agree in
+        ``consensus()``.) All optimizers of this process that have begun to train with the same process set are drained
+        together. A collective: every rank calls it equally often, also a rank that had no batch.
 
         Returns:
             The rank that was last to be done.

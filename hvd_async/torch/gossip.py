@@ -68,7 +68,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         mixing: "uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of
             such, one a step in turn.
         max_staleness: steps a message of osgp may be late; None: 1.
-        hierarchical: average the ranks of a host first, then gossip between hosts, one partner a host.
+        hierarchical: average the ranks of a host first, then gossip between hosts, one partner a host. True for
+            Horovod's local ranks, or so many ranks, numbered host by host.
         max_local_steps: steps that a rank of adpsgd may take between two averagings.
         average_every: average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never.
         schedule: {epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so.

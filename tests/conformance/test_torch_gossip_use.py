@@ -244,7 +244,7 @@ def test_weights_that_were_changed_between_steps_stay_changed(algorithm):
     np.testing.assert_allclose(ends(train), [1.0 + 3.0 * (0 + 1 + 2 + 3) / 3] * 4, atol=1e-5)
 
 
-def test_a_drain_without_steps_makes_batch_norm_statistics_agree():
+def test_statistics_that_were_computed_anew_agree_in_consensus():
     def train(rank: int) -> list[float]:
         model = torch.nn.BatchNorm1d(2)
         opt = hvd.GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_buffers=model.named_buffers())
@@ -253,7 +253,8 @@ def test_a_drain_without_steps_makes_batch_norm_statistics_agree():
         opt.drain()
         model.running_mean.fill_(rank)
         opt.drain()
-        return model.running_mean.tolist()
+        with opt.consensus():
+            return model.running_mean.tolist()
 
     assert ends(train) == [1.0, 1.0]
 
