@@ -16,6 +16,7 @@ from hvd_async.averages import Averages
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired
+from hvd_async.knowledge import Knowledge
 from hvd_async.mail import Letter, Mail, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -27,8 +28,6 @@ WEIGHT_TOLERANCE = 1e-6
 LEAST_WEIGHT = 0.75
 """Push-sum weight below which a rank gives nothing away where senders to it are done, or have nothing to give: it would
 go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
-EVERYWHERE = "everywhere"
-"""CHOCO-SGD: what all ranks know, the weights that they began with or that the last drain gave them."""
 
 
 class Kept(NamedTuple):
@@ -63,7 +62,7 @@ class GossipWorker(Worker):
         self._place = self._ranks.index(engine.rank)
         self._mail = Mail(engine, post, self._deliver, self._snapshot)
         self._averages = Averages(engine, post)
-        self._copies: dict[str, Vector] = {}
+        self._known = Knowledge(post, plan.config.graph)
         self._come: dict[tuple[int, int], tuple[float, Vector]] = {}
         """Messages that were not taken yet, by (sender's place, its step)."""
         self._retired: dict[int, int] = {}
@@ -118,8 +117,8 @@ class GossipWorker(Worker):
 
     def begin(self, weights: Vector) -> None:
         """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
-        if self._post.differences and not self._copies:  # (weights of an earlier run's cut are each rank's own)
-            self._copies[EVERYWHERE] = self._post.zeros() if self._restored else weights
+        if not self._known.begun:  # (weights of an earlier run's cut are each rank's own)
+            self._known.begin(self._post.zeros() if self._restored else weights)
 
     def check_step(self) -> None:
         """Raise, if no step can be taken now; before one changes any weight."""
@@ -167,7 +166,7 @@ class GossipWorker(Worker):
             empty, weight = self._post.encode(self._post.zeros()), 0.0
             letters = [Letter(to, empty) for to, _ in out]
         elif out:
-            data, sent = self._encode(self._edge("out", step), message)
+            data, sent = self._known.encode(self._edge("out", step), message)
             letters = [Letter(to, data) for to, _ in out]
             # (the message must stay as it is until it has gone: x may share its memory)
             x = x * (1.0 - given) if sent is x else self._post.add(x, sent, -given)
@@ -182,29 +181,9 @@ class GossipWorker(Worker):
         gone = (step > self._retired.get(sender, step) for sender, _ in self._into(self._place, step))
         return self._short or any(gone)
 
-    def _encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
-        """Bytes to send, and what the receiver makes of them."""
-        post = self._post
-        if not post.differences:
-            data = post.encode(vector)
-            return data, vector if post.lossless else post.decode(data)
-        known = self._known(edge)
-        data = post.encode(vector - known)
-        known = self._copies[edge] = known + post.decode(data)
-        return data, known
-
-    def _decode(self, edge: str, data: Vector) -> Vector:
-        vector = self._post.decode(data)
-        if self._post.differences:
-            vector = self._copies[edge] = self._known(edge) + vector
-        return vector
-
     def _edge(self, end: int | str, step: int) -> str:
-        """The name of what a sender is known by ("out": this rank itself). On another graph both ends begin anew."""
-        return f"{self.config.graph}: {end} {self.plan.phase(self._base + step)}"
-
-    def _known(self, edge: str) -> Vector:
-        return self._copies[edge] if edge in self._copies else self._copies[EVERYWHERE]
+        """The name of what a sender is known by ("out": this rank itself)."""
+        return f"{end} {self.plan.phase(self._base + step)}"
 
     def _missing(self) -> set[int]:
         """Ranks (by place) whose messages this step has to wait for."""
@@ -239,7 +218,7 @@ class GossipWorker(Worker):
                 self._short = True
                 continue
             p = dict(self._into(self._place, step))[sender]
-            x = self._post.add(x, self._decode(self._edge(sender, step), data), p)
+            x = self._post.add(x, self._known.decode(self._edge(sender, step), data), p)
             self._weight += p * weight
         self._taken += len(messages)
         self._due = {
@@ -322,14 +301,12 @@ class GossipWorker(Worker):
             if self._come:  # (else the weights stay as they are, to the bit)
                 x = self._take_in(weights * self._weight, all_=True)
                 weights = x * (1.0 / self._weight)
-            if self._uneven and self._copies:  # which edges were left out is known at one end only: both start anew
-                self._copies = {EVERYWHERE: self._copies[EVERYWHERE]}
+            if self._uneven:  # which edges were left out is known at one end only: both start anew
+                self._known.forget_edges()
             return weights
         z = self.average(self._take_in(weights * self._weight, all_=True))
         self._weight = 1.0
-        self._copies.clear()
-        if self._post.differences:
-            self._copies[EVERYWHERE] = z + 0
+        self._known.begin(z)
         return z
 
     def average(self, x: Vector) -> Vector:
@@ -351,12 +328,12 @@ class GossipWorker(Worker):
 
     def kept(self) -> Kept | None:
         """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
-        return None if self._together else Kept(self._weight, dict(self._copies), self._base)
+        return None if self._together else Kept(self._weight, self._known.kept(), self._base)
 
     def restore(self, kept: Kept) -> None:
         """Begin with what an earlier run's cut has left (before ``open``)."""
-        here = (EVERYWHERE, f"{self.config.graph}: ")
-        self._weight, self._copies = kept.weight, {e: c for e, c in kept.copies.items() if e.startswith(here)}
+        self._known.restore(kept.copies)
+        self._weight = kept.weight
         self._base, self._restored, self._together = kept.base, True, False
 
     def retire(self) -> None:

@@ -8,7 +8,7 @@ usage() {
 usage: scripts/check.sh [--fast] [PYTEST ARGUMENT ...]
 
 Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs.
-`-n 2 --dist loadscope` runs these tests in one lane and all others in another, where cores are to spare.
+Tests run in two processes, those that start jobs at the end in one; `-n 0` runs all in one, in order.
 USAGE
 }
 fast=
@@ -24,4 +24,4 @@ say "ruff"
 say "mypy"
 "$VENV/bin/mypy"
 say "pytest"
-TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -m pytest ${fast:+-m "not multiproc"} "$@"
+TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -m pytest -n 2 --dist loadscope ${fast:+-m "not multiproc"} "$@"

@@ -237,7 +237,8 @@ def main() -> int:
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGINT):  # (a shell's background jobs would ignore the second)
+        signal.signal(number, stop)
     try:
         if args.clean:
             remove_stale()
@@ -246,8 +247,6 @@ def main() -> int:
             return run_on(cluster, args.command, args.per_host)
     except ClusterError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

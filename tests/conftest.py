@@ -21,14 +21,23 @@ settings.register_profile(  # the same examples each time; HVD_ASYNC_EXPLORE=1 l
 settings.load_profile("hvd_async")
 
 
+JOBS = "tests/multiproc/"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist, horovodrun jobs are one lane, which remembers its jobs, and all else is another."""
+    """With pytest-xdist, horovodrun jobs come last and in one worker, by themselves: they need the cores, and are
+    remembered by tests that share them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "jobs" if nodeid.startswith("tests/multiproc/") else "rest"
+            return JOBS if nodeid.startswith(JOBS) else str(super()._split_scope(nodeid))
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if JOBS in self.workqueue:
+                self.workqueue.move_to_end(JOBS)
+            super()._assign_work_unit(node)
 
     return Lanes(config, log)
 

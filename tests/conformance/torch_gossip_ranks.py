@@ -113,7 +113,7 @@ class GossipTrainer:
     def watch(self) -> Seen:
         """Meet the other ranks, and record from now on what this one does."""
         worker, seen = self.opt._async_worker(), Seen()
-        mix, encode = worker.mix, worker._encode
+        mix, encode = worker.mix, worker._known.encode
 
         def spied_mix(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
             held = worker.weight * self.before
@@ -128,7 +128,7 @@ class GossipTrainer:
             seen.sent[worker._step] = decoded.double().numpy().copy()
             return data, decoded
 
-        worker.mix, worker._encode = spied_mix, spied_encode
+        worker.mix, worker._known.encode = spied_mix, spied_encode
         seen.log = worker.log = []
         return seen
 

@@ -12,10 +12,9 @@ pytestmark = pytest.mark.multiproc
 
 TORCH = tuple(("torch_promises.py", ranks, "gloo", ()) for ranks in (3, 4))
 TORCH_MPI = ("torch_promises.py", 2, "mpi", ("--cases", "few"))
-TENSORFLOW = (("tf_promises.py", 4, "gloo", ()),)
-TENSORFLOW_MPI = ("tf_promises.py", 2, "mpi", ("--cases", "few"))
+TENSORFLOW = (("tf_promises.py", 3, "gloo", ()),)
 BOTH = (*TORCH, *TENSORFLOW)
-FEW = (TORCH_MPI, TENSORFLOW_MPI)
+FEW = (TORCH_MPI,)
 Setting = tuple[str, int, str, tuple[str, ...]]
 
 

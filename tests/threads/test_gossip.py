@@ -6,7 +6,8 @@ import networkx
 import numpy as np
 import pytest
 
-from hvd_async.gossip import EVERYWHERE, GossipWorker
+from hvd_async.gossip import GossipWorker
+from hvd_async.knowledge import EVERYWHERE
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.threads.gossip_workload import check, check_sums, job, run, work
@@ -151,7 +152,7 @@ def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(grap
     mean = sum(each.z * each.kept.weight for each in saved if each is not None) / 4
 
     def nothing_of_other_graphs(worker: GossipWorker) -> None:
-        assert worker._copies.keys() <= {EVERYWHERE}
+        assert worker._known.kept().keys() <= {EVERYWHERE}
 
     for other in ("none", "int8"):
         second = job((5, 5, 5, 5), graph=graph, compression=other)

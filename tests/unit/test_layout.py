@@ -19,7 +19,7 @@ LAYERS = [
     {"control", "engine"},
     {"inbox", "lifecycle", "transit"},
     {"mail", "plan", "testing", "runner", "worker"},
-    {"averages", "eager", "parcels"},
+    {"averages", "eager", "knowledge", "parcels"},
     {"gossip"},
     {"hosts", "pairs", "wrapping"},
     {"eager_wrapping", "gossip_wrapping"},
@@ -37,6 +37,7 @@ MAY = {
     "torch_models": {"torch", "torchvision"},
     "tf_models": {"tensorflow", "keras"},
     "jobs": FRAMEWORKS,
+    "scripts": {"horovod.runner"},
 }
 LINES = 400
 
