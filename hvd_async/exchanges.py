@@ -166,9 +166,8 @@ class Exchanges(Machine[GossipConfig]):
         for index in sorted(self._averages):
             if self._averages[index].keys() >= self._active():
                 self._average = index
-                there = sorted(
-                    self._averages.pop(index).items()
-                )  # (in one order, so that sums are the same to the bit)
+                # (in one order, so that sums are the same to the bit)
+                there = sorted(self._averages.pop(index).items())
                 ranks, weights = [rank for rank, _ in there], [weight for _, weight in there]
                 due.append(Average(self._optimizer, index, ranks, sum(weights)))
         return due

@@ -133,8 +133,16 @@ def make_plan(
     Raises:
         ValueError: what does not fit together, and what would.
     """
-    given = dict(zip(DEFAULTS, (graph, peers, weights, max_staleness, max_local_steps, average_every, compression,
-                                local_size), strict=True))  # fmt: skip
+    given = {
+        "graph": graph,
+        "peers": peers,
+        "weights": weights,
+        "max_staleness": max_staleness,
+        "max_local_steps": max_local_steps,
+        "average_every": average_every,
+        "compression": compression,
+        "local_size": local_size,
+    }
     _check_options(algorithm, given)
     if local_size < 1 or size % local_size:
         raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
@@ -174,10 +182,9 @@ def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
     for name in sorted(DEFAULTS.keys() - USES[algorithm]):
         value = given[name]
-        plain = isinstance(value, str | int | None) and (
-            value == DEFAULTS[name] or (value == 0 and name == "max_staleness")
-        )
-        if not plain:
+        if name == "max_staleness":
+            value = value or None  # (0 is what they have)
+        if not isinstance(value, str | int | None) or value != DEFAULTS[name]:
             raise ValueError(_NO_USE[name].format(algorithm))
     if compression == "int8" and algorithm == "adpsgd":
         raise ValueError(

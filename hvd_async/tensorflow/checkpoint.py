@@ -68,7 +68,8 @@ def unpack_gossip(state: Mapping[str, Any]) -> dict[str, Any] | None:
     share: dict[str, Any] = {key: int(state[f"{PREFIX}{key}"]) for key in ("size", "index", "rounds")}
     share["cut"] = bool(state.get(f"{PREFIX}cut", False))
     share["base"] = int(state.get(f"{PREFIX}base", 0))
-    share["versions"] = [versions for name, versions in state.items() if name.startswith(f"{PREFIX}versions.")]
+    pending = (versions for name, versions in state.items() if name.startswith(f"{PREFIX}versions."))
+    share["versions"] = [np.asarray(versions).tolist() for versions in pending]
     share["weight"] = float(state.get(f"{PREFIX}weight", 1.0))
     before = f"{PREFIX}{COPY}"
     share["copies"] = {n.removeprefix(before): np.array(copy) for n, copy in state.items() if n.startswith(before)}

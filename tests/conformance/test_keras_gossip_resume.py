@@ -157,7 +157,7 @@ def test_a_drained_checkpoint_resumes_at_another_size_with_another_wrapper():
         trainer.opt.set_state(state)
         assert int(trainer.opt.iterations) == 4
         with pytest.raises(ValueError, match="gradients pending"):
-            trainer.opt.set_state(state | {"hvd_async.versions.0": np.ones(1)})
+            trainer.opt.set_state(state | {"hvd_async.versions.0": np.ones(2)})
         with pytest.raises(ValueError, match="of another optimizer"):
             GossipTrainer(least_squares(2, SGD), 0).opt.set_state(state)
 

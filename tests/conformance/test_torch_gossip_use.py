@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Callable
@@ -257,6 +258,23 @@ def test_statistics_that_were_computed_anew_agree_in_consensus():
             return model.running_mean.tolist()
 
     assert ends(train) == [1.0, 1.0]
+
+
+def test_a_consensus_that_is_never_left_puts_nothing_back():
+    """As an evaluation that was broken off, after which other weights were loaded."""
+
+    def train(rank: int) -> bytes:
+        trainer = GossipTrainer(least_squares(2, SGD), rank).train(2)
+        context = trainer.opt.consensus()
+        context.__enter__()
+        with torch.no_grad():
+            trainer.parameters[0].fill_(7.0)
+        del context
+        gc.collect()
+        assert trainer.parameters[0].tolist() == [7.0, 7.0]
+        return bits(trainer.train(1))
+
+    ends(train, 2)
 
 
 def test_a_group_may_be_added_before_the_first_step_only():
