@@ -178,8 +178,10 @@ class GossipWorker(Worker):
 
     def _is_short(self, step: int) -> bool:
         """Whether this rank cannot count on getting back what it gives."""
-        gone = (step > self._retired.get(sender, step) for sender, _ in self._into(self._place, step))
-        return self._short or any(gone)
+        senders = self.plan.senders(
+            self._place
+        )  # (also those of other phases: it may give in this one, and get in none)
+        return self._short or any(step > self._retired.get(sender, step) for sender in senders)
 
     def _edge(self, end: int | str, step: int) -> str:
         """The name of what a sender is known by ("out": this rank itself)."""

@@ -243,7 +243,7 @@ class HostWorker(GossipWorker):
         else:
             message = step.before * float(len(masses))
         sent, given = weight, sum(p for _, p in receivers)
-        short = self._short or not all(self._goes_on(host, number) for host, _ in self._into(self._host, number))
+        short = self._short or not all(self._goes_on(host, number) for host in self.plan.senders(self._host))
         if short and weight < LEAST_WEIGHT * len(masses):
             message, sent, given = message * 0.0, 0.0, 0.0
         data = self._post.encode(message)

@@ -88,6 +88,10 @@ class Plan:
         """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
         return self._edges[self.phase(step)][1][place]
 
+    def senders(self, place: int) -> frozenset[int]:
+        """Of whom ``place`` gets anything, at any step."""
+        return frozenset(sender for _, into in self._edges for sender, _ in into[place])
+
     @property
     def most(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""

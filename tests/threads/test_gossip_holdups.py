@@ -15,6 +15,7 @@ from hvd_async.events import Exchange
 from hvd_async.gossip import GossipWorker
 from hvd_async.pairs import PairWorker
 from hvd_async.testing import Cluster
+from hvd_async.topology import Topology
 from tests.threads.gossip_workload import GATE_TIMEOUT, Watch, at, check, check_sums, held, job, pass_gate, run, work
 
 
@@ -120,9 +121,14 @@ def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
     assert records[0].segments[0].sends == [[1, 2], [1, 2]]
 
 
-def test_a_rank_that_nobody_gives_to_any_more_does_not_give_itself_away():
-    """Of a one-way ring: its push-sum weight would halve with every step, and z = x / w run away."""
-    one = job([2, 40, 40, 40], "sgp", "ring-right")
+IN_TURN = Topology("in turn", 3, (frozenset({(1, 2)}), frozenset({(2, 0)}), frozenset({(0, 1)})))
+"""A one-way ring, of which one edge is there at each step."""
+
+
+@pytest.mark.parametrize(("graph", "steps"), [("ring-right", [2, 40, 40, 40]), (IN_TURN, [2, 120, 120])], ids=str)
+def test_a_rank_that_nobody_gives_to_any_more_does_not_give_itself_away(graph, steps):
+    """Its push-sum weight would halve with every step, and z = x / w run away."""
+    one = job(steps, "sgp", graph)
     records = run(one)
     check(one, records)
     assert all(np.abs(np.array(record.segments[0].path)).max() < 20 for record in records)
