@@ -45,10 +45,11 @@ def bits(trainer: GossipTrainer) -> bytes:
     "options",
     [
         {"topology": "star"},
+        {"topology": "star", "average_every": 3},
         {"algorithm": "osgp", "topology": "ring", "max_staleness": 0},
         {"algorithm": "dpsgd", "compression": "int8"},
     ],
-    ids=["sgp", "osgp", "dpsgd-int8"],
+    ids=["sgp", "sgp-averaged", "osgp", "dpsgd-int8"],
 )
 def test_a_resumed_run_goes_on_with_the_same_bits(options, end):
     size = 3 if options.get("topology") == "star" else 2

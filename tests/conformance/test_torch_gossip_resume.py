@@ -226,6 +226,20 @@ def test_cuts_change_nothing(options):
     assert Cluster(8).run(lambda rank: train(rank, True)) == Cluster(8).run(lambda rank: train(rank, False))
 
 
+def test_a_hosts_state_after_a_cut_is_its_own_whatever_another_host_does_meanwhile():
+    def train(rank: int) -> bytes:
+        trainer = GossipTrainer(least_squares(4, MOMENTUM), rank, hierarchical=2, topology="ring").train(2)
+        trainer.opt.cut()
+        if rank >= 2:  # the other host is in its next step, and its message is here
+            worker = trainer.opt._async_worker()
+            worker.engine.wait(lambda: bool(worker._come))
+        assert trainer.opt.state_dict()["hvd_async"]["cut"]
+        trainer.train(1).opt.drain()
+        return trainer.weights().tobytes()
+
+    assert len(set(Cluster(4).run(train))) == 1
+
+
 def test_drained_states_go_from_one_wrapper_to_another_and_cut_ones_do_not():
     def train(rank: int) -> None:
         trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR).train(2)
