@@ -16,6 +16,7 @@ import hvd_async.torch as hvd
 from hvd_async import topology
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError
 from hvd_async.lifecycle import local_engine, use_engine
+from hvd_async.runner.options import parse
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.conformance.drive import scripted_engine
@@ -182,6 +183,23 @@ def test_hierarchical_by_horovods_hosts(numbered, monkeypatch):
             elif place() != divmod(rank, 2):
                 with pytest.raises(ValueError, match="numbered host by host: start them so"):
                     hvd.GossipOptimizer(make(), hierarchical=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sgp --schedule 3:osgp --max-staleness 2",
+        "dpsgd --schedule 3:adpsgd --max-local-steps 2",
+        "adpsgd --mixing metropolis --average-every 5 --schedule 0:dpsgd,4:adpsgd",
+        "osgp --peers 0:1,30:2 --max-staleness 3 --average-every 10 --schedule 0:allreduce,5:osgp",
+    ],
+)
+def test_schedules_that_the_runner_takes_can_be_made(line):
+    settings = parse("torch", ["--algorithm", *line.split()]).gossip_settings
+    with use_engine(SimpleNamespace(rank=0, size=4)):  # type: ignore[arg-type]
+        assert hvd.GossipOptimizer(make(), **settings)._async.given["algorithm"] == (
+            settings["schedule"].get(0, settings["algorithm"])
+        )
 
 
 def test_hierarchical_of_a_process_set_wants_a_number():
