@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.events import (
     Bye,
     Command,
+    EagerConfig,
     Event,
     Failed,
     GossipConfig,
     Hello,
+    LeaderConfig,
     Leaving,
     Lost,
     Opened,
@@ -29,7 +31,14 @@ from hvd_async.exchanges import Exchanges
 from hvd_async.machine import Machine
 from hvd_async.notices import notice
 from hvd_async.protocols import Gone, Hub
+from hvd_async.pulls import Pulls
 from hvd_async.rounds import Rounds
+
+MACHINES: Mapping[type, type[Machine[Any]]] = {
+    EagerConfig: Rounds,
+    GossipConfig: Exchanges,
+    LeaderConfig: Pulls,
+}
 
 
 class Coordinator:
@@ -131,7 +140,7 @@ class Coordinator:
         machine = self._machines.get(event.optimizer)
         if machine is None:
             opened = event if isinstance(event, Opened) else None
-            kind = Exchanges if opened is not None and isinstance(opened.config, GossipConfig) else Rounds
+            kind = MACHINES[type(opened.config)] if opened is not None else Rounds  # (which will refuse it)
             members = (opened.members if opened is not None else []) or range(self._size)
             machine = self._machines[event.optimizer] = kind(event.optimizer, members)
         try:

@@ -72,6 +72,31 @@ class GossipConfig(msgspec.Struct, frozen=True, tag=True):
         return 1
 
 
+class LeaderConfig(msgspec.Struct, frozen=True, tag=True):
+    """What all ranks that follow a leader must have in common before the first pull.
+
+    Attributes:
+        algorithm: "lsgd" or "easgd".
+        groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
+        local_period, global_period: pulls are due when the ranks have taken so many steps each, on the average: of a
+            group towards its leader, of all towards the global leader or the centre.
+        strengths: of the pulls, for people and for comparison.
+        buffers: whether batch-norm statistics are averaged at each pull.
+    """
+
+    algorithm: str
+    groups: list[list[int]]
+    local_period: int
+    global_period: int
+    strengths: str
+    buffers: str = "local"
+
+    @property
+    def counts(self) -> int:
+        """As ``EagerConfig.counts``: steps."""
+        return 1
+
+
 # -- events: rank -> coordinator ------------------------------------------------------------------------------
 
 
@@ -91,7 +116,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """
 
     optimizer: int
-    config: EagerConfig | GossipConfig
+    config: EagerConfig | GossipConfig | LeaderConfig
     names: list[str]
     checksums: list[int]
     members: list[int] = []
@@ -143,8 +168,15 @@ class Averaged(msgspec.Struct, frozen=True, tag=True):
     weight: float
 
 
+class Iterated(msgspec.Struct, frozen=True, tag=True):
+    """This rank has taken a step; ``loss`` is the mean of its last training losses, None before it has recorded one."""
+
+    optimizer: int
+    loss: float | None
+
+
 class Landed(msgspec.Struct, frozen=True, tag=True):
-    """An exchange is over on this rank."""
+    """An exchange, or a pull, is over on this rank."""
 
     optimizer: int
     round: int
@@ -239,6 +271,15 @@ class Average(msgspec.Struct, frozen=True, tag=True):
     weight: float
 
 
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the centre: -1)."""
+
+    optimizer: int
+    round: int
+    group: int
+    leader: int
+
+
 class Retired(msgspec.Struct, frozen=True, tag=True):
     """A rank is done: nothing of its steps after ``step`` (since the last drain) will come."""
 
@@ -250,7 +291,8 @@ class Retired(msgspec.Struct, frozen=True, tag=True):
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
 
-    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried.
+    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``leader``:
+    whose mean loss is the lowest (LSGD).
     """
 
     optimizer: int
@@ -258,6 +300,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     produced: list[int]
     last: int
     flushed: bool = True
+    leader: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -280,9 +323,9 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-OptimizerEvent: TypeAlias = Opened | Stepped | Arrived | Took | Offered | Wanted | Averaged | Landed | Done
+OptimizerEvent: TypeAlias = Opened | Stepped | Arrived | Took | Offered | Wanted | Averaged | Iterated | Landed | Done
 Event: TypeAlias = Hello | OptimizerEvent | Failed | Leaving
-OptimizerCommand: TypeAlias = Agreed | Go | Settle | Exchange | Average | Retired | Drained | Refused
+OptimizerCommand: TypeAlias = Agreed | Go | Settle | Exchange | Average | Pull | Retired | Drained | Refused
 Command: TypeAlias = Welcome | OptimizerCommand | Lost | Bye
 
 DecodeError = msgspec.DecodeError

@@ -306,12 +306,12 @@ class GossipWorker(Worker):
             if self._uneven:  # which edges were left out is known at one end only: both start anew
                 self._known.forget_edges()
             return weights
-        z = self.average(self._take_in(weights * self._weight, all_=True))
+        z = self.consensus(self._take_in(weights * self._weight, all_=True))
         self._weight = 1.0
         self._known.begin(z)
         return z
 
-    def average(self, x: Vector) -> Vector:
+    def consensus(self, x: Vector) -> Vector:
         """The mean over all ranks of what has been taken in; a collective, right after a drain or cut.
 
         Args:

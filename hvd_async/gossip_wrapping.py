@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hvd_async.errors import ReplicaStateError
 from hvd_async.gossip import GossipWorker, Kept
 from hvd_async.hosts import HostWorker
 from hvd_async.lifecycle import Lifecycle
+from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.mail import Post
 from hvd_async.pairs import PairWorker
 from hvd_async.plan import DEFAULTS, USES, Plan, make_plan
-from hvd_async.protocols import Vector
 from hvd_async.sharers import Sharers
 from hvd_async.stats import GossipStats
-from hvd_async.wrapping import Wrapped, WrapperState
 
 SWITCHABLE = ("algorithm", "graph", "peers", "weights", "max_staleness", "max_local_steps", "average_every")
 
 
-class GossipState(WrapperState):
-    """As ``WrapperState``.
+class GossipState(LocalState):
+    """As ``LocalState``.
 
     Args:
         lifecycle: of the binding.
@@ -58,9 +55,6 @@ class GossipState(WrapperState):
         self.epoch, self.begun = 0, False
         self.plan = self.planned(self.given)
         self.stats_before = GossipStats()
-        """Of workers before this one."""
-        self.restored: Kept | None = None
-        """What was loaded of an earlier run's cut."""
 
     def _due(self, epoch: int) -> dict[str, Any]:
         """What is given by epoch."""
@@ -107,79 +101,18 @@ class GossipState(WrapperState):
         return {name: value for name, value in now.items() if value != before[name]}
 
 
-class GossipWrapped(Wrapped):
-    """Methods of every ``GossipOptimizer``. A binding supplies those below that raise TypeError."""
+class GossipWrapped(LocalWrapped):
+    """Methods of every ``GossipOptimizer``, beside those of ``LocalWrapped``."""
 
     _async: GossipState
 
     # -- what a binding supplies ------------------------------------------------------------------------------
 
-    def _async_read(self) -> Vector:
-        """The model's weights as one new vector."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights are read")
-
-    def _async_write(self, weights: Vector) -> None:
-        """Make these the model's weights."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights are written")
-
     def _async_post(self, plan: Plan) -> Post:
         """How messages travel."""
         raise TypeError(f"{type(self).__name__} does not say how its messages travel")
 
-    def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
-        """Names and checksums of what must be the same on all ranks; of weights that were ``resumed``, names only."""
-        raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
-
-    def _async_unify(self) -> None:
-        """Make batch-norm statistics agree by the policy. A collective."""
-        raise TypeError(f"{type(self).__name__} does not say how its statistics agree")
-
-    def _async_keep_buffers(self) -> Callable[[], None]:
-        """What puts the batch-norm statistics of now back."""
-        raise TypeError(f"{type(self).__name__} does not say how its statistics are kept")
-
-    def _async_distance(self) -> float:
-        """Root mean square distance of the ranks' weights from their mean. A collective."""
-        raise TypeError(f"{type(self).__name__} does not say how far its ranks are apart")
-
     # -- for users --------------------------------------------------------------------------------------------
-
-    def stats(self) -> GossipStats:
-        """What this rank's optimizer has done so far."""
-        worker = self._async.worker
-        before = self._async.stats_before
-        return before if worker is None else before + worker.stats()
-
-    @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
-        """In it the model holds the average of all ranks' weights, for evaluation and export; afterwards its own again.
-
-        Batch-norm statistics agree in it by the ``buffers=`` policy. A collective, with a ``cut()`` at its start.
-
-        Raises:
-            ReplicaStateError: an earlier step was broken off here.
-        """
-        self.cut()
-        worker: GossipWorker = self._async_worker()
-        own, put_back = self._async_read(), self._async_keep_buffers()
-        forgotten = False
-        try:
-            self._async_write(worker.average(own * worker.weight))
-            self._async_unify()
-            yield
-        except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
-            forgotten = True
-            raise
-        finally:
-            if not forgotten:
-                self._async_write(own)
-                put_back()
-
-    def consensus_distance(self) -> float:
-        """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights. A collective, with a ``cut()`` at its start;
-        no rank gets all weights."""
-        self.cut()
-        return self._async_distance()
 
     def switch(self, **changes: Any) -> None:
         """Go on with other settings, from the average of all ranks. A collective, with a ``drain()`` at its start.
@@ -230,14 +163,6 @@ class GossipWrapped(Wrapped):
         self._async_forget()
         self._async.take(given, plan)
 
-    def _async_forget(self) -> None:
-        """Let the worker go, after a drain; what it has counted is kept."""
-        state, worker = self._async, self._async.worker
-        if worker is not None:
-            state.stats_before, state.rounds_before = self.stats(), self.rounds
-            worker.retire()
-            state.worker = None
-
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
         state = self._async
         if state.worker is not None:  # of an engine that was shut down, and drained before
@@ -249,82 +174,15 @@ class GossipWrapped(Wrapped):
             worker.restore(state.restored)
         return worker
 
-    def _async_offer_to(self, worker: GossipWorker) -> None:
-        worker.keep = self
-        worker.begin(self._async_read())
-        worker.offer(*self._async_fingerprint(self._async.restored is not None))
-
-    def _async_met(self) -> None:
-        self._async.restored = None
-
-    def _async_finish(self, worker: GossipWorker, flush: bool) -> None:
-        self._async_write(worker.gather(self._async_read(), flush))
-        if flush:
-            self._async_unify()
-
-    @contextlib.contextmanager
-    def _async_updating(self) -> Iterator[None]:
-        """Around a step: if it is broken off, this rank's weights are not what the others take them for."""
-        if self._async.worker is not None:
-            self._async.worker.keep = self
-        try:
-            yield
-        except BaseException as error:
-            self._async.broken = f"a step was broken off: {type(error).__name__}: {error}"
-            raise
-
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def _async_share(self) -> dict[str, Any]:
-        """This rank's share of a checkpoint, apart from weights and the wrapped optimizer's own state.
+    def _async_pack(self, kept: Kept | None) -> dict[str, Any]:
+        if kept is None:
+            return {"weight": 1.0, "copies": {}, "base": 0}
+        return {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
 
-        Raises:
-            ReplicaStateError: a step was taken since the last drain or cut.
-        """
-        state, worker = self._async, self._async.worker
-        if worker is not None and not worker.settled:
-            raise ReplicaStateError(
-                "messages between ranks are on their way, and this rank's state without them is not the whole of it. "
-                "Call drain() on every rank first and save rank 0's state, or call cut() on every rank and save every "
-                "rank's."
-            )
-        kept = state.restored if worker is None else worker.kept()
-        return {
-            "size": state.size,
-            "index": state.index,
-            "rounds": self.rounds,
-            "weight": 1.0 if kept is None else kept.weight,
-            "copies": {} if kept is None else dict(kept.copies),
-            "base": 0 if kept is None else kept.base,
-            "cut": kept is not None,
-        }
-
-    def _async_take_share(self, share: Mapping[str, Any]) -> None:
-        """Take back what ``_async_share`` gave.
-
-        Raises:
-            ValueError: it is another rank's, after a cut, or of a job of another size, or an ``EagerOptimizer``'s with
-                gradients pending.
-            ReplicaStateError: messages of this run are on their way.
-        """
-        state = self._async
-        if state.worker is not None and not state.worker.settled:
-            raise ReplicaStateError("messages of this run are on their way: call drain() before loading a state")
-        if any(share.get("versions", ())):
-            raise ValueError(
-                "this state of an EagerOptimizer after cut() has gradients pending, which would be lost: save it after "
-                "drain()"
-            )
-        cut = share.get("cut", False)
-        if cut and (share["size"], share["index"]) != (state.size, state.index):
-            raise ValueError(
-                f"this state is of rank {share['index']} of {share['size']} after cut(): its weights are that rank's "
-                f"own, with push-sum weight {share['weight']:.6g}, and this is rank {state.index} of {state.size}. "
-                f"Load each rank's own file at the same size, or save after drain()."
-            )
-        self._async_forget()
-        state.rounds_before, state.begun = share["rounds"], False
-        state.restored = Kept(share["weight"], dict(share["copies"]), share["base"]) if cut else None
+    def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
+        return Kept(share["weight"], dict(share["copies"]), share["base"])
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:

@@ -125,11 +125,11 @@ class HostWorker(GossipWorker):
         self._excess = None
         return x
 
-    def average(self, x: Vector) -> Vector:
-        """As ``GossipWorker.average``."""
+    def consensus(self, x: Vector) -> Vector:
+        """As ``GossipWorker.consensus``."""
         weight = self._weight
         x = self._with_leftover(x, keep=True)
-        mean = super().average(x)
+        mean = super().consensus(x)
         self._weight = weight
         return mean
 

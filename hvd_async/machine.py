@@ -109,6 +109,10 @@ class Machine(Generic[C]):
         """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
         raise NotImplementedError
 
+    def _leader(self) -> int:
+        """The rank that leads when all are done, where one does."""
+        return self.ranks[0]
+
     # -- opening and ends -------------------------------------------------------------------------------------
 
     def _open(self, rank: int, event: Opened, now: float) -> list[Command]:
@@ -154,6 +158,6 @@ class Machine(Generic[C]):
         commands, last = self._conclude(rank, now)
         self._done.clear()
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
-        commands.append(Drained(self._optimizer, last, produced, rank, self._flush))
+        commands.append(Drained(self._optimizer, last, produced, rank, self._flush, self._leader()))
         self._flush = False
         return commands

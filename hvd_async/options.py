@@ -124,6 +124,17 @@ def check_gossip_options(op: Any, average: Any, predivide: float, groups: Any, p
         raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
 
 
+def check_leader_options(
+    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, plain: bool
+) -> None:
+    """As ``check_gossip_options``, where ranks follow a leader; ``plain``: whether no compression is asked for."""
+    check_gossip_options(op, average, predivide, groups, passes, buffers)
+    if buffers == "root":
+        raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
+    if not plain:
+        raise ValueError("compression: a leader's weights travel as they are; leave it out")
+
+
 def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
     """How gossip's messages travel, by name.
 

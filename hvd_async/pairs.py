@@ -93,7 +93,7 @@ class PairWorker(GossipWorker):
         with self._lock:
             z, self._together = self._changed(weights), flush
         if flush:
-            z = self._shown = self.average(z)
+            z = self._shown = self.consensus(z)
             with self._lock:
                 self._shadow = z + 0
                 if self.log is not None:

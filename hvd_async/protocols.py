@@ -7,6 +7,7 @@ One implementation a file: ``control.py`` (ZeroMQ) and ``testing.py`` (in memory
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hvd_async.events import Command, Event
@@ -121,6 +122,14 @@ class Collectives(Protocol):
         The result is a pair: what has come, shape (messages, bytes), in the order of the senders, and how many of each.
         ``rows`` is not changed; it must have the same shape in all calls of a name on all ranks, which Horovod's cache
         of responses wants.
+        """
+
+    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
+        """Make groups of ranks known, which no rank is in twice; returns that of this rank, as ``process_set=`` takes
+        it, None if it is in none. All ranks call it, with the same groups; it may wait for them.
+
+        Raises:
+            ValueError: Horovod was started without process sets; the message says how to.
         """
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,3 +78,28 @@ def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> Sharers
     if rank not in ranks:
         process_set, ranks = Alone(rank), (rank,)
     return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
+
+
+def process_set_among(hvd: Any, groups: Sequence[Sequence[int]], rank: int) -> Any:
+    """The Horovod process set of the group that a rank is in, None if it is in none. Waits for all ranks.
+
+    Args:
+        hvd: Horovod's module.
+        groups: the same on all ranks, none of which has a process set yet.
+        rank: this one.
+
+    Raises:
+        ValueError: Horovod does not let process sets be made now.
+    """
+    own = None
+    for ranks in groups:
+        try:
+            made = hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            raise ValueError(
+                f"ranks {list(ranks)} need a Horovod process set for a leader of their own, and none could be made "
+                f"({error}). Set HOROVOD_DYNAMIC_PROCESS_SETS=1 before horovodrun, or pass the process sets that "
+                f"hvd.init(process_sets=[...]) was given as group=[...]"
+            ) from None
+        own = made if rank in ranks else own
+    return own

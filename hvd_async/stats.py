@@ -102,6 +102,52 @@ class GossipStats:
         )
 
 
+@dataclass(frozen=True)
+class LeaderStats:
+    """What one rank's ``LeaderOptimizer`` has done so far.
+
+    Attributes:
+        steps: of this rank.
+        pulls: that this rank has seen land.
+        led: how often each rank led those, by rank; -1 stands for EASGD's centre.
+        distance: how far this rank was from its leaders when their weights came, mean.
+        pull_s: mean seconds of a pull on this rank, from the command until it was there.
+        bytes_received: by pulls.
+        wait_s: seconds this rank's training thread waited, in ends.
+        mean_loss: of the last losses; None before there is one.
+        history: (seconds since the first step, group or -1 for all, leader) of each pull.
+    """
+
+    steps: int = 0
+    pulls: int = 0
+    led: dict[int, int] = field(default_factory=dict)
+    distance: float = 0.0
+    pull_s: float = 0.0
+    bytes_received: int = 0
+    wait_s: float = 0.0
+    mean_loss: float | None = None
+    history: tuple[tuple[float, int, int], ...] = ()
+
+    def __add__(self, later: LeaderStats) -> LeaderStats:
+        """Of two runs, one after the other."""
+        pulls = self.pulls + later.pulls
+
+        def mean(one: float, other: float) -> float:
+            return (one * self.pulls + other * later.pulls) / pulls if pulls else 0.0
+
+        return LeaderStats(
+            steps=self.steps + later.steps,
+            pulls=pulls,
+            led=dict(sorted((Counter(self.led) + Counter(later.led)).items())),
+            distance=mean(self.distance, later.distance),
+            pull_s=mean(self.pull_s, later.pull_s),
+            bytes_received=self.bytes_received + later.bytes_received,
+            wait_s=self.wait_s + later.wait_s,
+            mean_loss=later.mean_loss,
+            history=self.history + later.history,
+        )
+
+
 class Tally:
     """Counts that both the engine thread and the training thread add to.
 

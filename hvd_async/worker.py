@@ -15,6 +15,7 @@ from hvd_async.events import (
     EagerConfig,
     GossipConfig,
     Hyper,
+    LeaderConfig,
     Opened,
     OptimizerEvent,
     Refused,
@@ -39,7 +40,7 @@ class Worker:
     def __init__(
         self,
         engine: Engine,
-        config: EagerConfig | GossipConfig,
+        config: EagerConfig | GossipConfig | LeaderConfig,
         members: tuple[int, ...],
         process_set_id: int,
         finish: Callable[[bool], object],

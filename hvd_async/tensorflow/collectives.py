@@ -14,7 +14,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_async.errors import NotInitializedError
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import Handle, Landed, pack, unpack
-from hvd_async.sharers import Alone
+from hvd_async.sharers import Alone, process_set_among
 
 Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
@@ -223,6 +223,9 @@ class HorovodCollectives:
             return Landed((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
         return _Handle(self._threads.run(lambda: self._graph.exchange(name, ranks, rows, splits)))
+
+    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
+        return process_set_among(hvd, groups, self.rank)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))

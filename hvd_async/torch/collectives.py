@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -19,7 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_async.errors import NotInitializedError
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import Handle, Landed, pack, unpack
-from hvd_async.sharers import Alone
+from hvd_async.sharers import Alone, process_set_among
 
 FINEST_POLL = 0.0002
 COARSEST_POLL = 0.005
@@ -156,6 +156,9 @@ class HorovodCollectives:
         ranks = hvd.global_process_set if process_set is None else process_set
         handle = hvd.alltoall_async(rows, torch.tensor(splits, dtype=torch.int32), name=name, process_set=ranks)
         return _Received(handle, name.rpartition(".")[0], self._durations)
+
+    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
+        return process_set_among(hvd, groups, self.rank)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))

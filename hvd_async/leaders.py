@@ -1,0 +1,120 @@
+"""Who leads, and how far the others are pulled: the equations of LSGD and EASGD, as pure functions.
+
+LSGD (Teng et al., NeurIPS 2019): ranks train by themselves; every so many iterations all are pulled towards the one
+whose recent training loss is lowest, in their group and among all, and a little in every step between. EASGD (Zhang et
+al., NeurIPS 2015): ranks and a centre that follows their mean are pulled towards each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Strength: TypeAlias = "float | Callable[[int], float]"
+"""Of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
+SPREADS = ("none", "linear", "power")
+
+
+class LossWindow:
+    """The mean of a rank's last training losses.
+
+    Args:
+        length: how many of them count; fewer while fewer were recorded.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._losses: deque[float] = deque(maxlen=length)
+
+    def record(self, loss: float) -> None:
+        """One more."""
+        self._losses.append(float(loss))
+
+    @property
+    def recorded(self) -> list[float]:
+        """Those that count, the oldest first."""
+        return list(self._losses)
+
+    @property
+    def mean(self) -> float | None:
+        """NaN if one of them is not finite; None if there is none."""
+        if not self._losses:
+            return None
+        if not all(map(math.isfinite, self._losses)):
+            return math.nan
+        return math.fsum(self._losses) / len(self._losses)
+
+
+def leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
+    """Of these ranks the one with the lowest mean loss, the lowest-numbered of several; None if none has a finite one.
+
+    Args:
+        means: by rank; some may be missing, or NaN.
+        ranks: candidates.
+    """
+    finite = [(means[rank], rank) for rank in ranks if rank in means and math.isfinite(means[rank])]
+    return min(finite)[1] if finite else None
+
+
+def at(strength: Strength, step: int) -> float:
+    """A strength at a step.
+
+    Raises:
+        ValueError: it is not in [0, 1).
+    """
+    value = strength(step) if callable(strength) else strength
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"a strength of {value!r} at step {step}: take 0 (no pull) or more, and less than 1")
+    return float(value)
+
+
+def pulled(x: Any, target: Any, strength: float) -> Any:
+    """x + strength (target - x)."""
+    return x + (target - x) * strength
+
+
+def elastic(x: Any, centre: Any, alpha: float) -> Any:
+    """EASGD's x - alpha (x - centre)."""
+    return pulled(x, centre, alpha)
+
+
+def centred(centre: Any, mean: Any, beta: float) -> Any:
+    """EASGD's centre + beta (mean - centre), ``mean`` that of the ranks before they are pulled."""
+    return pulled(centre, mean, beta)
+
+
+def spread(kind: str, place: int) -> float:
+    """By what the learning rate of the rank at a place is multiplied, so that some explore farther than others.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind not in SPREADS:
+        raise ValueError(f"lr_spread={kind!r} is not known: take one of {', '.join(map(repr, SPREADS))}")
+    return {"none": 1.0, "linear": place + 1.0, "power": 2.0**place}[kind]
+
+
+def groups(group: Any, size: int, host_size: Callable[[], int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks' groups, by place.
+
+    Args:
+        group: "host", ranks per group, or the groups themselves.
+        size: ranks in all.
+        host_size: ranks of a host; asked for "host" only.
+
+    Raises:
+        ValueError: sizes that do not divide, or groups that do not part the ranks.
+    """
+    if group == "host":
+        group = host_size()
+    if isinstance(group, int) and not isinstance(group, bool):
+        if group < 1 or size % group:
+            raise ValueError(f"group={group}: groups of {group} do not divide {size} ranks; take a divisor of {size}")
+        return tuple(tuple(range(first, first + group)) for first in range(0, size, group))
+    if isinstance(group, str) or not isinstance(group, Sequence):
+        raise ValueError(f"group={group!r} is none: take 'host', ranks per group, or a list of groups of ranks")
+    parts = tuple(tuple(sorted(part)) for part in group)
+    if sorted(rank for part in parts for rank in part) != list(range(size)) or not all(parts):
+        raise ValueError(f"group={group!r}: every rank from 0 to {size - 1} must be in one group, and no group empty")
+    return tuple(sorted(parts))

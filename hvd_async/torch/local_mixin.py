@@ -1,0 +1,175 @@
+"""What the wrapped torch optimizers have in common whose ranks have weights of their own: stepping, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_async.local_wrapping import LocalState, LocalWrapped
+from hvd_async.torch.base import TorchWrapped
+from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
+
+
+class LocalSettings(LocalState):
+    """What the wrapper was given, and what it keeps between calls.
+
+    Attributes:
+        named: parameters' names by id; None if none were given.
+        named_buffers: those that are to agree after a drain.
+        buffer_policy: how.
+    """
+
+    named: dict[int, str] | None = None
+    named_buffers: list[tuple[str, torch.Tensor]]
+    buffer_policy: str = "average"
+
+
+class LocalMixin(LocalWrapped, TorchWrapped):
+    """Methods of a wrapped torch optimizer."""
+
+    _async: LocalSettings
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with this rank's gradients, send the weights to neighbours and mix in theirs.
+
+        sgp and dpsgd wait for the neighbours' messages of this step; osgp for those that are ``max_staleness`` steps
+        old; adpsgd for nobody, but after ``max_local_steps`` without an averaging.
+
+        Args:
+            closure: evaluated once, before the step.
+
+        Returns:
+            The closure's value, None without one.
+
+        Raises:
+            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
+            ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
+            FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
+            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        worker = self._async_worker()
+        self._async_before_step(worker)
+        worker.check_step()
+        with self._async_updating(), torch.no_grad():
+            if worker.weight != 1.0:
+                self._async_write(self._async_read() * worker.weight)
+            before = self._async_read() if worker.wants_before else None
+            self._async_plain_step()
+            after = self._async_read()
+            if not torch.isfinite(after.sum()) and not torch.isfinite(after).all():
+                raise FloatingPointError(self._async_not_finite())
+            self._async_write(worker.mix(after if before is None else before, after))
+        return loss
+
+    def _async_before_step(self, worker: Any) -> None:
+        """What there is to tell the worker first."""
+
+    def _async_plain_step(self) -> None:
+        """The wrapped optimizer's."""
+        self._wrapped_class.step(self)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under "hvd_async" what this rank needs to go on.
+
+        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
+        own share, for as many ranks, beside the model's weights on that rank.
+
+        Raises:
+            ReplicaStateError: a step was taken since the last drain or cut.
+        """
+        return {**super().state_dict(), "hvd_async": self._async_share()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+
+        Raises:
+            ValueError: the state is another rank's, or of a job of another size.
+            ReplicaStateError: messages of this run are on their way.
+        """
+        state_dict = dict(state_dict)
+        share = state_dict.pop("hvd_async", None)
+        if share is not None:
+            device = self._async_parameters()[0].device
+            copies = {edge: copy.to(device) for edge, copy in share.get("copies", {}).items()}
+            self._async_take_share({**share, "copies": copies})
+        super().load_state_dict(state_dict)
+
+    # -- for GossipWrapped ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _async_read(self) -> torch.Tensor:
+        kind = self._async_kind()
+        return torch.cat([p.detach().reshape(-1).to(kind) for p in self._async_parameters()])
+
+    @torch.no_grad()
+    def _async_write(self, weights: torch.Tensor) -> None:
+        parameters = self._async_parameters()
+        parts = weights.split([p.numel() for p in parameters])
+        torch._foreach_copy_(parameters, [part.view_as(p) for p, part in zip(parameters, parts, strict=True)])
+
+    def _async_kind(self) -> torch.dtype:
+        kinds = {p.dtype for p in self._async_parameters()}
+        return torch.float64 if torch.float64 in kinds else torch.float32
+
+    def _async_check_parameters(self) -> None:
+        """Refuse parameters whose mixing would lose them.
+
+        Raises:
+            ValueError: with a hint.
+        """
+        parameters = self._async_parameters()
+        for parameter in parameters:
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"a parameter of dtype {parameter.dtype} cannot be mixed without losing what it learns: keep "
+                    f"weights in float32 and compute in half precision by torch.autocast; compression= makes messages "
+                    f"small"
+                )
+        devices = {str(p.device) for p in parameters}
+        if len(devices) > 1:
+            raise ValueError(f"parameters on {', '.join(sorted(devices))}: gossip needs them on one device")
+
+    def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        parameters = self._async_parameters()
+        named = self._async.named or {}
+        names = [signature(named.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+        kind = f"optimizer {self._wrapped_class.__name__}{', weights as after cut()' if resumed else ''}"
+        return [kind, *names], [0, *(0 if resumed else checksum(p) for p in parameters)]
+
+    def _async_unify(self) -> None:
+        state = self._async
+        if state.buffer_policy != "local" and state.named_buffers:
+            unify_buffers(self._async_worker().engine, state.named_buffers, state.buffer_policy, state.sharers)
+
+    def _async_keep_buffers(self) -> Callable[[], None]:
+        kept = [(buffer, buffer.clone()) for _, buffer in self._async.named_buffers]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for buffer, own in kept:
+                    buffer.copy_(own)
+
+        return put_back
+
+    def _async_distance(self) -> float:
+        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
+
+    def _async_not_finite(self) -> str:
+        named = self._async.named or {}
+        bad = [i for i, p in enumerate(self._async_parameters()) if not torch.isfinite(p).all()]
+        names = ", ".join(named.get(id(self._async_parameters()[i]), f"parameter {i}") for i in bad[:5])
+        return (
+            f"this rank's step has made weights NaN or infinite ({names}), which would spread to all ranks; nothing "
+            f"was sent. Lower the learning rate, clip gradients, or step by a torch.amp.GradScaler"
+        )
