@@ -1,7 +1,7 @@
 """Horovod optimizers that do not wait for stragglers.
 
-``EagerOptimizer(opt)`` and ``GossipOptimizer(opt)`` hand over to ``hvd_async.torch`` or ``hvd_async.tensorflow``,
-whichever ``opt`` belongs to; only that framework is imported.
+``EagerOptimizer(opt)``, ``GossipOptimizer(opt)`` and ``LeaderOptimizer(opt)`` hand over to ``hvd_async.torch`` or
+``hvd_async.tensorflow``, whichever ``opt`` belongs to; only that framework is imported.
 """
 
 from __future__ import annotations
@@ -50,4 +50,14 @@ def GossipOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     return binding.GossipOptimizer(optimizer, *args, **kwargs)
 
 
-__all__ = ["EagerOptimizer", "GossipOptimizer", "__version__"]
+def LeaderOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
+    """The ``LeaderOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
+
+    Raises:
+        ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
+    """
+    binding = importlib.import_module(f"hvd_async.{_framework(optimizer)}")
+    return binding.LeaderOptimizer(optimizer, *args, **kwargs)
+
+
+__all__ = ["EagerOptimizer", "GossipOptimizer", "LeaderOptimizer", "__version__"]

@@ -72,6 +72,20 @@ class GossipConfig(msgspec.Struct, frozen=True, tag=True):
         return 1
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """How it stands between ranks that follow a leader, at a drain or cut.
+
+    Attributes:
+        leader: the rank whose mean loss is the lowest; the lowest-numbered where none is known.
+        steps: since the last pull that was due, of each group of the ranks and, last, of all.
+        means: mean losses by place; None where there is none that is finite.
+    """
+
+    leader: int
+    steps: list[int]
+    means: list[float | None]
+
+
 class LeaderConfig(msgspec.Struct, frozen=True, tag=True):
     """What all ranks that follow a leader must have in common before the first pull.
 
@@ -80,16 +94,18 @@ class LeaderConfig(msgspec.Struct, frozen=True, tag=True):
         groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
         local_period, global_period: pulls are due when the ranks have taken so many steps each, on the average: of a
             group towards its leader, of all towards the global leader or the centre.
-        strengths: of the pulls, for people and for comparison.
-        buffers: whether batch-norm statistics are averaged at each pull.
+        settings: what else must be the same, for people and for comparison: strengths of the pulls and the like.
+        buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
+        standing: of an earlier run's cut, if this one goes on from there.
     """
 
     algorithm: str
     groups: list[list[int]]
     local_period: int
     global_period: int
-    strengths: str
+    settings: str
     buffers: str = "local"
+    standing: Standing | None = None
 
     @property
     def counts(self) -> int:
@@ -272,7 +288,10 @@ class Average(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the centre: -1)."""
+    """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the centre: -1).
+
+    ``leader`` -2: nobody has ever told a loss, so there is no pull, and ranks are to say so.
+    """
 
     optimizer: int
     round: int
@@ -291,8 +310,8 @@ class Retired(msgspec.Struct, frozen=True, tag=True):
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
 
-    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``leader``:
-    whose mean loss is the lowest (LSGD).
+    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``standing``:
+    of ranks that follow a leader.
     """
 
     optimizer: int
@@ -300,7 +319,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     produced: list[int]
     last: int
     flushed: bool = True
-    leader: int = 0
+    standing: Standing | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

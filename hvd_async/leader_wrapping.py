@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from hvd_async import leaders
-from hvd_async.events import LeaderConfig
-from hvd_async.following import FollowWorker, Kept, Strengths
+from hvd_async.events import LeaderConfig, Standing
+from hvd_async.following import FollowWorker, Kept
+from hvd_async.leaders import Strengths
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
-from hvd_async.mail import Post
+from hvd_async.receiving import Come
 from hvd_async.sharers import Sharers
 from hvd_async.stats import LeaderStats
 
-ALGORITHMS = ("lsgd", "easgd")
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "lsgd": {
+        "local_period": None,
+        "global_period": 16,
+        "local_pull": 0.1,
+        "global_pull": 0.1,
+        "local_prox": 0.1,
+        "global_prox": 0.1,
+        "group": "host",
+        "loss_window": 10,
+    },
+    "easgd": {"global_period": 16, "alpha": None, "beta": 0.43},
+}
+"""Of options, by algorithm; what is not there means nothing to it."""
 
 
 class LeaderState(LocalState):
@@ -23,10 +39,21 @@ class LeaderState(LocalState):
     Args:
         lifecycle: of the binding.
         sharers: the ranks that follow.
+        host_size: ranks of a host; asked for ``group="host"`` only.
+        algorithm: "lsgd" or "easgd".
+        buffers: how batch-norm statistics agree: "local" or "average".
+        lr_spread: how learning rates differ between ranks.
+        options: see DEFAULTS; None for the default.
+
+    Attributes:
         config: of all of them.
         strengths: of the pulls.
         window: how many losses count.
         spread: by what this rank's learning rate is multiplied.
+        losses: recorded since the last step.
+
+    Raises:
+        ValueError: what cannot be, and what can.
     """
 
     worker: FollowWorker | None
@@ -35,66 +62,69 @@ class LeaderState(LocalState):
         self,
         lifecycle: Lifecycle,
         sharers: Sharers,
-        config: LeaderConfig,
-        strengths: Strengths,
-        window: int,
-        spread: float,
+        host_size: Callable[[], int],
+        algorithm: str,
+        buffers: str,
+        lr_spread: str,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__(lifecycle, sharers)
-        self.config, self.strengths, self.window, self.spread = config, strengths, window, spread
+        given = _resolved(algorithm, options)
+        names = [name for name in vars(Strengths()) if name in given]
+        if algorithm == "easgd":
+            beta = leaders.at(given["beta"], 1)
+            given["alpha"] = beta / sharers.size if given["alpha"] is None else given["alpha"]
+        for name in names:
+            _checked(name, given[name], callables=algorithm == "lsgd")
+        self.strengths = Strengths(**{name: given[name] for name in names})
+        self.window, self.spread = given.get("loss_window", 1), leaders.spread(lr_spread, sharers.index)
+        settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
+        told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
+        whole = [list(range(sharers.size))]
+        grouped = leaders.groups(given["group"], sharers.ranks, host_size) if "group" in given else whole
+        self.config = LeaderConfig(
+            algorithm=algorithm,
+            groups=[list(places) for places in grouped],
+            local_period=given.get("local_period", given["global_period"]),
+            global_period=given["global_period"],
+            settings=", ".join(told),
+            buffers=buffers,
+        )
         self.stats_before = LeaderStats()
         self.losses: list[Any] = []
-        """Recorded since the last step."""
 
 
-def leader_config(
-    size: int,
-    host_size: Callable[[], int],
-    *,
-    algorithm: str,
-    local_period: int,
-    global_period: int,
-    group: Any,
-    strengths: Strengths,
-    loss_window: int,
-    buffers: str,
-) -> LeaderConfig:
-    """Check how ranks are to follow, and lay it out.
-
-    Args:
-        size: ranks that share the optimizer.
-        host_size: ranks of a host; asked for ``group="host"`` only.
-        algorithm: one of ``ALGORITHMS``.
-        local_period, global_period: steps of each rank, on the average, between two pulls.
-        group: as ``leaders.groups``.
-        strengths: of the pulls.
-        loss_window: losses that count.
-        buffers: how batch-norm statistics agree: "local" or "average".
-
-    Raises:
-        ValueError: what cannot be, and what can.
-    """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
-    for name, value in (("local_period", local_period), ("global_period", global_period), ("loss_window", loss_window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _resolved(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with their defaults."""
+    if algorithm not in DEFAULTS:
+        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, DEFAULTS))}")
+    defaults = DEFAULTS[algorithm]
+    stray = [name for name, value in options.items() if value is not None and name not in defaults]
+    if stray:
+        raise ValueError(f"{', '.join(stray)}: {algorithm} has no use for it; leave it out, or take another algorithm")
+    given = {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
+    for name in ("local_period", "global_period", "loss_window"):
+        value = given.get(name, 1)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}: take 1 or more")
-    if algorithm == "lsgd" and local_period > global_period:
-        raise ValueError(
-            f"local_period={local_period} is above global_period={global_period}: groups follow their own leader more "
-            f"often than that of all, a quarter of global_period is usual"
-        )
-    for name, value in vars(strengths).items():
-        leaders.at(value, 1) if not callable(value) else None
-        _ = name
-    return LeaderConfig(
-        algorithm=algorithm,
-        groups=[list(ranks) for ranks in leaders.groups(group, size, host_size)],
-        local_period=local_period,
-        global_period=global_period,
-        strengths=", ".join(f"{name} {value}" for name, value in vars(strengths).items() if not callable(value)),
-        buffers=buffers,
-    )
+    if algorithm == "lsgd":
+        local, whole = given["local_period"], given["global_period"]
+        given["local_period"] = max(1, whole // 4) if local is None else local
+        if given["local_period"] > whole:
+            raise ValueError(
+                f"local_period={local} is above global_period={whole}: groups follow their own leader more often than "
+                f"that of all; a quarter of global_period is usual"
+            )
+    return given
+
+
+def _checked(name: str, value: Any, callables: bool) -> None:
+    if callable(value) and not callables:
+        raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
+    try:
+        leaders.at(value, 1)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class LeaderWrapped(LocalWrapped):
@@ -104,9 +134,9 @@ class LeaderWrapped(LocalWrapped):
 
     # -- what a binding supplies ------------------------------------------------------------------------------
 
-    def _async_post(self) -> Post:
-        """How weights travel."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights travel")
+    def _async_copy_statistics(self, root: int) -> None:
+        """Make batch-norm statistics those of a rank. A collective."""
+        raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
 
     # -- for users --------------------------------------------------------------------------------------------
 
@@ -124,12 +154,14 @@ class LeaderWrapped(LocalWrapped):
         state = self._async
         if state.worker is not None:
             state.stats_before = self.stats()
+        group_set = state.sharers.process_set
         groups = [tuple(state.sharers.ranks[place] for place in places) for places in state.config.groups]
-        own = engine.collectives.subset([ranks for ranks in groups if 1 < len(ranks) < state.size])
-        worker = FollowWorker(engine, state.config, state.strengths, self._async_post(), own, state.window, finish)
-        if state.restored is not None:
-            worker.restore(state.restored)
-        return worker
+        if len(groups) > 1:
+            several = [ranks for ranks in groups if len(ranks) > 1]
+            group_set = engine.collectives.subset(several, make=group_set is None) if several else None
+        return FollowWorker(
+            engine, state.config, state.strengths, state.sharers, group_set, state.window, finish, state.restored
+        )
 
     def _async_losses(self, worker: FollowWorker) -> None:
         """Hand over what was recorded."""
@@ -138,10 +170,35 @@ class LeaderWrapped(LocalWrapped):
         for loss in recorded:
             worker.record_loss(float(loss))
 
+    def _async_agree(self) -> None:
+        """Batch-norm statistics that fit what stands for all ranks: averages, or the leader's own."""
+        state, worker = self._async, self._async_worker()
+        if state.config.buffers == "average":
+            self._async_unify()
+        elif state.config.algorithm == "lsgd":
+            self._async_copy_statistics(worker.leader)
+
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def _async_pack(self, kept: Kept | None) -> dict[str, Any]:
-        return {"targets": {}, "losses": []} if kept is None else {"targets": dict(kept.targets), "losses": kept.losses}
+        if kept is None:
+            return {"copies": {}}
+        come = kept.come
+        copies = {f"target.{group}": target for group, target in come.targets.items()}
+        copies |= {"force": come.force} if come.force is not None else {}
+        copies |= {"statistics": come.statistics} if come.statistics is not None else {}
+        return {
+            "copies": copies,
+            "fresh": [[group, *pull] for group, pull in come.fresh.items()],
+            "losses": kept.losses,
+            "steps": kept.steps,
+            "standing": msgspec.json.encode(kept.standing).decode(),
+        }
 
     def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
-        return Kept(dict(share["targets"]), list(share["losses"]))
+        copies = share["copies"]
+        targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
+        fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
+        come = Come(targets, fresh, copies.get("force"), copies.get("statistics"))
+        standing = msgspec.json.decode(share["standing"], type=Standing)
+        return Kept(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)

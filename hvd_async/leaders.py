@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Strength: TypeAlias = "float | Callable[[int], float]"
@@ -69,19 +70,44 @@ def at(strength: Strength, step: int) -> float:
     return float(value)
 
 
-def pulled(x: Any, target: Any, strength: float) -> Any:
-    """x + strength (target - x)."""
-    return x + (target - x) * strength
+@dataclass(frozen=True)
+class Strengths:
+    """Of pulls: numbers in [0, 1), or functions of this rank's step.
+
+    Attributes:
+        local_pull, global_pull: when a pull comes (LSGD, as the next two).
+        local_prox, global_prox: of the steps of a period together, between pulls.
+        alpha, beta: EASGD's: of a rank towards the centre, of the centre towards the ranks' mean.
+    """
+
+    local_pull: Strength = 0.1
+    global_pull: Strength = 0.1
+    local_prox: Strength = 0.1
+    global_prox: Strength = 0.1
+    alpha: float = 0.0
+    beta: float = 0.43
+
+    def now(self, step: int) -> dict[str, float]:
+        """By name, at a step of this rank, from 1; raises ValueError as ``at``."""
+        return {name: at(value, step) for name, value in vars(self).items()}
+
+
+def pulled(x: Any, *pulls: tuple[Any, float]) -> Any:
+    """x + sum over (target, strength) of strength (target - x): towards all at once."""
+    moved = x
+    for target, strength in pulls:
+        moved = moved + (target - x) * strength
+    return moved
 
 
 def elastic(x: Any, centre: Any, alpha: float) -> Any:
     """EASGD's x - alpha (x - centre)."""
-    return pulled(x, centre, alpha)
+    return pulled(x, (centre, alpha))
 
 
 def centred(centre: Any, mean: Any, beta: float) -> Any:
     """EASGD's centre + beta (mean - centre), ``mean`` that of the ranks before they are pulled."""
-    return pulled(centre, mean, beta)
+    return pulled(centre, (mean, beta))
 
 
 def spread(kind: str, place: int) -> float:
@@ -95,17 +121,18 @@ def spread(kind: str, place: int) -> float:
     return {"none": 1.0, "linear": place + 1.0, "power": 2.0**place}[kind]
 
 
-def groups(group: Any, size: int, host_size: Callable[[], int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks' groups, by place.
+def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks' groups, by their places among ``ranks``.
 
     Args:
-        group: "host", ranks per group, or the groups themselves.
-        size: ranks in all.
+        group: "host", ranks per group, or the groups themselves: lists of ranks, or process sets.
+        ranks: that share the optimizer.
         host_size: ranks of a host; asked for "host" only.
 
     Raises:
         ValueError: sizes that do not divide, or groups that do not part the ranks.
     """
+    size = len(ranks)
     if group == "host":
         group = host_size()
     if isinstance(group, int) and not isinstance(group, bool):
@@ -114,7 +141,7 @@ def groups(group: Any, size: int, host_size: Callable[[], int]) -> tuple[tuple[i
         return tuple(tuple(range(first, first + group)) for first in range(0, size, group))
     if isinstance(group, str) or not isinstance(group, Sequence):
         raise ValueError(f"group={group!r} is none: take 'host', ranks per group, or a list of groups of ranks")
-    parts = tuple(tuple(sorted(part)) for part in group)
-    if sorted(rank for part in parts for rank in part) != list(range(size)) or not all(parts):
-        raise ValueError(f"group={group!r}: every rank from 0 to {size - 1} must be in one group, and no group empty")
-    return tuple(sorted(parts))
+    parts = [tuple(sorted(getattr(part, "ranks", None) or part)) for part in group]
+    if sorted(rank for part in parts for rank in part) != sorted(ranks) or not all(parts):
+        raise ValueError(f"group={group!r}: every one of the ranks {list(ranks)} must be in one group, no group empty")
+    return tuple(sorted(tuple(ranks.index(rank) for rank in part) for part in parts))

@@ -49,6 +49,10 @@ class LocalWrapped(Wrapped):
         """Make batch-norm statistics agree by the policy. A collective."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics agree")
 
+    def _async_agree(self) -> None:
+        """Make batch-norm statistics fit the weights that stand for all ranks. A collective."""
+        self._async_unify()
+
     def _async_keep_buffers(self) -> Callable[[], None]:
         """What puts the batch-norm statistics of now back."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics are kept")
@@ -75,7 +79,10 @@ class LocalWrapped(Wrapped):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """In it the model holds the average of all ranks' weights, for evaluation and export; afterwards its own again.
+        """In it the model holds what stands for all ranks, for evaluation and export; afterwards its own weights again.
+
+        That is the average of all ranks' weights; of ranks that follow a leader, the weights of the one with the lowest
+        mean loss (LSGD), or the centre (EASGD).
 
         Batch-norm statistics agree in it by the ``buffers=`` policy. A collective, with a ``cut()`` at its start.
 
@@ -88,7 +95,7 @@ class LocalWrapped(Wrapped):
         forgotten = False
         try:
             self._async_write(worker.consensus(own * worker.weight))
-            self._async_unify()
+            self._async_agree()
             yield
         except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
             forgotten = True
@@ -125,7 +132,7 @@ class LocalWrapped(Wrapped):
     def _async_finish(self, worker: Any, flush: bool) -> None:
         self._async_write(worker.gather(self._async_read(), flush))
         if flush:
-            self._async_unify()
+            self._async_agree()
 
     @contextlib.contextmanager
     def _async_updating(self) -> Iterator[None]:
@@ -181,9 +188,14 @@ class LocalWrapped(Wrapped):
         if cut and (share["size"], share["index"]) != (state.size, state.index):
             raise ValueError(
                 f"this state is of rank {share['index']} of {share['size']} after cut(): its weights are that rank's "
-                f"own, with push-sum weight {share['weight']:.6g}, and this is rank {state.index} of {state.size}. "
-                f"Load each rank's own file at the same size, or save after drain()."
+                f"own, and this is rank {state.index} of {state.size}. Load each rank's own file at the same size, or "
+                f"save after drain()."
             )
+        try:
+            restored = self._async_unpack(share) if cut else None
+        except KeyError as error:
+            raise ValueError(
+                f"this state after cut() is of another kind of optimizer (it has no {error}): save it after drain()"
+            ) from None
         self._async_forget()
-        state.rounds_before, state.begun = share["rounds"], False
-        state.restored = self._async_unpack(share) if cut else None
+        state.rounds_before, state.begun, state.restored = share["rounds"], False, restored

@@ -1,7 +1,7 @@
 """What the coordinator's state machines have in common: ranks open, fit together or not, and are done.
 
 A machine takes events and ``now`` in and gives commands out; no clock, no I/O. What comes between opening and the end
-is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``).
+is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``), leaders (``pulls``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_async.agreement import disagreement
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused
+from hvd_async.events import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused, Standing
 
 C = TypeVar("C")
 
@@ -109,9 +109,9 @@ class Machine(Generic[C]):
         """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
         raise NotImplementedError
 
-    def _leader(self) -> int:
-        """The rank that leads when all are done, where one does."""
-        return self.ranks[0]
+    def _standing(self) -> Standing | None:
+        """How it stands when all are done, where ranks follow a leader."""
+        return None
 
     # -- opening and ends -------------------------------------------------------------------------------------
 
@@ -158,6 +158,6 @@ class Machine(Generic[C]):
         commands, last = self._conclude(rank, now)
         self._done.clear()
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
-        commands.append(Drained(self._optimizer, last, produced, rank, self._flush, self._leader()))
+        commands.append(Drained(self._optimizer, last, produced, rank, self._flush, self._standing()))
         self._flush = False
         return commands

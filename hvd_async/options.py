@@ -166,20 +166,32 @@ def host_size(hierarchical: Any, hvd: Any, everyone: bool) -> int:
         ValueError: hosts of different sizes, ranks in another order, a process set, or no number of ranks.
     """
     if isinstance(hierarchical, bool):
-        if not hierarchical:
-            return 1
-        if not everyone:
-            raise ValueError(
-                "hierarchical=True counts the ranks of a host, and some may be outside the process set: pass the "
-                "number of ranks of a host that are inside"
-            )
-        local, hosts = int(hvd.local_size()), int(hvd.cross_size())
-        if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
-            raise ValueError(
-                "hierarchical=True needs as many ranks on each host, numbered host by host: start them so (horovodrun "
-                "-H a:4,b:4), or leave it out"
-            )
-        return local
+        return local_ranks(hvd, everyone, "hierarchical=True", "leave it out") if hierarchical else 1
     if not isinstance(hierarchical, int) or hierarchical < 1:
         raise ValueError(f"hierarchical={hierarchical!r}: take True, False, or the number of ranks of a host")
     return hierarchical
+
+
+def local_ranks(hvd: Any, everyone: bool, asked: str, instead: str) -> int:
+    """Horovod's ranks of each host.
+
+    Args:
+        hvd: Horovod's module.
+        everyone: whether all ranks of the job are meant, and no process set of them.
+        asked, instead: what the user said, and what else could be.
+
+    Raises:
+        ValueError: hosts of different sizes, ranks in another order, or a process set.
+    """
+    if not everyone:
+        raise ValueError(
+            f"{asked} counts the ranks of a host, and some may be outside the process set: pass the number of ranks of "
+            f"a host that are inside"
+        )
+    local, hosts = int(hvd.local_size()), int(hvd.cross_size())
+    if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
+        raise ValueError(
+            f"{asked} needs as many ranks on each host, numbered host by host: start them so (horovodrun -H a:4,b:4), "
+            f"or {instead}"
+        )
+    return local

@@ -124,12 +124,14 @@ class Collectives(Protocol):
         of responses wants.
         """
 
-    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
-        """Make groups of ranks known, which no rank is in twice; returns that of this rank, as ``process_set=`` takes
-        it, None if it is in none. All ranks call it, with the same groups; it may wait for them.
+    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+        """That of these groups of ranks in which this rank is, as ``process_set=`` takes it; None if it is in none.
+
+        Ranks of all groups call it, and with ``make`` all ranks of the job: it may wait for them, to make what is not
+        known yet.
 
         Raises:
-            ValueError: Horovod was started without process sets; the message says how to.
+            ValueError: a group is not known, and cannot be made; the message says what to do.
         """
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:

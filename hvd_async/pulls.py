@@ -6,7 +6,8 @@ The laws it keeps:
    each on the average since its last, a pull of all when all active ranks have taken ``global_period``: fast ranks do
    more.
 2. *The leader* is whoever has the lowest mean loss by what is known then; one whose loss is not finite never leads, and
-   where nobody's is there is no pull. (EASGD has a centre and asks for no loss.)
+   where nobody's is there is no pull. Where nobody has told any, the ranks hear that. (EASGD has a centre and asks for
+   no loss.) A group of one has nobody to follow.
 3. *One pull of a group at a time*; what becomes due meanwhile is due when it has landed, once.
 4. *Nobody is waited for*: engines take part for ranks that compute, sleep or are done.
 5. *Illegal moves change nothing.* They raise ProtocolError.
@@ -14,19 +15,22 @@ The laws it keeps:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_async import leaders
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Command, Iterated, Landed, LeaderConfig, OptimizerEvent, Pull
+from hvd_async.events import Command, Iterated, Landed, LeaderConfig, OptimizerEvent, Pull, Standing
 from hvd_async.machine import Machine
 
 ALL = -1
 """In place of a group: all ranks."""
 CENTRE = -1
 """In place of a leader: EASGD's centre."""
+NOBODY = -2
+"""In place of a leader: no rank has told a loss."""
 
 
 @dataclass
@@ -84,6 +88,10 @@ class Pulls(Machine[LeaderConfig]):
             for number, places in enumerate(config.groups):
                 self._groups[number] = _Group(tuple(self.ranks[place] for place in places), config.local_period)
         self._groups[ALL] = _Group(self.ranks, config.global_period)
+        if config.standing is not None:
+            for group, steps in zip(self._groups.values(), config.standing.steps, strict=True):
+                group.steps = steps
+            self._means = {r: m for r, m in zip(self.ranks, config.standing.means, strict=True) if m is not None}
         return config
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
@@ -111,14 +119,16 @@ class Pulls(Machine[LeaderConfig]):
             if group.flight is not None or not 0 < needed <= group.steps:
                 continue
             group.steps %= needed
+            if number != ALL and len(group.ranks) == 1:
+                continue
             leader = CENTRE if self._of_centre else leaders.leader(self._means, group.ranks)
             if leader is None and self._means:
                 self._leaderless += 1
                 continue
             self._round += 1
-            group.flight = self._round
-            # (where no loss was ever recorded, the ranks are told by the pull: they know what to do about it)
-            commands.append(Pull(self._optimizer, self._round, number, group.ranks[0] if leader is None else leader))
+            if leader is not None:
+                group.flight = self._round
+            commands.append(Pull(self._optimizer, self._round, number, NOBODY if leader is None else leader))
         return commands
 
     @property
@@ -131,11 +141,16 @@ class Pulls(Machine[LeaderConfig]):
         return [] if self._config is None else self._due()
 
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """What is not due yet never will be."""
+        """What is not due yet never will be, after a drain."""
         for group in self._groups.values():
             group.steps, group.flight = 0 if self._flush else group.steps, None
         return [], self._round
 
-    def _leader(self) -> int:
-        found = leaders.leader(self._means, self.ranks)
-        return self.ranks[0] if found is None else found
+    def _standing(self) -> Standing:
+        leader = leaders.leader(self._means, self.ranks)
+        means = [self._means.get(rank) for rank in self.ranks]
+        return Standing(
+            leader=self.ranks[0] if leader is None else leader,
+            steps=[group.steps for group in self._groups.values()],
+            means=[None if mean is None or not math.isfinite(mean) else mean for mean in means],
+        )

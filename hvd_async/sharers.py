@@ -80,26 +80,36 @@ def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> Sharers
     return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
 
 
-def process_set_among(hvd: Any, groups: Sequence[Sequence[int]], rank: int) -> Any:
-    """The Horovod process set of the group that a rank is in, None if it is in none. Waits for all ranks.
+def process_set_among(process_sets: Any, groups: Sequence[Sequence[int]], rank: int, make: bool) -> Any:
+    """The Horovod process set of the group that a rank is in, None if it is in none.
 
     Args:
-        hvd: Horovod's module.
-        groups: the same on all ranks, none of which has a process set yet.
+        process_sets: Horovod's module of that name.
+        groups: the same on all ranks that call it.
         rank: this one.
+        make: whether all ranks of the job call it, so that process sets that are missing can be made; then it waits
+            for them.
 
     Raises:
-        ValueError: Horovod does not let process sets be made now.
+        ValueError: a group has no process set, and none can be made now.
     """
+    known = {tuple(ranks): number for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
     own = None
     for ranks in groups:
-        try:
-            made = hvd.add_process_set(list(ranks))
-        except ValueError as error:
-            raise ValueError(
-                f"ranks {list(ranks)} need a Horovod process set for a leader of their own, and none could be made "
-                f"({error}). Set HOROVOD_DYNAMIC_PROCESS_SETS=1 before horovodrun, or pass the process sets that "
-                f"hvd.init(process_sets=[...]) was given as group=[...]"
-            ) from None
-        own = made if rank in ranks else own
+        one = process_sets.ProcessSet(list(ranks))
+        if tuple(ranks) in known:
+            one.process_set_id = known[tuple(ranks)]
+        else:
+            try:
+                if not make:
+                    raise ValueError("other ranks of the job have no part in it")
+                one = process_sets.add_process_set(one)
+            except ValueError as error:
+                raise ValueError(
+                    f"ranks {list(ranks)} need a Horovod process set, to have a leader of their own, and none could be "
+                    f"made ({error}). Call hvd.init(process_sets=[hvd.ProcessSet({list(ranks)}), ...]) with one for "
+                    f"each group, or hvd.init(process_sets='dynamic'), or take group={len(groups) * len(ranks)}: one "
+                    f"group of all"
+                ) from None
+        own = one if rank in ranks else own
     return own

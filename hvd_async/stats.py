@@ -110,12 +110,12 @@ class LeaderStats:
         steps: of this rank.
         pulls: that this rank has seen land.
         led: how often each rank led those, by rank; -1 stands for EASGD's centre.
-        distance: how far this rank was from its leaders when their weights came, mean.
-        pull_s: mean seconds of a pull on this rank, from the command until it was there.
-        bytes_received: by pulls.
+        distance: how far this rank was from its leaders, or the centre, when it was pulled: |x - leader|, mean.
+        pull_s: mean seconds of a pull on this rank, from its submission until it was there.
+        bytes_received: by pulls; of EASGD's sums, those of a ring.
         wait_s: seconds this rank's training thread waited, in ends.
         mean_loss: of the last losses; None before there is one.
-        history: (seconds since the first step, group or -1 for all, leader) of each pull.
+        history: (Unix time in s, group or -1 for all, leader) of each of the last 10,000 pulls.
     """
 
     steps: int = 0

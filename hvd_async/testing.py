@@ -233,7 +233,7 @@ class MemoryCollectives:
         meeting = self._board.join(self.rank, name, (rows, splits), deal, members)
         return _MemoryHandle(meeting, lambda result: result[place])
 
-    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
+    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return next((list(ranks) for ranks in groups if self.rank in ranks), None)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:

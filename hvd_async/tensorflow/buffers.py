@@ -210,8 +210,8 @@ def own_name(variable: Any) -> str:
     return str(variable.path).rpartition("/")[2]
 
 
-def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers: Sharers) -> None:
-    """Make batch-norm statistics agree: the ``average`` of ranks whose own are finite, or the first rank's (``root``).
+def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers: Sharers, root: int) -> None:
+    """Make batch-norm statistics agree: the ``average`` of ranks whose own are finite, or rank ``root``'s (``root``).
 
     Integer variables (random seeds of dropout layers) stay each rank's own. A collective.
     """
@@ -230,7 +230,7 @@ def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers
                 continue
             unified = total[:-1] / total[-1]
         else:
-            unified = engine.broadcast(flat, sharers.ranks[0], name, sharers.process_set)[:-1]
+            unified = engine.broadcast(flat, root, name, sharers.process_set)[:-1]
         for variable, part in zip(group, tf.split(unified, [v.shape.num_elements() for v in group]), strict=True):
             variable.assign(tf.reshape(part, variable.shape))
 

@@ -21,6 +21,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
@@ -224,8 +225,8 @@ class HorovodCollectives:
         ranks = hvd.global_process_set if process_set is None else process_set
         return _Handle(self._threads.run(lambda: self._graph.exchange(name, ranks, rows, splits)))
 
-    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
-        return process_set_among(hvd, groups, self.rank)
+    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+        return process_set_among(process_sets, groups, self.rank, make)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))

@@ -159,7 +159,8 @@ class GossipMixin(GossipStepping, GossipWrapped):
         if state.model is not None and state.buffer_policy != "local":
             with tf.init_scope():
                 variables = state.model.non_trainable_variables
-                unify_buffers(self._async_worker().engine, variables, state.buffer_policy, state.sharers)
+                root = state.sharers.ranks[0]
+                unify_buffers(self._async_worker().engine, variables, state.buffer_policy, state.sharers, root)
 
     def _async_keep_buffers(self) -> Callable[[], None]:
         state = self._async

@@ -156,5 +156,5 @@ class EagerMixin(Stepping, EagerWrapped):
                     stacklevel=6,
                 )
             if flush and state.model is not None and state.buffer_policy != "local":
-                variables = state.model.non_trainable_variables
-                unify_buffers(worker.engine, variables, state.buffer_policy, state.sharers)
+                variables, root = state.model.non_trainable_variables, state.sharers.ranks[0]
+                unify_buffers(worker.engine, variables, state.buffer_policy, state.sharers, root)

@@ -7,6 +7,7 @@ from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
+from hvd_async.torch.leader import LeaderOptimizer
 
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (Compression, EagerOptimizer, GossipOptimizer, broadcast_optimizer_state, join, shutdown)
+_ours = (Compression, EagerOptimizer, GossipOptimizer, LeaderOptimizer, broadcast_optimizer_state, join, shutdown)

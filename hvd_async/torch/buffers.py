@@ -24,10 +24,12 @@ def signature(name: str, tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def unify_buffers(engine: Engine, named: Iterable[tuple[str, torch.Tensor]], policy: str, sharers: Sharers) -> None:
+def unify_buffers(
+    engine: Engine, named: Iterable[tuple[str, torch.Tensor]], policy: str, sharers: Sharers, root: int
+) -> None:
     """Make batch-norm statistics agree on all ranks.
 
-    ``average`` over the ranks whose own are finite, counters from the first rank; or ``root``, all from the first.
+    ``average`` over the ranks whose own are finite, counters from rank ``root``; or ``root``, all from that one.
     A collective: every rank of the sharers calls it, at the same point.
     """
     tensors = [tensor for _, tensor in named if tensor.numel()]
@@ -42,7 +44,7 @@ def unify_buffers(engine: Engine, named: Iterable[tuple[str, torch.Tensor]], pol
     for kind, group in _by_kind([t for t in tensors if policy == "root" or not t.is_floating_point()]):
         flat = torch.cat([t.reshape(-1) for t in group])
         name = f"hvd_async.buffers.root.{sharers.id}.{kind}"
-        _scatter(engine.broadcast(flat, sharers.ranks[0], name, sharers.process_set), group)
+        _scatter(engine.broadcast(flat, root, name, sharers.process_set), group)
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.errors import NotInitializedError
@@ -157,8 +158,8 @@ class HorovodCollectives:
         handle = hvd.alltoall_async(rows, torch.tensor(splits, dtype=torch.int32), name=name, process_set=ranks)
         return _Received(handle, name.rpartition(".")[0], self._durations)
 
-    def subset(self, groups: Sequence[Sequence[int]]) -> Any:
-        return process_set_among(hvd, groups, self.rank)
+    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+        return process_set_among(process_sets, groups, self.rank, make)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))

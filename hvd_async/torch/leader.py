@@ -8,10 +8,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.following import Strengths
-from hvd_async.leader_wrapping import leader_config
-from hvd_async.leaders import Strength, spread
-from hvd_async.options import check_leader_options, host_size
+from hvd_async.leaders import Strength
+from hvd_async.options import check_leader_options, local_ranks
 from hvd_async.sharers import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
@@ -32,16 +30,16 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     process_set: Any = hvd.global_process_set,
     *,
     algorithm: str = "lsgd",
-    local_period: int = 4,
-    global_period: int = 16,
-    local_pull: Strength = 0.1,
-    global_pull: Strength = 0.1,
-    local_prox: Strength = 0.1,
-    global_prox: Strength = 0.1,
+    local_period: int | None = None,
+    global_period: int | None = None,
+    local_pull: Strength | None = None,
+    global_pull: Strength | None = None,
+    local_prox: Strength | None = None,
+    global_prox: Strength | None = None,
     alpha: float | None = None,
-    beta: float = 0.43,
-    group: str | int | Sequence[Sequence[int]] = "host",
-    loss_window: int = 10,
+    beta: float | None = None,
+    group: str | int | Sequence[Any] | None = None,
+    loss_window: int | None = None,
     lr_spread: str = "none",
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     buffers: str = "average",
@@ -64,17 +62,21 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         algorithm: "lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean
             training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a centre
             are pulled towards each other.
-        local_period, global_period: steps of each rank, on the average, between two pulls of a group, and of all
-            (easgd: the second). Steps of all ranks count together: fast ranks do more.
-        local_pull, global_pull: strengths of these pulls, from 0 up to 1, or functions of the rank's own step.
-        local_prox, global_prox: of the steps between them, a period's together.
-        alpha, beta: easgd's: of a rank towards the centre (None: beta over the number of ranks), and of the centre
-            towards the ranks' mean.
-        group: "host" (Horovod's local ranks), ranks per group, or the groups of ranks themselves.
-        loss_window: how many of the losses given to ``record_loss()`` count.
+        local_period: of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader.
+            Steps of all ranks count together: fast ranks do more. None: a quarter of ``global_period``.
+        global_period: the same between two pulls of all ranks; None: 16.
+        local_pull, global_pull: of lsgd: strengths of these pulls, from 0 up to 1, or functions of the rank's own step;
+            None: 0.1.
+        local_prox, global_prox: of lsgd: of the steps between them, a period's together; None: 0.1.
+        alpha, beta: of easgd: of a rank towards the centre, and of the centre towards the ranks' mean. None: beta is
+            0.43, and alpha beta over the number of ranks.
+        group: of lsgd: "host" (Horovod's local ranks; also None), ranks per group, or the groups themselves: lists of
+            ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` was
+            given, or ``hvd.init(process_sets="dynamic")``.
+        loss_window: of lsgd: how many of the losses given to ``record_loss()`` count; None: 10.
         lr_spread: "linear": rank i's learning rate is i + 1 times the optimizer's; "power": 2^i times; "none".
         named_buffers: ``model.named_buffers()``, so that batch-norm statistics agree.
-        buffers: how: "average", or each rank's own ("local").
+        buffers: how: "average" them at each pull, or each rank's own ("local").
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``LeaderMixin``.
@@ -89,21 +91,28 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         compression is Compression.none,
     )  # fmt: skip
     check_optimizer(optimizer, "LeaderOptimizer")
-    own_alpha = beta / sharers.size if alpha is None else alpha
-    strengths = Strengths(local_pull, global_pull, local_prox, global_prox, own_alpha, beta)
-    config = leader_config(
-        sharers.size,
-        lambda: host_size(True, hvd, sharers.process_set is None),
-        algorithm=algorithm,
-        local_period=local_period,
-        global_period=global_period,
-        group=group,
-        strengths=strengths,
-        loss_window=loss_window,
-        buffers=buffers,
-    )
+    options = {
+        "local_period": local_period,
+        "global_period": global_period,
+        "local_pull": local_pull,
+        "global_pull": global_pull,
+        "local_prox": local_prox,
+        "global_prox": global_prox,
+        "alpha": alpha,
+        "beta": beta,
+        "group": group,
+        "loss_window": loss_window,
+    }
     names = parameter_names([p for g in optimizer.param_groups for p in g["params"]], named_parameters)
-    settings = Settings(LIFECYCLE, sharers, config, strengths, loss_window, spread(lr_spread, sharers.index))
+    settings = Settings(
+        LIFECYCLE,
+        sharers,
+        lambda: local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]"),
+        algorithm,
+        buffers,
+        lr_spread,
+        options,
+    )
     settings.named, settings.named_buffers, settings.buffer_policy = names, list(named_buffers or []), buffers
     wrapped = wrap(optimizer, LeaderMixin)
     wrapped._async = settings

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
+
+from hvd_async.following import FollowWorker
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
-from hvd_async.mail import Post
 from hvd_async.torch.local_mixin import LocalMixin, LocalSettings
-from hvd_async.torch.parcels import make_post
 
 
 class Settings(LocalSettings, LeaderState):
@@ -18,6 +20,26 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
     """Methods of a wrapped torch optimizer."""
 
     _async: Settings
+
+    def record_loss(self, loss: Any) -> None:
+        """Say what this step's training loss was, before ``step()``: the lowest mean of the last ones leads.
+
+        Args:
+            loss: a number, or a tensor of one. (A closure's is recorded by ``step()``.)
+
+        Raises:
+            ValueError: it is several numbers.
+        """
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
+            loss = loss.detach().reshape(())
+        super().record_loss(loss)
+
+    def _async_before_step(self, worker: FollowWorker, loss: Any) -> None:
+        if loss is not None and not self._async.losses:
+            self.record_loss(loss)
+        self._async_losses(worker)
 
     def _async_plain_step(self) -> None:
         """With this rank's learning rates; schedulers see those that all ranks have."""
@@ -30,9 +52,28 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _async_before_step(self, worker: Any) -> None:
-        self._async_losses(worker)
+    def _async_before_mix(self, worker: FollowWorker) -> None:
+        statistics = self._async_statistics()
+        if not statistics:
+            return
+        kind = self._async_kind()
+        own = torch.cat([*(t.reshape(-1).to(kind) for t in statistics), torch.ones(1, dtype=kind).to(statistics[0])])
+        averaged = worker.settle_statistics(own if torch.isfinite(own).all() else torch.zeros_like(own))
+        if averaged is not None:
+            for tensor, part in zip(statistics, averaged.split([t.numel() for t in statistics]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
-    def _async_post(self) -> Post:
-        self._async_check_parameters()
-        return make_post(self._async_read(), "none", 1, self._async.sharers)
+    def _async_statistics(self) -> list[torch.Tensor]:
+        """What pulls average beside the weights."""
+        state = self._async
+        if state.config.buffers != "average":
+            return []
+        return [t for _, t in state.named_buffers if t.is_floating_point() and t.numel()]
+
+    def _async_copy_statistics(self, root: int) -> None:
+        self._async_unify_by("root", root)
+
+    def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        names, sums = super()._async_fingerprint(resumed)
+        elements = sum(math.prod(t.shape) for t in self._async_statistics())
+        return [f"{elements} batch-norm statistics of named_buffers", *names], [0, *sums]

@@ -32,10 +32,11 @@ class LocalMixin(LocalWrapped, TorchWrapped):
     _async: LocalSettings
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, send the weights to neighbours and mix in theirs.
+        """Step with this rank's gradients, and let other ranks' weights move this one's.
 
-        sgp and dpsgd wait for the neighbours' messages of this step; osgp for those that are ``max_staleness`` steps
-        old; adpsgd for nobody, but after ``max_local_steps`` without an averaging.
+        Gossip sends the weights to neighbours and mixes in theirs: sgp and dpsgd wait for the neighbours' messages of
+        this step; osgp for those that are ``max_staleness`` steps old; adpsgd for nobody, but after ``max_local_steps``
+        without an averaging. Ranks that follow a leader wait for nobody.
 
         Args:
             closure: evaluated once, before the step.
@@ -54,7 +55,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
             with torch.enable_grad():
                 loss = closure()
         worker = self._async_worker()
-        self._async_before_step(worker)
+        self._async_before_step(worker, loss)
         worker.check_step()
         with self._async_updating(), torch.no_grad():
             if worker.weight != 1.0:
@@ -64,11 +65,15 @@ class LocalMixin(LocalWrapped, TorchWrapped):
             after = self._async_read()
             if not torch.isfinite(after.sum()) and not torch.isfinite(after).all():
                 raise FloatingPointError(self._async_not_finite())
+            self._async_before_mix(worker)
             self._async_write(worker.mix(after if before is None else before, after))
         return loss
 
-    def _async_before_step(self, worker: Any) -> None:
-        """What there is to tell the worker first."""
+    def _async_before_step(self, worker: Any, loss: Any) -> None:
+        """What there is to tell the worker first; ``loss`` is the closure's."""
+
+    def _async_before_mix(self, worker: Any) -> None:
+        """What there is to do between the wrapped optimizer's step and the mixing."""
 
     def _async_plain_step(self) -> None:
         """The wrapped optimizer's."""
@@ -105,7 +110,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
             self._async_take_share({**share, "copies": copies})
         super().load_state_dict(state_dict)
 
-    # -- for GossipWrapped ------------------------------------------------------------------------------------
+    # -- for LocalWrapped ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _async_read(self) -> torch.Tensor:
@@ -138,7 +143,9 @@ class LocalMixin(LocalWrapped, TorchWrapped):
                 )
         devices = {str(p.device) for p in parameters}
         if len(devices) > 1:
-            raise ValueError(f"parameters on {', '.join(sorted(devices))}: gossip needs them on one device")
+            raise ValueError(
+                f"parameters on {', '.join(sorted(devices))}: ranks' weights travel as one vector: keep them on one"
+            )
 
     def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters = self._async_parameters()
@@ -148,9 +155,13 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         return [kind, *names], [0, *(0 if resumed else checksum(p) for p in parameters)]
 
     def _async_unify(self) -> None:
+        if self._async.buffer_policy != "local":
+            self._async_unify_by(self._async.buffer_policy, self._async.sharers.ranks[0])
+
+    def _async_unify_by(self, policy: str, root: int) -> None:
         state = self._async
-        if state.buffer_policy != "local" and state.named_buffers:
-            unify_buffers(self._async_worker().engine, state.named_buffers, state.buffer_policy, state.sharers)
+        if state.named_buffers:
+            unify_buffers(self._async_worker().engine, state.named_buffers, policy, state.sharers, root)
 
     def _async_keep_buffers(self) -> Callable[[], None]:
         kept = [(buffer, buffer.clone()) for _, buffer in self._async.named_buffers]

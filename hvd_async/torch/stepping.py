@@ -301,4 +301,5 @@ class EagerMixin(EagerWrapped, TorchWrapped):
                 stacklevel=6,
             )
         if flush and state.buffer_policy != "local" and state.named_buffers:
-            unify_buffers(worker.engine, state.named_buffers, state.buffer_policy, state.sharers)
+            policy, root = state.buffer_policy, state.sharers.ranks[0]
+            unify_buffers(worker.engine, state.named_buffers, policy, state.sharers, root)

@@ -11,18 +11,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"buckets", "errors", "events", "notices", "sharers", "topology"},  # leaves
+    {"buckets", "errors", "events", "leaders", "notices", "sharers", "topology"},  # leaves
     {"activation", "agreement", "autoquorum", "mixing", "protocols", "timeline"},
     {"machine", "options", "stats", "wire"},
-    {"exchanges", "rounds"},
+    {"exchanges", "pulls", "record", "rounds"},
     {"coordinator"},
     {"control", "engine"},
     {"inbox", "lifecycle", "transit"},
-    {"mail", "plan", "testing", "runner", "worker"},
-    {"averages", "eager", "knowledge", "parcels"},
+    {"mail", "plan", "receiving", "testing", "runner", "worker"},
+    {"averages", "eager", "following", "knowledge", "parcels"},
     {"gossip"},
     {"hosts", "pairs", "wrapping"},
-    {"eager_wrapping", "gossip_wrapping"},
+    {"eager_wrapping", "local_wrapping"},
+    {"gossip_wrapping", "leader_wrapping"},
     {"torch", "tensorflow"},
     {"torch_models", "tf_models"},
     {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun, one a framework
