@@ -123,7 +123,8 @@ class FollowWorker(Worker):
         if self.config.algorithm == "lsgd" and self._before + self._step and self._losses.mean is None:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
-                "opt.record_loss(loss) before each opt.step() (Keras' fit() does it by itself)"
+                "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it by itself, but a "
+                "LossScaleOptimizer must be inside: LeaderOptimizer(LossScaleOptimizer(optimizer)))"
             )
 
     def settle_statistics(self, own: Vector) -> Vector | None:

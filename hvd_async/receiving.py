@@ -82,6 +82,7 @@ class Receiver:
         """Groups of which one is submitted and not over."""
         self._last: int | None = None
         """The last pull before a drain or cut that this rank has not ended yet; those after it wait."""
+        self._restored = False
         self.record = PullRecord()
         self.log: list[Any] | None = None
 
@@ -90,7 +91,7 @@ class Receiver:
     def begin(self, weights: Vector) -> None:
         """As the worker's."""
         self._shown = weights
-        if self.centre is None:
+        if not self._restored:
             self.centre = weights
 
     def settle(self, own: Vector, step: int) -> Vector | None:
@@ -139,7 +140,7 @@ class Receiver:
 
     def restore(self, come: Come) -> None:
         """What ``come`` gave, in an earlier run."""
-        self._come = come.copy()
+        self._come, self._restored = come.copy(), True
         if self._config.algorithm == "easgd":
             self.centre = self._come.targets.pop(ALL)
 

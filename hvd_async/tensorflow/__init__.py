@@ -7,6 +7,7 @@ from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
+from hvd_async.tensorflow.leader import LeaderOptimizer
 
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
 __all__ = [name for name in dir() if not name.startswith("_")]
@@ -16,6 +17,7 @@ _ours = (
     DistributedOptimizer,
     EagerOptimizer,
     GossipOptimizer,
+    LeaderOptimizer,
     broadcast_variables,
     join,
     shutdown,

@@ -50,27 +50,24 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, An
     return share
 
 
-def pack_gossip(share: Mapping[str, Any]) -> Arrays:
-    """``GossipWrapped._async_share`` as arrays."""
-    arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "cut", "base")}
-    arrays[f"{PREFIX}weight"] = np.asarray(share["weight"], np.float64)
-    return arrays | {f"{PREFIX}{COPY}{edge}": np.array(copy) for edge, copy in share["copies"].items()}
+def pack_local(share: Mapping[str, Any]) -> Arrays:
+    """``LocalWrapped._async_share`` as arrays: numbers, lists of numbers and text, and vectors by name ("copies")."""
+    numbers = {name: value for name, value in share.items() if name != "copies"}
+    arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in numbers.items()}
+    return arrays | {f"{PREFIX}{COPY}{name}": np.array(copy) for name, copy in share["copies"].items()}
 
 
-def unpack_gossip(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``pack_gossip`` made, as ``GossipWrapped._async_take_share`` takes it; None if there is none in ``state``.
+def unpack_local(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``pack_local`` made, as ``LocalWrapped._async_take_share`` takes it; None if there is none in ``state``.
 
     Args:
         state: arrays by name, others among them; or what ``pack`` made.
     """
     if f"{PREFIX}size" not in state:
         return None
-    share: dict[str, Any] = {key: int(state[f"{PREFIX}{key}"]) for key in ("size", "index", "rounds")}
-    share["cut"] = bool(state.get(f"{PREFIX}cut", False))
-    share["base"] = int(state.get(f"{PREFIX}base", 0))
-    pending = (versions for name, versions in state.items() if name.startswith(f"{PREFIX}versions."))
-    share["versions"] = [np.asarray(versions).tolist() for versions in pending]
-    share["weight"] = float(state.get(f"{PREFIX}weight", 1.0))
-    before = f"{PREFIX}{COPY}"
-    share["copies"] = {n.removeprefix(before): np.array(copy) for n, copy in state.items() if n.startswith(before)}
-    return share
+    own = {name.removeprefix(PREFIX): np.asarray(value) for name, value in state.items() if is_share(name)}
+    copies = {name.removeprefix(COPY): np.array(own.pop(name)) for name in list(own) if name.startswith(COPY)}
+    pending = [own.pop(name).tolist() for name in list(own) if name.startswith("versions.")]
+    return {"copies": copies, "versions": pending} | {
+        name: value.tolist() for name, value in own.items() if not name.startswith("pending.")
+    }

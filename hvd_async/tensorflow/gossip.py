@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 
 from hvd_async.options import check_gossip_options, compression_name, host_size
 from hvd_async.sharers import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Compression
-from hvd_async.tensorflow.gossip_mixin import GossipMixin
-from hvd_async.tensorflow.gossip_state import State
-from hvd_async.tensorflow.scaling import GossipScaleMixin, OuterMixin
-from hvd_async.wrapping import Wrapped, derived
+from hvd_async.tensorflow.gossip_mixin import GossipMixin, Settings
+from hvd_async.tensorflow.local_mixin import check_optimizer, wrap
+from hvd_async.tensorflow.scaling import GossipScaleMixin
 
 
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -116,16 +114,9 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "compression": compression_name(compression, known),
         "local_size": host_size(hierarchical, hvd, sharers.process_set is None),
     }
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    inner = optimizer.inner_optimizer if scaled else optimizer
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
-    if isinstance(optimizer, OuterMixin) or isinstance(inner, Wrapped):
-        raise ValueError("this optimizer averages over ranks already: wrap the plain one")
-    state = State(
-        sharers,
-        options,
-        schedule,
+    check_optimizer(optimizer)
+    settings = Settings(LIFECYCLE, sharers, options, schedule)
+    settings.take_options(
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         devices=(device_dense, device_sparse),
@@ -133,13 +124,4 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         model=model,
         buffers=buffers,
     )
-    wrapped = derived(inner, GossipMixin)
-    vars(wrapped)["_async"] = state
-    LIFECYCLE.add(wrapped)
-    if scaled:
-        outer = derived(optimizer, GossipScaleMixin)
-        vars(outer)["inner_optimizer"] = wrapped
-        wrapped = outer
-    if name is not None:
-        vars(wrapped)["name"] = name
-    return wrapped
+    return wrap(optimizer, settings, GossipMixin, GossipScaleMixin, name)

@@ -1,185 +1,27 @@
-"""What ``GossipOptimizer`` adds to a Keras optimizer: stepping, draining, checkpoints."""
+"""What ``GossipOptimizer`` adds to the class of the Keras optimizer it wraps."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar
-
-import numpy as np
-import tensorflow as tf
-
-from hvd_async.errors import ReplicaStateError
-from hvd_async.gossip import GossipWorker
-from hvd_async.gossip_wrapping import GossipWrapped
+from hvd_async.gossip_wrapping import GossipState, GossipWrapped
 from hvd_async.mail import Post
 from hvd_async.parcels import make_post
 from hvd_async.plan import Plan
-from hvd_async.tensorflow import checkpoint
-from hvd_async.tensorflow.buffers import checksum, consensus_distance, own_name, raw, signature, unify_buffers
-from hvd_async.tensorflow.flat import Flat
-from hvd_async.tensorflow.gossip_state import State
-from hvd_async.tensorflow.gossip_stepping import GossipStepping
+from hvd_async.tensorflow.local_mixin import LocalMixin
+from hvd_async.tensorflow.local_state import LocalSettings
 
 
-class GossipMixin(GossipStepping, GossipWrapped):
-    """What ``GossipOptimizer`` adds to the class of the optimizer it wraps."""
+class Settings(LocalSettings, GossipState):
+    """What the wrapper was given, and what it keeps between calls."""
 
-    _async: State
-    _wrapped_class: ClassVar[type[Any]]
 
-    def register_local_var(self, variable: Any) -> None:
-        """Leave a variable out of the mixing: each rank trains its own. Call it before the first step, on all ranks.
+class GossipMixin(LocalMixin, GossipWrapped):
+    """Methods of a wrapped Keras optimizer."""
 
-        Raises:
-            ReplicaStateError: the ranks have met already.
-        """
-        state = self._async
-        if state.worker is not None:
-            raise ReplicaStateError(
-                f"{signature(variable)} has been mixed with other ranks' already: register local variables before the "
-                f"first step"
-            )
-        state.local[id(raw(variable))] = raw(variable)
-        state.flat = None
+    _async: Settings
 
-    def finalize_variable_values(self: Any, var_list: Any) -> None:
-        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place, the same on
-        all ranks."""
-        worker: GossipWorker | None = self._async.worker
-        if self.use_ema and worker is not None:
-            self.drain()
-        self._wrapped_class.finalize_variable_values(self, var_list)
-        if self.use_ema and worker is not None:
-            self._async.worker.begin(self._async_read())
-
-    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
-        of the gossip: nothing but a count after a ``drain()``, its push-sum weight after a ``cut()``.
-
-        Raises:
-            ReplicaStateError: a step was taken since the last drain or cut.
-        """
+    def _async_post(self, plan: Plan) -> Post:
         self._async_need_built()
-        own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | checkpoint.pack_gossip(self._async_share())
-
-    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take back what ``get_state`` gave; the optimizer must be built. Load the model's weights too: before the next
-        step, in either order.
-
-        Raises:
-            ValueError: the state is of another optimizer, or of another rank after a cut.
-            ReplicaStateError: messages of this run are on their way.
-        """
-        self._async_need_built()
-        share = checkpoint.unpack_gossip(state)
-        state = {name: value for name, value in state.items() if not checkpoint.is_share(name)}
-        own = {own_name(v): v for v in self.variables}
-        if own.keys() != state.keys():
-            differing = ", ".join(sorted(own.keys() ^ state.keys())[:3])
-            raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
-        if share is not None:
-            self._async_take_share(share)
-        for name, variable in own.items():
-            variable.assign(state[name])
-
-    # -- what the core asks for -------------------------------------------------------------------------------
-
-    def _async_need_built(self: Any) -> None:
-        state = self._async
-        if not self.built and state.model is not None:
-            self.build(state.model.trainable_variables)
-        if not self.built:
-            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
-        self._async_prepare(self._trainable_variables)
-
-    def _async_worker(self) -> Any:
-        self._async_check_mixed()
-        return super()._async_worker()
-
-    def _async_read(self: Any) -> np.ndarray[Any, Any]:
-        with tf.init_scope():
-            weights: np.ndarray[Any, Any] = self._async.flat.array()
-        return weights
-
-    def _async_write(self: Any, weights: Any) -> None:
-        with tf.init_scope():
-            self._async.flat.write(weights)
-
-    def _async_post(self: Any, plan: Plan) -> Post:
-        self._async_need_built()
-        flat: Flat = self._async.flat
-        config, dtype = plan.config, flat.dtype.as_numpy_dtype
-        return make_post(flat.elements, dtype, config.compression, plan.most, self._async.sharers, config.local_size)
-
-    def _async_fingerprint(self: Any, resumed: bool) -> tuple[list[str], list[int]]:
-        """(Hyperparameters and the optimizer's state are each rank's own.)"""
-        state = self._async
-        buffers = 0 if state.model is None else len(_statistics(state.model))
-        kinds = [
-            f"optimizer {self._wrapped_class.__name__}, moving averages {self.use_ema}",
-            f"{state.passes} backward passes per step",
-            f"buffers {state.buffer_policy}, {buffers} of the model",
-            *(f"local {signature(v)}" for v in self._trainable_variables if state.is_local(v)),
-        ]
-        mixed = [v for v in self._trainable_variables if not state.is_local(v)]
-        sums = [0 if resumed else checksum(v) for v in mixed]
-        return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
-
-    def _async_finish(self: Any, worker: GossipWorker, flush: bool) -> None:
-        if flush:
-            self._async_warn_of_passes()
-        super()._async_finish(worker, flush)
-        averages = self._async_averages() if flush and self.use_ema else []
-        if averages:
-            state = self._async
-            with tf.init_scope():
-                flat = Flat(averages)
-                name = f"hvd_async.gossip.{state.sharers.id}.averages"
-                flat.write(worker.engine.sum(flat.read(), name, state.sharers.process_set) / state.size)
-
-    def _async_averages(self: Any) -> list[Any]:
-        """Keras' moving averages of the variables that are mixed."""
-        pairs = zip(self._trainable_variables, self._model_variables_moving_average, strict=True)
-        return [average for variable, average in pairs if not self._async.is_local(variable)]
-
-    def _async_warn_of_passes(self) -> None:
-        state = self._async
-        done = 0 if state.done is None else int(state.done.numpy())
-        if done:
-            warnings.warn(
-                f"drain(): {done} backward pass(es) short of a step of {state.passes} (backward_passes_per_step) stay "
-                f"on this rank and go on with its next ones",
-                stacklevel=7,
-            )
-
-    def _async_unify(self) -> None:
-        state = self._async
-        if state.model is not None and state.buffer_policy != "local":
-            with tf.init_scope():
-                variables = state.model.non_trainable_variables
-                root = state.sharers.ranks[0]
-                unify_buffers(self._async_worker().engine, variables, state.buffer_policy, state.sharers, root)
-
-    def _async_keep_buffers(self) -> Callable[[], None]:
-        state = self._async
-        if state.model is None or state.buffer_policy == "local":
-            return lambda: None
-        kept = [(variable, variable.numpy()) for variable in _statistics(state.model)]
-
-        def put_back() -> None:
-            for variable, value in kept:
-                variable.assign(value)
-
-        return put_back
-
-    def _async_distance(self) -> float:
-        state = self._async
-        assert state.flat is not None
-        return consensus_distance(self._async_worker().engine, state.flat.variables, state.sharers)
-
-
-def _statistics(model: Any) -> list[Any]:
-    """What a model holds beside its weights: batch-norm statistics, not the random seeds of dropout layers."""
-    return [v for v in map(raw, model.non_trainable_variables) if v.dtype.is_floating]
+        flat, config, sharers = self._async.flat, plan.config, self._async.sharers
+        assert flat is not None
+        dtype = flat.dtype.as_numpy_dtype
+        return make_post(flat.elements, dtype, config.compression, plan.most, sharers, config.local_size)

@@ -1,14 +1,14 @@
-"""Loss scaling around our optimizers: ``EagerOptimizer(keras.optimizers.LossScaleOptimizer(...))``, and gossip's.
+"""Loss scaling around our optimizers: ``EagerOptimizer(keras.optimizers.LossScaleOptimizer(...))``, and the others'.
 
 Keras leaves a step out when a gradient overflows. Under partial allreduce the other ranks would wait for it; there the
 scale is this rank's own: gradients are unscaled before anybody else sees them, and an overflowing step is handed over
-empty. A gossiping rank takes as many steps as it likes, so Keras' own ``apply`` is right.
+empty. A rank with weights of its own takes as many steps as it likes, so Keras' own ``apply`` is right.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -95,6 +95,21 @@ class LossScaleMixin(OuterMixin):
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
         scale.assign(scale * tf.cast(factor, scale.dtype))
         counter.assign(tf.where(tf.logical_and(finite, tf.logical_not(grown)), counter + 1, tf.zeros_like(counter)))
+
+
+class LeaderScaleMixin(OuterMixin):
+    """What ``LeaderOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is a LeaderOptimizer too. A
+    step that overflows on a rank is none of its steps."""
+
+    _wrapped_class: ClassVar[type[Any]]
+
+    def record_loss(self, loss: Any) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.record_loss(loss)
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        """As Keras', which gives it the loss of each training step."""
+        return self._wrapped_class.scale_loss(self, self.inner_optimizer._async_heard(loss))
 
 
 class GossipScaleMixin(OuterMixin):

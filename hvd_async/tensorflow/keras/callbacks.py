@@ -2,7 +2,8 @@
 
 All have the ranks meet before they communicate, before evaluation inside ``fit()``, and when ``fit()`` ends, so that
 ranks with different numbers of batches do: they drain the optimizer. Of a ``GossipOptimizer``, evaluation inside
-``fit()`` sees the average of all ranks, and each rank goes on with its own weights, until ``fit()`` ends with a drain.
+``fit()`` sees the average of all ranks, of a ``LeaderOptimizer`` the leader or the centre, and each rank goes on with
+its own weights, until ``fit()`` ends with a drain.
 Use the same callbacks, in the same order, on every rank.
 """
 
@@ -22,6 +23,7 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and Be
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.functions import broadcast_variables
 from hvd_async.tensorflow.gossip_mixin import GossipMixin
+from hvd_async.tensorflow.local_mixin import LocalMixin
 from hvd_async.tensorflow.mixin import EagerMixin
 
 
@@ -29,7 +31,7 @@ def our_optimizer(model: Any) -> Any:
     """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return optimizer if isinstance(optimizer, EagerMixin | GossipMixin) else None
+    return optimizer if isinstance(optimizer, EagerMixin | LocalMixin) else None
 
 
 class _Meeting:
@@ -37,7 +39,7 @@ class _Meeting:
 
     Attributes:
         at: the point where they were last.
-        drains: whether gossip is drained at the end of each epoch.
+        drains: whether ranks with weights of their own are drained at the end of each epoch.
         evaluation: closed when it ends.
     """
 
@@ -71,8 +73,8 @@ class _Draining(keras.callbacks.Callback):
         return optimizer
 
     def _together(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """In it the model is the same on all ranks; afterwards too, unless gossip goes on."""
-        if isinstance(optimizer, GossipMixin) and not self._meeting.drains:
+        """In it the model is the same on all ranks; afterwards too, unless ranks go on with weights of their own."""
+        if isinstance(optimizer, LocalMixin) and not self._meeting.drains:
             return optimizer.consensus()
         if optimizer is not None:
             optimizer.drain()
@@ -113,14 +115,15 @@ class _Draining(keras.callbacks.Callback):
 
 
 class GossipEpochCallback(_Draining):
-    """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths.
+    """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths;
+    or a ``LeaderOptimizer``.
 
     (The other callbacks here do so too; one of them is enough.)
 
     Args:
-        drain: average all ranks at the end of each epoch, so that what is saved there (``ModelCheckpoint``) is the
-            average, and training goes on from it. Without it a rank saves its own weights there, and the average when
-            ``fit()`` has ended.
+        drain: average all ranks (have them take the leader's weights, or the centre) at the end of each epoch, so that
+            what is saved there (``ModelCheckpoint``) is that, and training goes on from it. Without it a rank saves its
+            own weights there, and the average when ``fit()`` has ended.
     """
 
     def __init__(self, drain: bool = False) -> None:

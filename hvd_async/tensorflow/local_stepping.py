@@ -1,4 +1,4 @@
-"""A step of a gossiping Keras optimizer, in a graph and eagerly.
+"""A step of a Keras optimizer whose rank has weights of its own, in a graph and eagerly.
 
 In a graph, ``apply`` is: a py_function that meets the other ranks and tells the push-sum weight; the wrapped
 optimizer's own ``apply``, on weights times that; one py_function that gives the weights as a vector to the worker,
@@ -15,22 +15,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.gossip import GossipWorker
 from hvd_async.tensorflow.buffers import raw, signature
 from hvd_async.tensorflow.feed import is_finite
 from hvd_async.tensorflow.flat import Flat
-from hvd_async.tensorflow.gossip_state import State
+from hvd_async.tensorflow.local_state import LocalSettings
 from hvd_async.tensorflow.stepping import _py
 
 
-class GossipStepping:
-    """``apply`` and what belongs to it; ``GossipMixin`` has the rest."""
+class LocalStepping:
+    """``apply`` and what belongs to it; ``LocalMixin`` has the rest."""
 
-    _async: State
+    _async: LocalSettings
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would warn of what it cannot
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Take a step of the wrapped optimizer on this rank, then mix the weights with other ranks'.
+        """Take a step of the wrapped optimizer on this rank, then let other ranks' weights move this one's.
 
         Args:
             grads: one a variable; a variable with None is not updated, but mixed like all that the optimizer was built
@@ -147,8 +146,8 @@ class GossipStepping:
         eager = tf.executing_eagerly()
         # (no step begins before the one before it has been mixed, also in a graph of several)
         ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None)]
-        with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
-            begun = _call(self._async_begin, [], tf.float64, [2])
+        with contextlib.nullcontext() if eager else tf.control_dependencies([*ready, *self._async_first()]):
+            begun = call_or_op(self._async_begin, [], tf.float64, [2])
         with self._async_updating() if eager else contextlib.nullcontext():
             weight, nothing = begun[0], tf.zeros([0], flat.dtype)
 
@@ -160,7 +159,17 @@ class GossipStepping:
             before = tf.cond(begun[1] > 0, flat.read, lambda: nothing)
             with self._async_biased(None if eager and float(weight) == 1.0 else weight):
                 self._wrapped_class.apply(self, grads, variables)
-            flat.write(_call(self._async_mix, [before, flat.read()], flat.dtype, [flat.elements]))
+            with contextlib.nullcontext() if eager else tf.control_dependencies(self._async_before_mix()):
+                mixed = call_or_op(self._async_mix, [before, flat.read()], flat.dtype, [flat.elements])
+            flat.write(mixed)
+
+    def _async_first(self) -> list[tf.Tensor]:
+        """What a step of a graph must wait for."""
+        return []
+
+    def _async_before_mix(self) -> list[tf.Tensor]:
+        """What there is to do between the wrapped optimizer's step and the mixing, and what to wait for in a graph."""
+        return []
 
     @contextlib.contextmanager
     def _async_biased(self: Any, weight: tf.Tensor | None) -> Iterator[None]:
@@ -199,7 +208,7 @@ class GossipStepping:
     def _async_begin(self: Any) -> np.ndarray[Any, Any]:
         """Returns float64 of shape (2,): the push-sum weight, and whether ``_async_mix`` wants the weights before the
         update too. The first call meets the other ranks."""
-        worker: GossipWorker = self._async_worker()
+        worker = self._async_worker()
         worker.check_step()
         self._async.stepping = True
         return np.array([worker.weight, worker.wants_before], np.float64)
@@ -229,7 +238,7 @@ class GossipStepping:
             state.broken = state.broken or "a step was broken off: an op of the training step's graph failed"
 
 
-def _call(call: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType, shape: list[int]) -> tf.Tensor:
+def call_or_op(call: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType, shape: list[int]) -> tf.Tensor:
     """``call`` now, or as an op of the graph that is being built."""
     if tf.executing_eagerly():
         return tf.convert_to_tensor(call(*inputs), dtype)

@@ -1,33 +1,21 @@
-"""What a gossiping Keras optimizer keeps between calls."""
+"""What a Keras optimizer keeps between calls whose rank has weights of its own: gossip, followers of a leader."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_async.gossip_wrapping import GossipState
-from hvd_async.sharers import Sharers
+from hvd_async.local_wrapping import LocalState
 from hvd_async.tensorflow.buffers import raw
-from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.flat import Flat
 
 
-class State(GossipState):
-    """What the wrapper was given, and what it keeps between calls; Keras does not track it.
+class LocalSettings(LocalState):
+    """What the wrapper was given, and what it keeps between calls; Keras does not track it."""
 
-    Args:
-        sharers: the ranks that share the optimizer.
-        plan_options: of ``make_plan``, as ``GossipState``.
-        schedule: algorithms by epoch.
-        options: see the attributes.
-    """
-
-    def __init__(
-        self, sharers: Sharers, plan_options: Mapping[str, Any], schedule: Mapping[int, str] | None, **options: Any
-    ) -> None:
-        super().__init__(LIFECYCLE, sharers, plan_options, schedule)
+    def take_options(self, **options: Any) -> None:
+        """What the wrapper was given; see the attributes."""
         self.passes: int = options["passes"]
         self.average_passes: bool = options["average_passes"]
         self.devices: tuple[str, str] = options["devices"]

@@ -1,0 +1,124 @@
+"""What ``LeaderOptimizer`` adds to the class of the Keras optimizer it wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
+from hvd_async.tensorflow.feed import is_finite
+from hvd_async.tensorflow.flat import Flat
+from hvd_async.tensorflow.local_mixin import LocalMixin, statistics
+from hvd_async.tensorflow.local_state import LocalSettings
+from hvd_async.tensorflow.local_stepping import call_or_op
+
+
+class Settings(LocalSettings, LeaderState):
+    """What the wrapper was given, and what it keeps between calls."""
+
+    told: tf.Tensor | None = None
+    """In a graph that is being built: that a loss was recorded which belongs to the next step."""
+    statistics: Flat | None = None
+    """What pulls average beside the weights."""
+
+
+class LeaderMixin(LocalMixin, LeaderWrapped):
+    """Methods of a wrapped Keras optimizer."""
+
+    _async: Settings
+
+    # -- losses -----------------------------------------------------------------------------------------------
+
+    def record_loss(self, loss: Any) -> None:
+        """Say what this step's training loss was, before ``apply()``: the lowest mean of the last ones leads. Keras'
+        ``fit()`` does it by itself.
+
+        Args:
+            loss: a number, or a tensor of one; also while a ``tf.function`` is traced.
+
+        Raises:
+            ValueError: it is several numbers.
+        """
+        if tf.is_tensor(loss):
+            if loss.shape.num_elements() not in (1, None):
+                raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {loss.shape}")
+            told = call_or_op(self._async_tell, [tf.stop_gradient(tf.reshape(loss, []))], tf.float64, [])
+            self._async.told = None if tf.executing_eagerly() else told
+        else:
+            super().record_loss(float(loss))
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        """As Keras', which gives it the loss of each training step."""
+        return self._wrapped_class.scale_loss(self, self._async_heard(loss))
+
+    def _async_heard(self, loss: Any) -> Any:
+        """The loss, recorded; in a graph what is computed from it waits for that."""
+        self.record_loss(loss)
+        told, self._async.told = self._async.told, None
+        if told is None:
+            return loss
+        with tf.control_dependencies([told]):
+            return tf.identity(loss)
+
+    def _async_tell(self, loss: tf.Tensor) -> np.ndarray[Any, Any]:
+        self._async.losses.append(float(loss))
+        return np.zeros([], np.float64)
+
+    def _async_first(self) -> list[tf.Tensor]:
+        told, self._async.told = self._async.told, None
+        return [told] if told is not None and told.graph in _around(tf.compat.v1.get_default_graph()) else []
+
+    def _async_begin(self) -> Any:
+        self._async_losses(self._async_worker())
+        return super()._async_begin()
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _get_current_learning_rate(self: Any) -> Any:
+        """This rank's; schedules and callbacks see what all ranks have."""
+        rate = self._wrapped_class._get_current_learning_rate(self)
+        return rate if self._async.spread == 1.0 else tf.convert_to_tensor(rate) * self._async.spread
+
+    def _async_prepare(self: Any, variables: list[Any]) -> None:
+        super()._async_prepare(variables)
+        state = self._async
+        if state.statistics is None and state.model is not None and state.config.buffers == "average":
+            averaged = statistics(state.model)
+            state.statistics = Flat(averaged) if averaged else None
+
+    def _async_before_mix(self) -> list[tf.Tensor]:
+        flat = self._async.statistics
+        if flat is None:
+            return []
+        settled = call_or_op(self._async_settle, [flat.read()], flat.dtype, [flat.elements])
+        flat.write(settled)
+        return [settled]
+
+    def _async_settle(self, own: tf.Tensor) -> Any:
+        """Batch-norm statistics, shape (m,) -> those to go on with."""
+        worker, values = self._async.worker, np.append(own.numpy(), own.dtype.as_numpy_dtype(1))
+        assert worker is not None  # (the step has begun)
+        averaged = worker.settle_statistics(values if is_finite(values) else np.zeros_like(values))
+        return own if averaged is None else averaged
+
+    # -- what stands for all ranks ----------------------------------------------------------------------------
+
+    def _async_unite(self, vector: tf.Tensor, name: str) -> tf.Tensor:
+        state, worker = self._async, self._async.worker
+        if state.config.algorithm == "easgd" or worker is None:
+            return super()._async_unite(vector, name)
+        return worker.engine.broadcast(vector, worker.leader, name, state.sharers.process_set)
+
+    def _async_copy_statistics(self, root: int) -> None:
+        self._async_unify_by("root", root)
+
+
+def _around(graph: Any) -> list[Any]:
+    """A graph and those in which it is being built."""
+    graphs = []
+    while graph is not None:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs
