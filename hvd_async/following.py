@@ -93,9 +93,14 @@ class FollowWorker(Worker):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector) -> None:
-        """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
-        self.receiver.begin(weights)
+    def begin(self, weights: Vector, statistics: Vector = None) -> None:
+        """Before the ranks meet.
+
+        Args:
+            weights: the model's, shape (n,), the same on all ranks; they belong to the worker.
+            statistics: as of ``settle_statistics``; None, on all ranks, if they do not travel.
+        """
+        self.receiver.begin(weights, statistics)
         self._centre = self.receiver.centre
 
     def record_loss(self, loss: float) -> None:

@@ -13,6 +13,7 @@ from hvd_async.following import FollowWorker, Kept
 from hvd_async.leaders import Strengths
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
+from hvd_async.protocols import Vector
 from hvd_async.receiving import Come
 from hvd_async.sharers import Sharers
 from hvd_async.stats import LeaderStats
@@ -134,6 +135,11 @@ class LeaderWrapped(LocalWrapped):
 
     # -- what a binding supplies ------------------------------------------------------------------------------
 
+    def _async_statistics(self) -> Vector:
+        """Batch-norm statistics, if pulls average them: shape (m + 1,), the last element 1, all 0 if one is not finite;
+        None if there are none."""
+        raise TypeError(f"{type(self).__name__} does not say what its statistics are")
+
     def _async_copy_statistics(self, root: int) -> None:
         """Make batch-norm statistics those of a rank. A collective."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
@@ -162,6 +168,15 @@ class LeaderWrapped(LocalWrapped):
         return FollowWorker(
             engine, state.config, state.strengths, state.sharers, group_set, state.window, finish, state.restored
         )
+
+    def _async_offer_to(self, worker: FollowWorker) -> None:
+        worker.keep = self
+        worker.begin(self._async_read(), self._async_statistics())
+        worker.offer(*self._async_fingerprint(self._async.restored is not None))
+
+    def _async_finish(self, worker: FollowWorker, flush: bool) -> None:
+        super()._async_finish(worker, flush)
+        worker.receiver.tell(self._async_statistics())
 
     def _async_losses(self, worker: FollowWorker) -> None:
         """Hand over what was recorded."""

@@ -70,7 +70,8 @@ class Receiver:
         self._shown: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Vector = None
-        """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed."""
+        """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
+        ranks if they do not travel; that must not change, as ranks would wait for each other's."""
         self._come = Come()
         self.centre: Vector = None
         self.commanded = 0
@@ -88,14 +89,16 @@ class Receiver:
 
     # -- training thread --------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector) -> None:
+    def begin(self, weights: Vector, statistics: Vector) -> None:
         """As the worker's."""
-        self._shown = weights
+        self._shown, self._statistics = weights, statistics
         if not self._restored:
             self.centre = weights
 
     def settle(self, own: Vector, step: int) -> Vector | None:
         """As the worker's ``settle_statistics``, at a step."""
+        if self._statistics is None:
+            return None
         with self._lock:
             averaged, self._come.statistics = self._come.statistics, None
             self._statistics = own
@@ -118,6 +121,11 @@ class Receiver:
         with self._lock:
             self._shown = weights
             self._note("shown", step)
+
+    def tell(self, statistics: Vector) -> None:
+        """Batch-norm statistics, outside of a step."""
+        if self._statistics is not None:
+            self._statistics = statistics
 
     def start_from(self, weights: Vector) -> None:
         """All ranks have these weights; what has come is of no more use."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 
 from hvd_async.protocols import Vector
+from hvd_async.pulls import ALL
 from hvd_async.stats import LeaderStats
 
 REMEMBERED = 10_000
@@ -22,7 +23,8 @@ class PullRecord:
 
     def __init__(self) -> None:
         self.pulls = self.bytes_received = 0
-        self._led: Counter[int] = Counter()
+        self._led: Counter[tuple[bool, int]] = Counter()
+        """By whether it is of all ranks, and by leader."""
         self._seconds = self._distance = 0.0
         self._distances = 0
         self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
@@ -35,7 +37,7 @@ class PullRecord:
     def landed(self, group: int, leader: int, started: float) -> None:
         """A pull of a group is over, that was submitted at ``started``."""
         self.pulls += 1
-        self._led[leader] += 1
+        self._led[group == ALL, leader] += 1
         self._seconds += self.clock() - started
         self._history.append((time.time(), group, leader))
 
@@ -46,10 +48,12 @@ class PullRecord:
 
     def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
         """A snapshot, with what others have counted."""
+        led = sorted(self._led.copy().items())
         return LeaderStats(
             steps=steps,
             pulls=self.pulls,
-            led=dict(sorted(self._led.copy().items())),
+            led={leader: times for (of_all, leader), times in led if of_all},
+            led_group={leader: times for (of_all, leader), times in led if not of_all},
             distance=self._distance / self._distances if self._distances else 0.0,
             pull_s=self._seconds / self.pulls if self.pulls else 0.0,
             bytes_received=self.bytes_received,

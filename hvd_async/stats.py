@@ -109,7 +109,8 @@ class LeaderStats:
     Attributes:
         steps: of this rank.
         pulls: that this rank has seen land.
-        led: how often each rank led those, by rank; -1 stands for EASGD's centre.
+        led, led_group: how often each rank led those of all ranks, and of this rank's group, by rank; -1 stands for
+            EASGD's centre.
         distance: how far this rank was from its leaders, or the centre, when it was pulled: |x - leader|, mean.
         pull_s: mean seconds of a pull on this rank, from its submission until it was there.
         bytes_received: by pulls; of EASGD's sums, those of a ring.
@@ -121,6 +122,7 @@ class LeaderStats:
     steps: int = 0
     pulls: int = 0
     led: dict[int, int] = field(default_factory=dict)
+    led_group: dict[int, int] = field(default_factory=dict)
     distance: float = 0.0
     pull_s: float = 0.0
     bytes_received: int = 0
@@ -139,6 +141,7 @@ class LeaderStats:
             steps=self.steps + later.steps,
             pulls=pulls,
             led=dict(sorted((Counter(self.led) + Counter(later.led)).items())),
+            led_group=dict(sorted((Counter(self.led_group) + Counter(later.led_group)).items())),
             distance=mean(self.distance, later.distance),
             pull_s=mean(self.pull_s, later.pull_s),
             bytes_received=self.bytes_received + later.bytes_received,

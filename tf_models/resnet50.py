@@ -1,4 +1,4 @@
-"""Train ResNet-50 in TensorFlow by allreduce or gossip: `horovodrun -np 2 --gloo python tf_models/resnet50.py`."""
+"""Train ResNet-50 in TensorFlow, by any of the algorithms: `horovodrun -np 2 --gloo python tf_models/resnet50.py`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TensorFlowTrainer:
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen; of gossip, exchanges."""
+        """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
         return int(self._optimizer.rounds)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -85,9 +85,7 @@ class TensorFlowTrainer:
                 label_smoothing=self._options.label_smoothing,
             )
             loss = share * tf.reduce_mean(losses)
-            whole = loss + share * self._penalty(variables)
-            if self._options.precision == "fp16":
-                whole = self._optimizer.scale_loss(whole)
+            whole = self._optimizer.scale_loss(loss + share * self._penalty(variables))
         self._optimizer.apply(tape.gradient(whole, variables), variables)
         return loss
 
@@ -102,13 +100,13 @@ class TensorFlowTrainer:
         self._optimizer.drain()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Collective: in it the model is the ranks' average."""
+        """Collective: in it the model is what stands for all ranks: their average, the leader, the centre."""
         context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
         return context
 
     def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks are from their average; None without gossip."""
-        return float(self._optimizer.consensus_distance()) if self._options.gossips else None
+        """Collective: how far the ranks are from their average; None if they have the same weights."""
+        return float(self._optimizer.consensus_distance()) if self._options.apart else None
 
     def correct(self, batch: Batch) -> int:
         """How many images of the batch the model classifies correctly."""
@@ -147,6 +145,8 @@ class TensorFlowTrainer:
         """What this rank's optimizer has counted."""
         if self._options.gossips:
             return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
+        if self._options.follows:
+            return Outcome.of_leader(self._optimizer.stats(), self._skipped)
         return Outcome.of(self._optimizer.stats())
 
     def replicas(self) -> Replicas:
@@ -214,6 +214,8 @@ def wrapped(options: Options, model: Any) -> Any:
     }
     if options.gossips:
         return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
+    if options.follows:
+        return hvd.LeaderOptimizer(optimizer, **shared, **options.leader_settings)
     if options.algorithm == "allreduce":
         # Horovod's DistributedOptimizer does not average on Keras 3.
         return hvd.EagerOptimizer(optimizer, **shared, quorum="all", seed=options.seed)
@@ -242,7 +244,7 @@ def use_device(options: Options) -> None:
 def main() -> None:
     """Train as the command line says."""
     options = parse("tensorflow")
-    hvd.init()
+    hvd.init(**options.init_settings)
     use_device(options)
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)

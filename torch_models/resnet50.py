@@ -1,4 +1,4 @@
-"""Train ResNet-50 in torch by allreduce or gossip: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
+"""Train ResNet-50 in torch, by any of the algorithms: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TorchTrainer:
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen; of gossip, exchanges."""
+        """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
         return self._steps if self._options.algorithm == "allreduce" else int(self._optimizer.rounds)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -63,9 +63,12 @@ class TorchTrainer:
             loss = self._forward(part) * share
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             losses.append(loss.detach())
+        loss = sum(losses)
+        if self._options.follows:
+            self._optimizer.record_loss(loss)
         self._step()
         self._steps += 1
-        return float(sum(losses))
+        return float(loss)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The mean loss."""
@@ -111,16 +114,17 @@ class TorchTrainer:
         torch.nn.utils.vector_to_parameters(average, buffers)
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Collective: in it the model is the ranks' average, which without gossip it is after a drain anyway."""
-        if self._options.gossips:
+        """Collective: in it the model is what stands for all ranks, which is what it is after a drain anyway where they
+        have the same weights."""
+        if self._options.apart:
             context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
             return context
         self.drain()
         return contextlib.nullcontext()
 
     def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks are from their average; None without gossip."""
-        return float(self._optimizer.consensus_distance()) if self._options.gossips else None
+        """Collective: how far the ranks are from their average; None if they have the same weights."""
+        return float(self._optimizer.consensus_distance()) if self._options.apart else None
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
@@ -164,6 +168,8 @@ class TorchTrainer:
             return dataclasses.replace(outcome, skipped=self._skipped)
         if self._options.gossips:
             return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
+        if self._options.follows:
+            return Outcome.of_leader(self._optimizer.stats(), self._skipped)
         return Outcome.of(self._optimizer.stats())
 
     @torch.no_grad()
@@ -240,6 +246,8 @@ def wrapped(options: Options, model: torch.nn.Module, scaler: torch.amp.GradScal
     shared["named_buffers"] = model.named_buffers()
     if options.gossips:
         return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
+    if options.follows:
+        return hvd.LeaderOptimizer(optimizer, **shared, **options.leader_settings)
     return hvd.EagerOptimizer(
         optimizer,
         **shared,
@@ -260,7 +268,7 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def main() -> None:
     """Train as the command line says."""
     options = parse("torch")
-    hvd.init()
+    hvd.init(**options.init_settings)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)

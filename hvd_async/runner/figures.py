@@ -13,13 +13,15 @@ from typing import Any
 class Outcome:
     """What one rank's optimizer counted, when the ranks have met; None where the optimizer does not say.
 
-    rounds (of gossip: exchanges), applied, contributors, held_s: the same on every rank. produced: this rank's
-    gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how many of this rank's
-    gradients; of gossip steps late -> how many of the messages that this rank took in. contributors: ranks that had
-    arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the others.
-    held_s: for each rank the seconds that it made all others wait, added up. waited_for: for each rank the seconds that
-    this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s: from a round's start until
-    this rank had it, all rounds added up. peak_bytes: the most gradients held at once.
+    rounds (of gossip: exchanges; of leaders: pulls), applied, contributors, held_s: the same on every rank. produced:
+    this rank's gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how many of this
+    rank's gradients; of gossip steps late -> how many of the messages that this rank took in. contributors: ranks
+    that had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the
+    others. held_s: for each rank the seconds that it made all others wait, added up. waited_for: for each rank the
+    seconds that this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s: from a round's
+    start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of leaders: led,
+    for each rank how many pulls of all ranks it led (-1: the centre); apart, how far this rank was from its leaders,
+    all pulls added up; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
     """
 
     rounds: int
@@ -34,6 +36,9 @@ class Outcome:
     latency_s: float | None = None
     peak_bytes: int | None = None
     waited_for: tuple[float, ...] | None = None
+    led: Mapping[int, int] | None = None
+    apart: float | None = None
+    leaders: tuple[tuple[float, int, int], ...] = ()
 
     @classmethod
     def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
@@ -73,6 +78,21 @@ class Outcome:
             waited_for=tuple(stats.waited_for) if any(stats.waited_for) else None,
         )
 
+    @classmethod
+    def of_leader(cls, stats: Any, skipped: int) -> Outcome:
+        """Of a LeaderOptimizer's `stats()`."""
+        return cls(
+            stats.pulls,
+            None,
+            None,
+            stats.wait_s,
+            skipped=skipped,
+            latency_s=stats.pull_s * stats.pulls,
+            led=stats.led,
+            apart=stats.distance * stats.pulls,
+            leaders=stats.history,
+        )
+
     def since(self, before: Outcome | None) -> Outcome:
         """What was counted after `before`, an earlier outcome of the same optimizer; peak_bytes stays as it is."""
         if before is None:
@@ -90,6 +110,8 @@ class Outcome:
             _minus(self.latency_s, before.latency_s),
             self.peak_bytes,
             _each_minus(self.waited_for, before.waited_for),
+            None if self.led is None else dict(Counter(dict(self.led)) - Counter(dict(before.led or {}))),
+            _minus(self.apart, before.apart),
         )
 
 
@@ -99,7 +121,8 @@ class Totals:
 
     staleness_mean, staleness_max: rounds, of gossip steps. fresh: share of the gradients, of gossip of the messages,
     that were not late. contributors: ranks that had arrived when a round fired, on average. latency_s: of a round,
-    averaged over rounds and ranks. peak_bytes: of the rank that held most. wait_s, held_s: by rank.
+    averaged over rounds and ranks. peak_bytes: of the rank that held most. wait_s, held_s: by rank. led: pulls of all
+    ranks, by who led them. leader_distance: by rank, from its leaders or the centre when it was pulled, on average.
     """
 
     rounds: int
@@ -115,6 +138,8 @@ class Totals:
     bytes_sent: int | None
     latency_s: float | None
     peak_bytes: int | None
+    led: Mapping[int, int] | None
+    leader_distance: tuple[float, ...] | None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Totals:
@@ -137,6 +162,8 @@ class Totals:
             bytes_sent=_sum(outcome.bytes_sent for outcome in outcomes),
             latency_s=sum(latencies) / len(latencies) if latencies else None,
             peak_bytes=_max(outcome.peak_bytes for outcome in outcomes),
+            led=outcomes[0].led,
+            leader_distance=_distances(outcomes),
         )
 
 
@@ -185,6 +212,12 @@ def _held(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
     """For each rank the seconds that it made all others wait, from whoever knows."""
     waited = [outcome.waited_for for outcome in outcomes if outcome.waited_for is not None]
     return tuple(map(math.fsum, zip(*waited, strict=True))) if waited else outcomes[0].held_s
+
+
+def _distances(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
+    if outcomes[0].led is None:
+        return None
+    return tuple((outcome.apart or 0.0) / outcome.rounds if outcome.rounds else 0.0 for outcome in outcomes)
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -6,23 +6,22 @@ Flags say None where they were not given, so that a preset can tell.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
 
 from ..activation import parse_quorum
+from ..leaders import SPREADS
 from ..mixing import SCHEMES
 from ..topology import NAMED, WITH_PEERS
 from .inject import FORMS
 from .presets import PRESETS, help_text
+from .readers import count, group, marks, number, peers, switches
 
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
-ALGORITHMS = ("allreduce", "eager", *GOSSIP)
+LEADER = ("lsgd", "easgd")
+ALGORITHMS = ("allreduce", "eager", *GOSSIP, *LEADER)
 PHASES = ("allreduce", *GOSSIP)
 """The algorithms between which a gossiping run can switch; allreduce averages weights over all ranks at each step."""
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
-T = TypeVar("T")
 
 
 def build_parser(framework: str) -> argparse.ArgumentParser:
@@ -30,13 +29,15 @@ def build_parser(framework: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resnet50.py",
         formatter_class=_Help,
-        description=f"Train ResNet-50 with {framework} and Horovod: by allreduce, by partial allreduce (eager), or by "
-        "gossip (sgp, osgp, dpsgd, adpsgd). A flag that is given wins over what --preset sets.",
+        description=f"Train ResNet-50 with {framework} and Horovod: by allreduce, by partial allreduce (eager), by "
+        "gossip (sgp, osgp, dpsgd, adpsgd), or after a leader (lsgd, easgd). A flag that is given wins over what "
+        "--preset sets.",
         epilog="example: horovodrun -np 4 --gloo python resnet50.py --algorithm eager --quorum majority --data digits "
         "--image-size 32 --optimizer adam --lr 0.001 --cosine --inject random:1:0.3 --summary out.json",
     )
     _algorithm_flags(parser)
     _gossip_flags(parser)
+    _leader_flags(parser)
     _data_flags(parser)
     _training_flags(parser)
     _output_flags(parser)
@@ -54,10 +55,11 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=ALGORITHMS,
         default="eager",
-        help="allreduce: Horovod's synchronous SGD; eager: rounds that do not wait for late ranks; the rest is gossip, "
-        "in which a rank mixes its weights with those of a few others: sgp waits for their messages, osgp takes them "
-        "in up to --max-staleness steps later, dpsgd wants a symmetric graph, adpsgd averages with whichever neighbour "
-        "is ready (default: eager)",
+        help="allreduce: Horovod's synchronous SGD; eager: rounds that do not wait for late ranks; gossip, in which "
+        "a rank mixes its weights with those of a few others: sgp waits for their messages, osgp takes them in up to "
+        "--max-staleness steps later, dpsgd wants a symmetric graph, adpsgd averages with whichever neighbour is "
+        "ready; and ranks that train by themselves and are pulled now and then: lsgd towards whoever has the lowest "
+        "training loss, easgd towards a centre (default: eager)",
     )
     add(
         "--quorum",
@@ -68,14 +70,14 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-staleness",
-        type=_count(0),
+        type=count(0),
         metavar="N",
         help="eager: how many rounds late a gradient may be, 0 is synchronous (default: 16); osgp: how many steps late "
         "a message may be, 0 is sgp (default: 1)",
     )
     add(
         "--grace",
-        type=_number(0),
+        type=number(0),
         metavar="S",
         help="eager: seconds a round still waits for more ranks once the quorum is there (default: 0)",
     )
@@ -94,7 +96,7 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backward-passes-per-step",
-        type=_count(1),
+        type=count(1),
         default=1,
         metavar="K",
         help="a step is K backward passes of --batch-size images each, so that fewer gradients travel (default: 1)",
@@ -119,7 +121,7 @@ def _gossip_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--peers",
-        type=_peers,
+        type=peers,
         metavar="N",
         help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 is 1 "
         "from epoch 0 and 2 from epoch 30 on (default: 1)",
@@ -142,23 +144,68 @@ def _gossip_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--average-every",
-        type=_count(0),
+        type=count(0),
         metavar="N",
         help="of sgp, osgp and dpsgd: average the weights of all ranks every N steps; 0 is never (default: 0)",
     )
     add(
         "--max-local-steps",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="of adpsgd: steps that a rank may take between two averagings, before it waits for one (default: 4)",
     )
     add(
         "--schedule",
-        type=_switches,
+        type=switches(PHASES),
         dest="switches",
         metavar="E:NAME,...",
         help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp "
         "(default: --algorithm in all epochs)",
+    )
+
+
+def _leader_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("leaders").add_argument
+    add(
+        "--global-period",
+        type=count(1),
+        metavar="N",
+        help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre "
+        "(default: 16)",
+    )
+    add(
+        "--local-period",
+        type=count(1),
+        metavar="N",
+        help="of lsgd: the same between two pulls of a group towards its leader (default: a quarter of "
+        "--global-period)",
+    )
+    for flag, what in (
+        ("--local-pull", "of lsgd: how far a rank is pulled towards the leader of its group"),
+        ("--global-pull", "of lsgd: and towards that of all"),
+        ("--local-prox", "of lsgd: how far the steps of a --local-period together pull it, between these pulls"),
+        ("--global-prox", "of lsgd: and those of a --global-period towards the leader of all"),
+    ):
+        add(flag, type=number(0, below=1), metavar="X", help=f"{what}; 0 is not at all, 1 all the way (default: 0.1)")
+    add(
+        "--group",
+        type=group,
+        metavar="host|N",
+        help="of lsgd: the ranks of a host, or N ranks, have a leader of their own (default: host)",
+    )
+    add("--loss-window", type=count(1), metavar="N", help="of lsgd: losses that count in the choice (default: 10)")
+    add("--beta", type=number(0, below=1), metavar="X", help="of easgd: how far the centre moves (default: 0.43)")
+    add(
+        "--alpha",
+        type=number(0, below=1),
+        metavar="X",
+        help="of easgd: how far a rank is pulled towards the centre (default: --beta over the number of ranks)",
+    )
+    add(
+        "--lr-spread",
+        choices=SPREADS,
+        help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times "
+        "(default: none)",
     )
 
 
@@ -173,7 +220,7 @@ def _data_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--image-size",
-        type=_count(8),
+        type=count(8),
         metavar="N",
         help="side of the square images, pixels (default: 32 for digits, else 224)",
     )
@@ -183,7 +230,7 @@ def _data_flags(parser: argparse.ArgumentParser) -> None:
         help="vary the training images: digits by small shifts, rotations, zooms, a folder by random crops and flips "
         "(default: on)",
     )
-    add("--workers", type=_count(1), metavar="N", help="a folder's decoding threads per rank (default: 4)")
+    add("--workers", type=count(1), metavar="N", help="a folder's decoding threads per rank (default: 4)")
 
 
 def _training_flags(parser: argparse.ArgumentParser) -> None:
@@ -195,11 +242,11 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
         help="small is a tiny network with batch norm, for quick tries (default: resnet50)",
     )
     add("--preset", choices=PRESETS, help=f"{help_text()} (default: none)")
-    add("--batch-size", type=_count(1), metavar="N", help="images per rank and backward pass (default: 16)")
-    add("--epochs", type=_count(1), metavar="N", help="passes over the training images (default: 16)")
+    add("--batch-size", type=count(1), metavar="N", help="images per rank and backward pass (default: 16)")
+    add("--epochs", type=count(1), metavar="N", help="passes over the training images (default: 16)")
     add(
         "--steps",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="stop after N steps of the rank with the most batches (N rounds with --pace rounds), even in mid-epoch; "
         "the schedule still spans --epochs, and --resume goes on from there (default: no cap)",
@@ -212,33 +259,33 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lr",
-        type=_number(0, open_=True),
+        type=number(0, open_=True),
         metavar="X",
         help="peak learning rate of the whole job: not scaled by the number of ranks, but by a preset (default: 0.05)",
     )
     add(
         "--warmup-epochs",
-        type=_number(0),
+        type=number(0),
         metavar="N",
         help="epochs in which the rate rises linearly from a tenth to --lr (default: 0)",
     )
     add(
         "--lr-decay-epochs",
-        type=_marks,
+        type=marks,
         metavar="N,N",
         help="epochs at which the rate falls to a tenth, such as 30,60,80 (default: none)",
     )
     add("--cosine", action="store_true", help="let the rate fall to 0 along half a cosine (default: off)")
-    add("--momentum", type=_number(0, below=1), metavar="X", help="of sgd and lars (default: 0.9)")
+    add("--momentum", type=number(0, below=1), metavar="X", help="of sgd and lars (default: 0.9)")
     add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov momentum, of sgd (default: off)")
     add(
         "--weight-decay",
-        type=_number(0),
+        type=number(0),
         metavar="X",
         help="of sgd (added to the gradient), lars (inside the layer's rate too) and adamw (decoupled), on kernels "
         "only: not on biases and batch norm (default: 0)",
     )
-    add("--label-smoothing", type=_number(0, below=1), default=0.0, metavar="X", help="(default: 0)")
+    add("--label-smoothing", type=number(0, below=1), default=0.0, metavar="X", help="(default: 0)")
     add(
         "--fp16",
         action="store_true",
@@ -248,7 +295,7 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
     add("--bf16", action="store_true", help="the same in bfloat16, which needs no scaling (default: off)")
     add(
         "--bn-momentum",
-        type=_number(0, below=1),
+        type=number(0, below=1),
         default=0.9,
         metavar="X",
         help="share of its old value that a batch-norm running average keeps each step, which is Keras' meaning of the "
@@ -256,14 +303,14 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seed",
-        type=_count(0),
+        type=count(0),
         default=0,
         metavar="N",
         help="of the weights, the order of the data, the delays and majority's draw (default: 0)",
     )
     add(
         "--threads",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="CPU threads of the framework per rank (default: the host's cores shared by its ranks)",
     )
@@ -275,8 +322,8 @@ def _output_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-dir",
         type=Path,
         metavar="DIR",
-        help="keep the last and the best checkpoint there; in gossip all ranks then begin each epoch at their average "
-        "(default: none)",
+        help="keep the last and the best checkpoint there; in gossip all ranks then begin each epoch at their average, "
+        "after a leader at the leader's weights (default: none)",
     )
     add(
         "--resume",
@@ -294,85 +341,8 @@ def _output_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--eval-every",
-        type=_count(1),
+        type=count(1),
         default=1,
         metavar="N",
         help="epochs from one test to the next; the last epoch is always tested (default: 1)",
     )
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small: give {least} or more")
-        return value
-
-    return read
-
-
-def _number(least: float, *, below: float = math.inf, open_: bool = False) -> Callable[[str], float]:
-    """A finite number in [least, below), or in (least, below) if `open_`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not math.isfinite(value) or not least <= value < below or (open_ and value == least):
-            bounds = f"{'above' if open_ else 'at least'} {least:g}" + (
-                f" and below {below:g}" if below < math.inf else ""
-            )
-            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
-        return value
-
-    return read
-
-
-def _marks(text: str) -> tuple[float, ...]:
-    try:
-        marks = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of epochs: write 30,60,80") from None
-    if any(not math.isfinite(mark) or mark <= 0 for mark in marks) or list(marks) != sorted(set(marks)):
-        raise argparse.ArgumentTypeError(f"{text!r}: the epochs must be above 0 and rise")
-    return marks
-
-
-def _peers(text: str) -> int | dict[int, int]:
-    count = _count(1)
-    if ":" not in text:
-        return count(text)
-    found = _by_epoch(text, "0:1,30:2", count)
-    if 0 not in found:
-        raise argparse.ArgumentTypeError(f"{text!r} does not say how many from the start: begin with 0:, as 0:1,30:2")
-    return found
-
-
-def _switches(text: str) -> dict[int, str]:
-    return _by_epoch(text, "0:allreduce,5:sgp", _one_of(PHASES))
-
-
-def _by_epoch(text: str, example: str, read: Callable[[str], T]) -> dict[int, T]:
-    """Reads EPOCH:VALUE,EPOCH:VALUE."""
-    found: dict[int, T] = {}
-    for part in text.split(","):
-        epoch, colon, value = part.partition(":")
-        if not (colon and epoch.strip().isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of EPOCH:VALUE: write it as {example}")
-        if found and int(epoch) <= max(found):
-            raise argparse.ArgumentTypeError(f"{text!r}: the epochs must rise, as in {example}")
-        found[int(epoch)] = read(value.strip())
-    return found
-
-
-def _one_of(names: Iterable[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
-        return text
-
-    return read

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..activation import Quorum, check_quorum
-from .flags import GOSSIP, build_parser
+from .flags import GOSSIP, LEADER, build_parser
 from .inject import Injector, parse_inject
 from .presets import DEFAULTS, PRESETS
 from .schedule import Schedule
@@ -18,6 +18,8 @@ from .schedule import Schedule
 EAGER = ("eager",)
 MIXED = ("sgp", "osgp", "dpsgd")
 """The algorithms with a mixing matrix."""
+LSGD = ("local_period", "local_pull", "global_pull", "local_prox", "global_prox", "group", "loss_window")
+"""What only LSGD knows."""
 OWNED: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "quorum": (None, dict.fromkeys(EAGER, "solo")),
     "max_staleness": (None, {"eager": 16, "osgp": None}),
@@ -29,6 +31,10 @@ OWNED: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "hierarchical": (False, dict.fromkeys(MIXED, False)),
     "average_every": (0, dict.fromkeys(MIXED, 0)),
     "max_local_steps": (4, {"adpsgd": 4}),
+    "global_period": (None, dict.fromkeys(LEADER)),
+    "lr_spread": ("none", dict.fromkeys(LEADER, "none")),
+    **{name: (None, {"lsgd": None}) for name in LSGD},
+    **{name: (None, {"easgd": None}) for name in ("alpha", "beta")},
 }
 """Flags that not all algorithms know: the value for those that do not, and the defaults of those that do."""
 OPTIMIZERS_WITH = {"momentum": ("sgd", "lars"), "nesterov": ("sgd",), "weight_decay": ("sgd", "adamw", "lars")}
@@ -40,8 +46,8 @@ class Options:
 
     lr, schedule: the rate of the whole job, or, before `at`, for `lr_images` images a step if that is set.
     precision: "fp32", "fp16" or "bf16". passes: backward passes of `batch_size` images in a step.
-    switches: the algorithms of later epochs, by the epoch from which on they hold. topology, max_staleness: None is
-    the optimizer's own default.
+    switches: the algorithms of later epochs, by the epoch from which on they hold. topology, max_staleness, and all
+    from local_period to loss_window: None is the optimizer's own default.
     """
 
     framework: str
@@ -58,6 +64,17 @@ class Options:
     average_every: int
     max_local_steps: int
     switches: Mapping[int, str]
+    local_period: int | None
+    global_period: int | None
+    local_pull: float | None
+    global_pull: float | None
+    local_prox: float | None
+    global_prox: float | None
+    alpha: float | None
+    beta: float | None
+    group: str | int | None
+    loss_window: int | None
+    lr_spread: str
     passes: int
     model: str
     bn_momentum: float
@@ -96,6 +113,27 @@ class Options:
     def gossips(self) -> bool:
         """Whether ranks have weights of their own, which they mix."""
         return self.algorithm in GOSSIP
+
+    @property
+    def follows(self) -> bool:
+        """Whether ranks have weights of their own, and are pulled towards a leader or a centre."""
+        return self.algorithm in LEADER
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks have weights of their own."""
+        return self.gossips or self.follows
+
+    @property
+    def init_settings(self) -> dict[str, Any]:
+        """The keywords of `hvd.init`: a leader's group needs a process set, and it is not known yet who is in it."""
+        return {"process_sets": "dynamic"} if self.algorithm == "lsgd" else {}
+
+    @property
+    def leader_settings(self) -> dict[str, Any]:
+        """The keywords of `LeaderOptimizer` that both frameworks have."""
+        names = ("algorithm", "global_period", "alpha", "beta", "lr_spread", *LSGD)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def gossip_settings(self) -> dict[str, Any]:
@@ -184,6 +222,13 @@ def _fill_algorithm(values: dict[str, Any]) -> None:
             raise ValueError(f"{_flag(name)} only means something with --algorithm {_either(owners)}: leave it out")
     if algorithm == "eager":
         check_quorum(values["quorum"], 1_000_000)  # a count is checked against the job's size in Options.at
+    if values["compression"] != "none" and algorithm in LEADER:
+        raise ValueError(f"--compression: weights travel as they are with --algorithm {algorithm}: leave it out")
+    if values["local_period"] and values["local_period"] > (values["global_period"] or 16):
+        raise ValueError(
+            f"--local-period {values['local_period']} is above --global-period {values['global_period'] or 16}: groups "
+            f"follow their own leader more often than that of all"
+        )
     if values["compression"] == "int8" and (algorithm not in GOSSIP or "adpsgd" in algorithms):
         raise ValueError(
             f"--compression int8 is for {_either(MIXED)}, which make up for its errors in later messages: take fp16"

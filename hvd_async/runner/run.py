@@ -20,6 +20,7 @@ from .course import Course, Position
 from .data import evaluation_data, open_source
 from .figures import Figures, Learned, Outcome, Replicas, Totals
 from .files import write_atomically
+from .leading import write_leaders
 from .options import Options
 from .report import EpochRow, Reporter
 from .summary import describe, straggler_lines, summarise, write_summary
@@ -247,6 +248,8 @@ class Run:
         summary = summarise(self.options, ranks, replicas, self._learned)
         first = self._first_step or 0
         reporter.note(describe(summary, straggler_lines(ranks, self.options.injector, first), self._learned))
+        if self.options.log_dir is not None and self.world.rank == 0 and self.options.follows:
+            write_leaders(self.options.log_dir / "leaders.csv", [figures.outcome.leaders for figures in ranks])
         if self.options.summary is not None and self.world.rank == 0:
             write_summary(self.options.summary, summary)
         return summary

@@ -40,6 +40,8 @@ KEYS = (
     "bytes_sent",
     "latency_s",
     "peak_bytes",
+    "led",
+    "leader_distance_by_rank",
 )
 SHOWN_RANKS = 8
 
@@ -47,7 +49,8 @@ SHOWN_RANKS = 8
 def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, learned: Learned) -> dict[str, Any]:
     """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
 
-    `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges. Figures that do not exist (no
+    `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges, after leaders
+    pulls. Figures that do not exist (no
     step was done; plain allreduce does not tell; in gossip no gradient travels), and those that are not finite, are
     None, so that the JSON is valid.
     """
@@ -83,6 +86,8 @@ def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, le
         "bytes_sent": totals.bytes_sent,
         "latency_s": totals.latency_s,
         "peak_bytes": totals.peak_bytes,
+        "led": None if totals.led is None else {str(rank): times for rank, times in sorted(totals.led.items())},
+        "leader_distance_by_rank": None if totals.leader_distance is None else list(totals.leader_distance),
     }
     assert tuple(summary) == KEYS
     return summary
@@ -104,8 +109,8 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
     stragglers: the lines of `straggler_lines`.
     """
     quorum = f" ({summary['quorum']})" if summary["quorum"] is not None else ""
-    gossip = summary["gradients_produced"] is None
-    rounds = "exchanges" if gossip else "rounds"
+    gossip, led = summary["gradients_produced"] is None, summary["led"] is not None
+    rounds = "pulls" if led else "exchanges" if gossip else "rounds"
     times = summary["step_time_s"]
     best = f" (best {_text(learned.best_accuracy, 4)})" if learned.best_accuracy is not None else ""
     replicas = (
@@ -124,7 +129,7 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Lea
             f"mean {_text(times['mean'], 3)} s, p50 {_text(times['p50'], 3)} s, p95 {_text(times['p95'], 3)} s",
         ),
         *(("stragglers" if i == 0 else "", line) for i, line in enumerate(stragglers)),
-        *(_gossiped(summary) if gossip else _averaged(summary)),
+        *(_led(summary) if led else _gossiped(summary) if gossip else _averaged(summary)),
         ("replicas", replicas),
     ]
     head = (
@@ -161,6 +166,19 @@ def _gossiped(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("messages", "; ".join(mail) or "none"),
         ("consensus", f"distance {'none' if distance is None else f'{distance:.3g}'} before the last drain"),
+    ]
+    return [*lines, *([("gradients", f"{skipped} skipped, as they overflowed")] if skipped else [])]
+
+
+def _led(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Who led, and how far the others were away."""
+    led, distances, skipped = summary["led"], summary["leader_distance_by_rank"], summary["gradients_skipped"]
+    who = ", ".join(f"{'the centre' if rank == '-1' else f'rank {rank}'} {times}" for rank, times in led.items())
+    latency = "" if summary["latency_s"] is None else f"; a pull took {1000 * summary['latency_s']:.1f} ms"
+    away = ", ".join(f"{distance:.3g}" for distance in distances[:SHOWN_RANKS])
+    lines = [
+        ("led", f"{who or 'nobody'} of the pulls of all ranks{latency}"),
+        ("distance", f"from the leaders when pulled, by rank: {away}{' ...' if len(distances) > SHOWN_RANKS else ''}"),
     ]
     return [*lines, *([("gradients", f"{skipped} skipped, as they overflowed")] if skipped else [])]
 

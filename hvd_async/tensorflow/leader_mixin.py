@@ -98,10 +98,17 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     def _async_settle(self, own: tf.Tensor) -> Any:
         """Batch-norm statistics, shape (m,) -> those to go on with."""
-        worker, values = self._async.worker, np.append(own.numpy(), own.dtype.as_numpy_dtype(1))
+        worker = self._async.worker
         assert worker is not None  # (the step has begun)
-        averaged = worker.settle_statistics(values if is_finite(values) else np.zeros_like(values))
+        averaged = worker.settle_statistics(_counted(own.numpy()))
         return own if averaged is None else averaged
+
+    def _async_statistics(self) -> np.ndarray[Any, Any] | None:
+        flat = self._async.statistics
+        if flat is None:
+            return None
+        with tf.init_scope():
+            return _counted(flat.array())
 
     # -- what stands for all ranks ----------------------------------------------------------------------------
 
@@ -113,6 +120,12 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     def _async_copy_statistics(self, root: int) -> None:
         self._async_unify_by("root", root)
+
+
+def _counted(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """With 1 at the end; all 0 if one is not finite."""
+    counted = np.append(values, values.dtype.type(1))
+    return counted if is_finite(counted) else np.zeros_like(counted)
 
 
 def _around(graph: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -52,28 +51,34 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
+    @torch.no_grad()
     def _async_before_mix(self, worker: FollowWorker) -> None:
-        statistics = self._async_statistics()
-        if not statistics:
-            return
-        kind = self._async_kind()
-        own = torch.cat([*(t.reshape(-1).to(kind) for t in statistics), torch.ones(1, dtype=kind).to(statistics[0])])
-        averaged = worker.settle_statistics(own if torch.isfinite(own).all() else torch.zeros_like(own))
+        own = self._async_statistics()
+        averaged = None if own is None else worker.settle_statistics(own)
         if averaged is not None:
-            for tensor, part in zip(statistics, averaged.split([t.numel() for t in statistics]), strict=True):
+            averages = self._async_averaged()
+            for tensor, part in zip(averages, averaged.split([t.numel() for t in averages]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def _async_statistics(self) -> list[torch.Tensor]:
+    def _async_averaged(self) -> list[torch.Tensor]:
         """What pulls average beside the weights."""
         state = self._async
         if state.config.buffers != "average":
             return []
         return [t for _, t in state.named_buffers if t.is_floating_point() and t.numel()]
 
+    @torch.no_grad()
+    def _async_statistics(self) -> torch.Tensor | None:
+        averages, kind = self._async_averaged(), self._async_kind()
+        if not averages:
+            return None
+        own = torch.cat([*(t.reshape(-1).to(kind) for t in averages), averages[0].new_ones(1, dtype=kind)])
+        return own if torch.isfinite(own).all() else torch.zeros_like(own)
+
     def _async_copy_statistics(self, root: int) -> None:
         self._async_unify_by("root", root)
 
     def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         names, sums = super()._async_fingerprint(resumed)
-        elements = sum(math.prod(t.shape) for t in self._async_statistics())
+        elements = sum(t.numel() for t in self._async_averaged())
         return [f"{elements} batch-norm statistics of named_buffers", *names], [0, *sums]

@@ -14,8 +14,8 @@ LAYERS = [
     {"buckets", "errors", "events", "leaders", "notices", "sharers", "topology"},  # leaves
     {"activation", "agreement", "autoquorum", "mixing", "protocols", "timeline"},
     {"machine", "options", "stats", "wire"},
-    {"exchanges", "pulls", "record", "rounds"},
-    {"coordinator"},
+    {"exchanges", "pulls", "rounds"},
+    {"coordinator", "record"},
     {"control", "engine"},
     {"inbox", "lifecycle", "transit"},
     {"mail", "plan", "receiving", "testing", "runner", "worker"},

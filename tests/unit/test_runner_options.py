@@ -6,6 +6,9 @@ import pytest
 from hvd_async.runner.options import build_parser, parse
 
 GOSSIP = {"topology", "peers", "mixing", "hierarchical", "average_every", "max_local_steps", "schedule"}
+LEADER = {"global_period", "local_period", "local_pull", "global_pull", "local_prox", "global_prox", "group"} | {
+    *("loss_window", "alpha", "beta", "lr_spread")
+}
 
 
 def refusal(capsys, *arguments):
@@ -54,7 +57,7 @@ def test_everything_reaches_the_options(tmp_path):
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
     known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16"}
     known = known - {"switches"} | {"schedule"}
-    assert {name.removeprefix("no_") for name in given} | GOSSIP == known, "a flag is missing from this test"
+    assert {name.removeprefix("no_") for name in given} | GOSSIP | LEADER == known, "a flag is missing from this test"
     assert (options.max_staleness, options.grace, options.workers, options.augment) == (0, 0.01, 2, False)
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)
     assert (options.schedule.decay_epochs, options.schedule.cosine) == ((3.0, 6.0), False)
@@ -98,11 +101,38 @@ def test_gossip_without_flags(algorithm):
     assert parse("tensorflow", ["--algorithm", algorithm]).gossip_settings == {"algorithm": algorithm, **settings}
 
 
+def test_every_flag_of_leaders_reaches_the_optimizer():
+    line = (
+        "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
+        "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
+    )
+    options = parse("torch", line.split())
+    strengths = {"local_pull": 0.2, "global_pull": 0.3, "local_prox": 0.05, "global_prox": 0.0}
+    periods = {"global_period": 8, "local_period": 4, "group": 2, "loss_window": 5}
+    centre = {"alpha": None, "beta": None}
+    assert options.leader_settings == {
+        "algorithm": "lsgd", "lr_spread": "power", **strengths, **periods, **centre
+    }  # fmt: skip
+    assert set(options.leader_settings) == LEADER | {"algorithm"}
+    assert (options.follows, options.apart, options.gossips, options.lockstep) == (True, True, False, False)
+    assert options.init_settings == {"process_sets": "dynamic"}, "a group of ranks needs a process set"
+    elastic = parse("tensorflow", ["--algorithm", "easgd", "--global-period", "4", "--alpha", "0.1", "--beta", "0.5"])
+    assert {name: value for name, value in elastic.leader_settings.items() if value is not None} == {
+        "algorithm": "easgd", "global_period": 4, "alpha": 0.1, "beta": 0.5, "lr_spread": "none"
+    }  # fmt: skip
+    assert elastic.init_settings == {}
+    assert parse("torch", ["--algorithm", "lsgd", "--group", "host"]).group == "host"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "algorithm", "kind"),
+    [("GossipOptimizer", "sgp", "gossip_settings"), ("LeaderOptimizer", "lsgd", "leader_settings")],
+)
 @pytest.mark.parametrize("binding", ["torch", "tensorflow"])
-def test_the_optimizer_takes_what_the_runner_gives_it(binding):
+def test_the_optimizer_takes_what_the_runner_gives_it(binding, wrapper, algorithm, kind):
     hvd = pytest.importorskip(f"hvd_async.{binding}")
-    taken = inspect.signature(hvd.GossipOptimizer).parameters
-    settings = parse(binding, ["--algorithm", "sgp"]).gossip_settings
+    taken = inspect.signature(getattr(hvd, wrapper)).parameters
+    settings = getattr(parse(binding, ["--algorithm", algorithm]), kind)
     assert set(settings) <= set(taken)
     assert {name: taken[name].default for name in settings} == settings
 
@@ -163,7 +193,15 @@ def test_a_flag_wins_over_the_preset():
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        ("--algorithm easgd", "invalid choice"),
+        ("--algorithm asgd", "invalid choice"),
+        ("--algorithm lsgd --beta 0.5", "--beta only means something with --algorithm easgd"),
+        ("--algorithm easgd --local-pull 0.5", "--local-pull only means something with --algorithm lsgd"),
+        ("--algorithm sgp --lr-spread linear", "--lr-spread only means something with --algorithm lsgd or easgd"),
+        ("--algorithm lsgd --local-period 17", "--local-period 17 is above --global-period 16"),
+        ("--algorithm lsgd --global-period 0", "0 is too small"),
+        ("--algorithm lsgd --global-pull 1", "1 must be at least 0 and below 1"),
+        ("--algorithm lsgd --group hosts", "'hosts' is not a whole number"),
+        ("--algorithm lsgd --compression fp16", "weights travel as they are"),
         ("--quorum most", 'take "solo"'),
         ("--quorum 0", "cannot be"),
         ("--quorum 1.5", "fraction in"),

@@ -31,6 +31,7 @@ CONTRACT = {
     ),
     *("consensus_distance", "wait_s_by_rank"),
     *("gradients_skipped", "fresh", "contributors", "held_s_by_rank", "bytes_sent", "latency_s", "peak_bytes"),
+    *("led", "leader_distance_by_rank"),
 }
 ALIKE = Replicas(True, 0.0, 0.0)
 WELL = Learned(0.5, 0.9, 0.95)
@@ -129,6 +130,44 @@ def test_gossip_says_nothing_of_gradients():
     assert (summary["wait_s_by_rank"], summary["held_s_by_rank"]) == ([0.5, 1.5], [1.25, 0.75])
     assert (summary["bytes_sent"], summary["latency_s"], summary["peak_bytes"]) == (200, 0.25, None)
     assert (summary["consensus_distance"], summary["replicas_identical"]) == (0.125, True)
+
+
+@dataclass
+class Followed:
+    """What `Outcome.of_leader` reads of LeaderStats."""
+
+    pulls: int = 4
+    wait_s: float = 0.5
+    pull_s: float = 0.25
+    distance: float = 2.0
+    led: dict[int, int] = field(default_factory=lambda: {0: 1, 1: 2})
+    history: tuple[tuple[float, int, int], ...] = ((1.0, -1, 1),)
+
+
+def two_following_ranks(**changes):
+    outcomes = [Outcome.of_leader(Followed(**changes), 0), Outcome.of_leader(Followed(distance=0.5, pulls=2), 1)]
+    return [Figures(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
+
+
+def test_leaders_are_counted():
+    summary = summary_of(two_following_ranks(), line=["--algorithm", "lsgd"])
+    assert set(summary) == CONTRACT
+    assert (summary["rounds"], summary["latency_s"], summary["gradients_skipped"]) == (4, 0.25, 1)
+    assert (summary["led"], summary["leader_distance_by_rank"]) == ({"0": 1, "1": 2}, [2.0, 0.5])
+    text = describe(summary, [], WELL)
+    assert "4 pulls" in text
+    assert "rank 0 1, rank 1 2 of the pulls of all ranks; a pull took 250.0 ms" in text
+    assert "by rank: 2, 0.5" in text
+    centre = describe(summary_of(two_following_ranks(led={-1: 3}), line=["--algorithm", "easgd"]), [], WELL)
+    assert "the centre 3 of the pulls" in centre
+
+
+def test_what_leaders_have_counted_since():
+    before = Outcome.of_leader(Followed(), 0)
+    now = Outcome.of_leader(Followed(pulls=6, led={0: 1, 1: 4}, distance=3.0), 0)
+    since = now.since(before)
+    assert (since.rounds, since.led, since.apart) == (2, {1: 2}, 10.0)
+    assert Totals.of([since]).leader_distance == (5.0,)
 
 
 def test_what_gossip_has_counted_since():
