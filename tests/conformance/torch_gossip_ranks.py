@@ -28,9 +28,9 @@ def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
 
 
 @functools.cache
-def _data(rank: int, step: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _data(rank: int, step: int, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = batch(rank, step, elements)
-    return torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(targets, dtype=torch.float32)
+    return torch.as_tensor(inputs, dtype=dtype), torch.as_tensor(targets, dtype=dtype)
 
 
 @dataclass
@@ -73,14 +73,24 @@ class GossipTrainer:
         problem: its weights, data and optimizer.
         rank: which.
         make: another optimizer than the problem's.
+        dtype: of the parameters.
         options: of ``GossipOptimizer``.
     """
 
-    def __init__(self, problem: Problem, rank: int, make: Callable[[Any], Any] | None = None, **options: Any) -> None:
+    wrapper = staticmethod(hvd.GossipOptimizer)
+
+    def __init__(
+        self,
+        problem: Problem,
+        rank: int,
+        make: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.problem, self.rank, self.steps = problem, rank, 0
-        first = torch.as_tensor(problem.start[rank], dtype=torch.float32)
+        first = torch.as_tensor(problem.start[rank], dtype=dtype)
         self.parameters = [torch.nn.Parameter(first[:2].clone()), torch.nn.Parameter(first[2:].clone().view(2, -1))]
-        self.opt = hvd.GossipOptimizer(
+        self.opt = self.wrapper(
             plain(problem.case, self.parameters) if make is None else make(self.parameters), **options
         )
 
@@ -88,7 +98,7 @@ class GossipTrainer:
         """That of the next step. (By hand: backward would take half of the tests' time.)"""
         self.steps += 1
         self.before = self.weights()
-        inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1])
+        inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1], self.parameters[0].dtype)
         with torch.no_grad():
             weights = torch.cat([p.view(-1) for p in self.parameters])
             gradient = inputs.T @ (inputs @ weights - targets) / len(inputs)
