@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from hvd_async.leaders import Strengths
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.receiving import Come
-from hvd_async.sharers import Sharers
+from hvd_async.sharers import Alone, Sharers
 from hvd_async.stats import LeaderStats
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -71,17 +71,18 @@ class LeaderState(LocalState):
         super().__init__(lifecycle, sharers)
         given = _resolved(algorithm, options)
         names = [name for name in vars(Strengths()) if name in given]
-        if algorithm == "easgd":
-            beta = leaders.at(given["beta"], 1)
-            given["alpha"] = beta / sharers.size if given["alpha"] is None else given["alpha"]
         for name in names:
-            _checked(name, given[name], callables=algorithm == "lsgd")
+            if given[name] is not None:
+                _checked(name, given[name], callables=algorithm == "lsgd")
+        if algorithm == "easgd" and given["alpha"] is None:
+            given["alpha"] = given["beta"] / sharers.size
         self.strengths = Strengths(**{name: given[name] for name in names})
         self.window, self.spread = given.get("loss_window", 1), leaders.spread(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
-        whole = [list(range(sharers.size))]
-        grouped = leaders.groups(given["group"], sharers.ranks, host_size) if "group" in given else whole
+        grouped: Sequence[Sequence[int]] = [range(sharers.size)]
+        if "group" in given and not isinstance(sharers.process_set, Alone):  # (who is alone has nobody to follow)
+            grouped = leaders.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
             algorithm=algorithm,
             groups=[list(places) for places in grouped],
