@@ -82,7 +82,9 @@ class FollowWorker(Worker):
         """As it was at the last cut; None if all ranks had the same weights at the last end, or the start."""
         self._total = 0
         """Steps of all ranks until the last drain."""
-        self._step, self._before = 0, 0 if kept is None else kept.steps
+        self._brought = 0 if kept is None else kept.steps
+        """Steps before the cut that it goes on from."""
+        self._step, self._before = 0, self._brought
         """Steps since the last drain or cut, and before it."""
         self.keep: object = None
         if kept is not None:
@@ -257,7 +259,8 @@ class FollowWorker(Worker):
 
     def stats(self) -> LeaderStats:
         """A snapshot."""
-        return self.receiver.record.stats(self._before + self._step, self._wait_s, self._losses.mean)
+        steps = self._before - self._brought + self._step
+        return self.receiver.record.stats(steps, self._wait_s, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
