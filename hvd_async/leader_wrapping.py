@@ -194,10 +194,21 @@ class LeaderWrapped(LocalWrapped):
             "losses": kept.losses,
             "steps": kept.steps,
             "standing": msgspec.json.encode(kept.standing).decode(),
+            "follows": self._async_follows(),
         }
 
+    def _async_follows(self) -> str:
+        """What must be as it was when what a cut has left is taken up: whose targets are whose."""
+        config = self._async.config
+        return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
+
     def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
-        copies = share["copies"]
+        copies, follows = share["copies"], share["follows"]
+        if follows != self._async_follows():
+            raise ValueError(
+                f"this state after cut() is of {follows}, and this optimizer is of {self._async_follows()}: take the "
+                f"same, or save it after drain()"
+            )
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
         come = Come(targets, fresh, copies.get("force"), copies.get("statistics"))
