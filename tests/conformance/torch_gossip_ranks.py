@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -141,6 +143,28 @@ class GossipTrainer:
         worker.mix, worker._known.encode = spied_mix, spied_encode
         seen.log = worker.log = []
         return seen
+
+
+T = TypeVar("T", bound=GossipTrainer)
+
+
+def saved(trainer: GossipTrainer) -> dict[str, Any]:
+    """What a script would save, through a file's format."""
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in trainer.parameters], "opt": trainer.opt.state_dict()}, file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def resume(state: dict[str, Any], trainer: T, done: int) -> T:
+    """A trainer that has taken up what was saved after so many steps."""
+    with torch.no_grad():
+        for parameter, values in zip(trainer.parameters, state["model"], strict=True):
+            parameter.copy_(values)
+    trainer.opt.load_state_dict(copy.deepcopy(state["opt"]))  # (torch keeps the tensors it is given)
+    trainer.steps = done
+    return trainer
 
 
 def run(
