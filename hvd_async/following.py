@@ -5,6 +5,7 @@ What pulls have brought is taken up by the training thread's next step, which wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,14 @@ class FollowWorker(Worker):
         """As it was at the last cut; None if all ranks had the same weights at the last end, or the start."""
         self._total = 0
         """Steps of all ranks until the last drain."""
-        self._step, self._before = 0, 0 if kept is None else kept.steps
+        self._brought = 0 if kept is None else kept.steps
+        """Steps before the cut that it goes on from."""
+        self._step, self._before = 0, self._brought
         """Steps since the last drain or cut, and before it."""
+        self._waited = 0.0
+        """Seconds, in ends. (``Engine.drain`` waits for several at once, and counts for none.)"""
+        self._done_at: float | None = None
+        """When this rank was done, until all are."""
         self.keep: object = None
         if kept is not None:
             self._restored = True
@@ -123,6 +130,12 @@ class FollowWorker(Worker):
     def check_done(self) -> None:
         """A leader is chosen at ends too."""
         self._check_loss()
+
+    def announce(self, flush: bool) -> None:
+        """As the worker's; from now on this rank waits."""
+        super().announce(flush)
+        if self._done_at is None:
+            self._done_at = time.perf_counter()
 
     def _check_loss(self) -> None:
         if self.config.algorithm == "lsgd" and self._before + self._step and self._losses.mean is None:
@@ -213,6 +226,8 @@ class FollowWorker(Worker):
         """All ranks are done: with ``flush``, let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         assert drained.standing is not None
+        assert self._done_at is not None
+        self._waited, self._done_at = self._waited + time.perf_counter() - self._done_at, None
         self._leader, self._centre, total = drained.standing.leader, self.receiver.centre, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
         if not drained.flushed:
@@ -263,7 +278,8 @@ class FollowWorker(Worker):
 
     def stats(self) -> LeaderStats:
         """A snapshot."""
-        return self.receiver.record.stats(self._before + self._step, self._wait_s, self._losses.mean)
+        steps = self._before - self._brought + self._step
+        return self.receiver.record.stats(steps, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.protocols import Vector
 from hvd_async.receiving import Come
-from hvd_async.sharers import Sharers
+from hvd_async.sharers import Alone, Sharers
 from hvd_async.stats import LeaderStats
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -72,17 +72,18 @@ class LeaderState(LocalState):
         super().__init__(lifecycle, sharers)
         given = _resolved(algorithm, options)
         names = [name for name in vars(Strengths()) if name in given]
-        if algorithm == "easgd":
-            beta = leaders.at(given["beta"], 1)
-            given["alpha"] = beta / sharers.size if given["alpha"] is None else given["alpha"]
         for name in names:
-            _checked(name, given[name], callables=algorithm == "lsgd")
+            if given[name] is not None:
+                _checked(name, given[name], callables=algorithm == "lsgd")
+        if algorithm == "easgd" and given["alpha"] is None:
+            given["alpha"] = given["beta"] / sharers.size
         self.strengths = Strengths(**{name: given[name] for name in names})
         self.window, self.spread = given.get("loss_window", 1), leaders.spread(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
-        whole = [list(range(sharers.size))]
-        grouped = leaders.groups(given["group"], sharers.ranks, host_size) if "group" in given else whole
+        grouped: Sequence[Sequence[int]] = [range(sharers.size)]
+        if "group" in given and not isinstance(sharers.process_set, Alone):  # (who is alone has nobody to follow)
+            grouped = leaders.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
             algorithm=algorithm,
             groups=[list(places) for places in grouped],
@@ -208,10 +209,21 @@ class LeaderWrapped(LocalWrapped):
             "losses": kept.losses,
             "steps": kept.steps,
             "standing": msgspec.json.encode(kept.standing).decode(),
+            "follows": self._async_follows(),
         }
 
+    def _async_follows(self) -> str:
+        """What must be as it was when what a cut has left is taken up: whose targets are whose."""
+        config = self._async.config
+        return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
+
     def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
-        copies = share["copies"]
+        copies, follows = share["copies"], share["follows"]
+        if follows != self._async_follows():
+            raise ValueError(
+                f"this state after cut() is of {follows}, and this optimizer is of {self._async_follows()}: take the "
+                f"same, or save it after drain()"
+            )
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
         come = Come(targets, fresh, copies.get("force"), copies.get("statistics"))

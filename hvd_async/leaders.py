@@ -141,7 +141,11 @@ def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tu
         return tuple(tuple(range(first, first + group)) for first in range(0, size, group))
     if isinstance(group, str) or not isinstance(group, Sequence):
         raise ValueError(f"group={group!r} is none: take 'host', ranks per group, or a list of groups of ranks")
-    parts = [tuple(sorted(getattr(part, "ranks", None) or part)) for part in group]
-    if sorted(rank for part in parts for rank in part) != sorted(ranks) or not all(parts):
+    try:
+        parts = [tuple(sorted(getattr(part, "ranks", None) or part)) for part in group]
+        fits = sorted(rank for part in parts for rank in part) == sorted(ranks) and all(parts)
+    except TypeError:  # ranks themselves in place of lists of them, or what is no rank
+        fits = False
+    if not fits:
         raise ValueError(f"group={group!r}: every one of the ranks {list(ranks)} must be in one group, no group empty")
     return tuple(sorted(tuple(ranks.index(rank) for rank in part) for part in parts))

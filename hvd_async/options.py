@@ -100,7 +100,9 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
     return 1.0 / predivide, predivide / size
 
 
-def check_gossip_options(op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str) -> None:
+def check_gossip_options(
+    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, whose: str = "gossip"
+) -> None:
     """Refuse those of Horovod's arguments that mean nothing where weights travel and gradients do not.
 
     Args:
@@ -109,16 +111,17 @@ def check_gossip_options(op: Any, average: Any, predivide: float, groups: Any, p
         groups: Horovod's ``groups`` or ``num_groups``.
         passes: Horovod's ``backward_passes_per_step``.
         buffers: how batch-norm statistics are to agree.
+        whose: arguments they are, for messages.
 
     Raises:
         ValueError: with a hint.
     """
     if op != average:
-        raise ValueError(f"op={op!r}: gossip mixes weights, by averages; leave op out, or take hvd.Average")
+        raise ValueError(f"op={op!r}: {whose} mixes weights, by averages; leave op out, or take hvd.Average")
     if predivide != 1.0:
-        raise ValueError("gradient_predivide_factor: gradients stay on their rank in gossip; leave it out")
+        raise ValueError(f"gradient_predivide_factor: gradients stay on their rank in {whose}; leave it out")
     if groups:
-        raise ValueError("groups, num_groups: a rank's weights travel as one message in gossip; leave them out")
+        raise ValueError(f"groups, num_groups: a rank's weights travel as one message in {whose}; leave them out")
     check_passes(passes)
     if buffers not in BUFFERS:
         raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
@@ -128,7 +131,7 @@ def check_leader_options(
     op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, plain: bool
 ) -> None:
     """As ``check_gossip_options``, where ranks follow a leader; ``plain``: whether no compression is asked for."""
-    check_gossip_options(op, average, predivide, groups, passes, buffers)
+    check_gossip_options(op, average, predivide, groups, passes, buffers, "LeaderOptimizer")
     if buffers == "root":
         raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
     if not plain:

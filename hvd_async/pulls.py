@@ -6,8 +6,8 @@ The laws it keeps:
    each on the average since its last, a pull of all when all active ranks have taken ``global_period``: fast ranks do
    more.
 2. *The leader* is whoever has the lowest mean loss by what is known then; one whose loss is not finite never leads, and
-   where nobody's is there is no pull. Where nobody has told any, the ranks hear that. (EASGD has a centre and asks for
-   no loss.) A group of one has nobody to follow.
+   where nobody's is there is no pull. Where none of a group has told any, the ranks hear that. (EASGD has a centre and
+   asks for no loss.) A group of one has nobody to follow.
 3. *One pull of a group at a time*; what becomes due meanwhile is due when it has landed, once.
 4. *Nobody is waited for*: engines take part for ranks that compute, sleep or are done.
 5. *Illegal moves change nothing.* They raise ProtocolError.
@@ -30,7 +30,7 @@ ALL = -1
 CENTRE = -1
 """In place of a leader: EASGD's centre."""
 NOBODY = -2
-"""In place of a leader: no rank has told a loss."""
+"""In place of a leader: no rank of the group has told a loss."""
 
 
 @dataclass
@@ -105,9 +105,11 @@ class Pulls(Machine[LeaderConfig]):
             case Landed(_, number):
                 if not 1 <= number <= self._round:
                     raise ProtocolError(f"rank {rank} saw pull {number} land, of {self._round}")
-                for group in self._groups.values():
-                    if group.flight == number:
-                        group.flight = None
+                over = [group for group in self._groups.values() if group.flight == number]
+                for group in over:
+                    group.flight = None
+                if not over:  # of before an end: nothing of it may start anything after a cut
+                    return []
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
         return self._due()
@@ -122,7 +124,7 @@ class Pulls(Machine[LeaderConfig]):
             if number != ALL and len(group.ranks) == 1:
                 continue
             leader = CENTRE if self._of_centre else leaders.leader(self._means, group.ranks)
-            if leader is None and self._means:
+            if leader is None and self._means.keys() & set(group.ranks):
                 self._leaderless += 1
                 continue
             self._round += 1

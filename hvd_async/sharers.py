@@ -108,8 +108,8 @@ def process_set_among(process_sets: Any, groups: Sequence[Sequence[int]], rank: 
                 raise ValueError(
                     f"ranks {list(ranks)} need a Horovod process set, to have a leader of their own, and none could be "
                     f"made ({error}). Call hvd.init(process_sets=[hvd.ProcessSet({list(ranks)}), ...]) with one for "
-                    f"each group, or hvd.init(process_sets='dynamic'), or take group={len(groups) * len(ranks)}: one "
-                    f"group of all"
+                    f"each group, or hvd.init(process_sets='dynamic'), or take as group= the number of all ranks: one "
+                    f"group of all needs none"
                 ) from None
         own = one if rank in ranks else own
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
                 raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
             loss = loss.detach().reshape(())
         super().record_loss(loss)
+
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
+        self._async_check_parameters()  # groups may have been added since the wrapper was made
+        return super()._async_make(engine, finish)
 
     def _async_before_step(self, worker: FollowWorker, loss: Any) -> None:
         if loss is not None and not self._async.losses:

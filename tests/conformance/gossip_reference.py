@@ -26,7 +26,7 @@ import numpy as np
 
 from hvd_async import mixing
 from tests.conformance.cases import Case
-from tests.conformance.reference import UPDATES, Array, State, start
+from tests.conformance.reference import UPDATES, Array, State, play, start
 
 Edge = tuple[int, int, int]
 """A message: (receiver, sender, the sender's step)."""
@@ -272,16 +272,7 @@ def adpsgd(problem: Problem, log: Log) -> Outcome:
     if len(log) != len(problem.start):
         raise ValueError(f"the log is of {len(log)} ranks, the problem of {len(problem.start)}: give a list for each")
     shadows = _Shadows(problem, log)
-    waiting = {rank: list(reversed(entries)) for rank, entries in enumerate(log)}
-    while any(waiting.values()):
-        moved = False
-        for rank, entries in waiting.items():
-            while entries and shadows.hit(rank, entries[-1]):
-                entries.pop()
-                moved = True
-        if not moved:
-            stuck = "; ".join(f"rank {rank} at {tuple(entries[-1])}" for rank, entries in waiting.items() if entries)
-            raise ValueError(f"impossible log: others would have to come first, but never do: {stuck}")
+    play(log, shadows.hit)
     return shadows.outcome()
 
 

@@ -14,7 +14,7 @@ Keras 3 (``keras.optimizers.SGD``, ``Adam``): decay is decoupled and comes first
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,3 +86,25 @@ def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied]
         if sums[-1] > 0.5:
             x, state = UPDATES[framework](case, x, sums[:-1] / size, state, lr)
     return x
+
+
+def play(log: Sequence[Sequence[Any]], hit: Callable[[int, Any], bool]) -> None:
+    """Apply what each rank has logged, each rank's entries in its own order.
+
+    Args:
+        log: by rank.
+        hit: applies an entry of a rank; False if another rank's must come first.
+
+    Raises:
+        ValueError: there is no such order.
+    """
+    waiting = {rank: list(reversed(entries)) for rank, entries in enumerate(log)}
+    while any(waiting.values()):
+        moved = False
+        for rank, entries in waiting.items():
+            while entries and hit(rank, entries[-1]):
+                entries.pop()
+                moved = True
+        if not moved:
+            stuck = "; ".join(f"rank {rank} at {tuple(entries[-1])}" for rank, entries in waiting.items() if entries)
+            raise ValueError(f"impossible log: others would have to come first, but never do: {stuck}")

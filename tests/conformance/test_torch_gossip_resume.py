@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import io
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -21,31 +19,13 @@ from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import Problem, least_squares
-from tests.conformance.torch_gossip_ranks import GossipTrainer, Seen, graph
+from tests.conformance.torch_gossip_ranks import GossipTrainer, Seen, graph, resume, saved
 from tests.conformance.torch_ranks import plain
 
 MOMENTUM, ADAM = CASES[1], CASES[6]
 STAR = {"algorithm": "sgp", "topology": "star"}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
-
-
-def saved(trainer: GossipTrainer) -> dict[str, Any]:
-    """What a script would save, through a file's format."""
-    file = io.BytesIO()
-    torch.save({"model": [p.detach() for p in trainer.parameters], "opt": trainer.opt.state_dict()}, file)
-    file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
-
-
-def resume(state: dict[str, Any], trainer: GossipTrainer, done: int) -> GossipTrainer:
-    with torch.no_grad():
-        for parameter, values in zip(trainer.parameters, state["model"], strict=True):
-            parameter.copy_(values)
-    trainer.opt.load_state_dict(copy.deepcopy(state["opt"]))  # (torch keeps the tensors it is given)
-    trainer.steps = done
-    return trainer
 
 
 def first_job(problem: Problem, steps: Sequence[int], end: str, **options: Any) -> list[dict[str, Any]]:

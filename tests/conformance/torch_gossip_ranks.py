@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +30,9 @@ def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
 
 
 @functools.cache
-def _data(rank: int, step: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _data(rank: int, step: int, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = batch(rank, step, elements)
-    return torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(targets, dtype=torch.float32)
+    return torch.as_tensor(inputs, dtype=dtype), torch.as_tensor(targets, dtype=dtype)
 
 
 @dataclass
@@ -73,14 +75,24 @@ class GossipTrainer:
         problem: its weights, data and optimizer.
         rank: which.
         make: another optimizer than the problem's.
+        dtype: of the parameters.
         options: of ``GossipOptimizer``.
     """
 
-    def __init__(self, problem: Problem, rank: int, make: Callable[[Any], Any] | None = None, **options: Any) -> None:
+    wrapper = staticmethod(hvd.GossipOptimizer)
+
+    def __init__(
+        self,
+        problem: Problem,
+        rank: int,
+        make: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.problem, self.rank, self.steps = problem, rank, 0
-        first = torch.as_tensor(problem.start[rank], dtype=torch.float32)
+        first = torch.as_tensor(problem.start[rank], dtype=dtype)
         self.parameters = [torch.nn.Parameter(first[:2].clone()), torch.nn.Parameter(first[2:].clone().view(2, -1))]
-        self.opt = hvd.GossipOptimizer(
+        self.opt = self.wrapper(
             plain(problem.case, self.parameters) if make is None else make(self.parameters), **options
         )
 
@@ -88,7 +100,7 @@ class GossipTrainer:
         """That of the next step. (By hand: backward would take half of the tests' time.)"""
         self.steps += 1
         self.before = self.weights()
-        inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1])
+        inputs, targets = _data(self.rank, self.steps, self.problem.start.shape[1], self.parameters[0].dtype)
         with torch.no_grad():
             weights = torch.cat([p.view(-1) for p in self.parameters])
             gradient = inputs.T @ (inputs @ weights - targets) / len(inputs)
@@ -131,6 +143,28 @@ class GossipTrainer:
         worker.mix, worker._known.encode = spied_mix, spied_encode
         seen.log = worker.log = []
         return seen
+
+
+T = TypeVar("T", bound=GossipTrainer)
+
+
+def saved(trainer: GossipTrainer) -> dict[str, Any]:
+    """What a script would save, through a file's format."""
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in trainer.parameters], "opt": trainer.opt.state_dict()}, file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def resume(state: dict[str, Any], trainer: T, done: int) -> T:
+    """A trainer that has taken up what was saved after so many steps."""
+    with torch.no_grad():
+        for parameter, values in zip(trainer.parameters, state["model"], strict=True):
+            parameter.copy_(values)
+    trainer.opt.load_state_dict(copy.deepcopy(state["opt"]))  # (torch keeps the tensors it is given)
+    trainer.steps = done
+    return trainer
 
 
 def run(

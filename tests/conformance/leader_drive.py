@@ -1,0 +1,167 @@
+"""Drives ranks that follow a leader, each in a thread, and records what they did. Framework-free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_async.following import FollowWorker
+from hvd_async.stats import LeaderStats
+from hvd_async.testing import Cluster
+from tests.conformance.leader_reference import ALL, Following, Outcome
+from tests.conformance.reference import Array
+
+TIMEOUT = 30.0
+
+
+class Trainer(Protocol):
+    """One rank's model and wrapped optimizer.
+
+    Attributes:
+        opt: with ``drain()`` and ``stats()``.
+    """
+
+    opt: Any
+
+    def worker(self) -> FollowWorker:
+        """The optimizer's; the first call meets the other ranks."""
+
+    def step(self) -> None:
+        """Compute a gradient, tell a loss and step."""
+
+    def weights(self) -> Array:
+        """Flat, float64."""
+
+
+@dataclass
+class Seen:
+    """What happened on one rank.
+
+    Attributes:
+        path: what the model held after each step.
+        log: the receiver's.
+        drained: what the model held at the end.
+        stats: at the end.
+    """
+
+    path: list[Array] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
+    drained: Array = field(default_factory=lambda: np.zeros(0))
+    stats: LeaderStats = field(default_factory=LeaderStats)
+
+
+class Pace:
+    """Lets each rank take a step only when the fastest has taken so many.
+
+    Args:
+        behind: for each rank, how many steps the fastest takes while it takes one; the lowest of them is 1.
+    """
+
+    def __init__(self, behind: Sequence[int]) -> None:
+        self._behind, self._changed = behind, threading.Condition()
+        self._steps = [0] * len(behind)
+        self._over = False
+
+    def wait(self, rank: int) -> None:
+        """Before each step."""
+        with self._changed:
+            needed = self._steps[rank] * self._behind[rank]
+            assert self._changed.wait_for(lambda: self._over or max(self._steps) >= needed, TIMEOUT)
+
+    def stepped(self, rank: int) -> None:
+        """After each."""
+        with self._changed:
+            self._steps[rank] += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """This rank is done: nobody waits any more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
+def wait_for_pulls(worker: FollowWorker, count: int) -> None:
+    """Until so many pulls have landed here."""
+    worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
+
+
+def run(
+    make: Callable[[int], Trainer],
+    following: Following,
+    steps: int | Sequence[int],
+    cluster: Cluster,
+    in_step: bool = False,
+    behind: Sequence[int] = (),
+) -> list[Seen]:
+    """Train on all ranks, and drain.
+
+    Args:
+        make: a rank's trainer.
+        steps: of each rank, or of all.
+        in_step: no rank goes on before the pulls that its step has made due have landed, so that nothing is left to
+            chance.
+        behind: see ``Pace``; empty: no rank waits for another.
+    """
+    size, together = cluster.size, threading.Barrier(cluster.size)
+    pace = Pace(behind or [0] * size)
+
+    def train(rank: int) -> Seen:
+        trainer, seen = make(rank), Seen()
+        worker = trainer.worker()
+        seen.log = worker.receiver.log = []
+        together.wait(TIMEOUT)  # (a pull is logged from the first on)
+        try:
+            for step in range(1, (steps if isinstance(steps, int) else steps[rank]) + 1):
+                pace.wait(rank)
+                trainer.step()
+                seen.path.append(trainer.weights())
+                pace.stepped(rank)
+                if in_step:
+                    wait_for_pulls(worker, following.pulls(rank, step))
+        finally:
+            pace.end()
+        if in_step:
+            together.wait(TIMEOUT)  # (what is due is so for fewer ranks when others are done)
+        trainer.opt.drain()
+        seen.drained, seen.stats = trainer.weights(), trainer.opt.stats()
+        return seen
+
+    return cluster.run(train)
+
+
+def check(outcome: Outcome, seen: Sequence[Seen], relative: float = 1e-5) -> None:
+    """Models after each step, and what a drain makes of them: the same bits everywhere."""
+    for rank, own in enumerate(seen):
+        for step, (held, expected) in enumerate(zip(own.path, outcome.path[rank], strict=True), 1):
+            _close(held, expected, relative, f"rank {rank}, step {step}")
+        assert own.drained.tobytes() == seen[0].drained.tobytes()
+        apart = float(np.mean(outcome.distances[rank] or [0.0]))
+        assert abs(own.stats.distance - apart) <= 100 * relative * max(apart, 1e-2)
+    _close(seen[0].drained, outcome.drained[-1], relative, "drained")
+
+
+def _close(held: Array, expected: Array, relative: float, where: str) -> None:
+    scale = float(np.abs(expected).max())
+    np.testing.assert_allclose(held, expected, rtol=0, atol=relative * scale, err_msg=where)
+
+
+def check_leaders(outcome: Outcome, following: Following, steps: int) -> set[int]:
+    """Of ranks in step: each pull was due when its period was over, and the best by then led it; returns who led."""
+    led = set()
+    for rank, taken in enumerate(outcome.taken):
+        assert len(taken) == steps
+        groups = {following.group_of(rank): following.local_period, ALL: following.global_period}
+        for step, fresh in enumerate(taken, 1):
+            expected = {}
+            for group, period in groups.items():
+                ranks = range(len(outcome.taken)) if group == ALL else following.groups[group]
+                if step > 1 and (step - 1) % period == 0 and (group == ALL or len(ranks) > 1):
+                    expected[group] = outcome.best(ranks, step - 1)
+            assert {group: leader for group, (_, leader) in fresh.items()} == expected, f"rank {rank}, step {step}"
+            led |= set(expected.values())
+    return led

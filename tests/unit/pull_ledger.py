@@ -1,0 +1,146 @@
+"""What the coordinator of leader-pull has been told and has commanded, kept apart from it, and checked by its laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hvd_async.events import (
+    Agreed,
+    Command,
+    Done,
+    Drained,
+    Iterated,
+    Landed,
+    LeaderConfig,
+    Opened,
+    OptimizerEvent,
+    Pull,
+    Standing,
+)
+
+ALL, CENTRE, NOBODY = -1, -1, -2
+
+
+class PullLedger:
+    """Checks every command as it comes.
+
+    Attributes:
+        taken: group -> the ranks whose steps count for its next pull, one entry a step.
+        flights: group -> the pull that has not landed on its first rank.
+        told: rank -> the last mean that it has told.
+        pulls: that went, those without a leader included.
+        leaderless: pulls that were due, and nobody could lead.
+        ended: whether the last event was an end, or came after one without a step or a new end.
+    """
+
+    def __init__(self, config: LeaderConfig, ranks: Sequence[int]) -> None:
+        self.config, self.ranks = config, tuple(ranks)
+        self.members: dict[int, tuple[int, ...]] = {}
+        if config.algorithm == "lsgd":
+            for number, places in enumerate(config.groups):
+                self.members[number] = tuple(ranks[place] for place in places)
+        self.members[ALL] = self.ranks
+        self.periods = dict.fromkeys(self.members, config.local_period) | {ALL: config.global_period}
+        self.taken: dict[int, list[int]] = {group: [] for group in self.members}
+        self.told: dict[int, float] = {}
+        if config.standing is not None:
+            for group, count in zip(self.members, config.standing.steps, strict=True):
+                self.taken[group] = [-1] * count
+            self.told = {rank: m for rank, m in zip(ranks, config.standing.means, strict=True) if m is not None}
+        self.flights: dict[int, int] = {}
+        self.done: set[int] = set()
+        self.opened: set[int] = set()
+        self.flush = self.agreed = False
+        self.produced = dict.fromkeys(ranks, 0)
+        self.pulls = self.leaderless = self.nobody = 0
+        self.led: list[tuple[int, int]] = []
+        """Group and leader of each."""
+        self._moved = False
+
+    def hear(self, rank: int, event: OptimizerEvent) -> None:
+        """An event that is about to reach the state machine."""
+        self._moved = True
+        match event:
+            case Opened():
+                self.opened.add(rank)
+            case Iterated(_, loss):
+                if loss is not None:
+                    self.told[rank] = loss
+                for group, members in self.members.items():
+                    self.taken[group] += [rank] if rank in members else []
+            case Landed(_, number):
+                over = [group for group, flight in self.flights.items() if flight == number]
+                self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
+                self._moved = bool(over)  # (or it is of no more interest, after an end)
+            case Done(_, (steps,), flush):
+                self.done.add(rank)
+                self.flush = self.flush or flush
+                self.produced[rank] = steps
+
+    def check(self, commands: list[Command], rank: int) -> None:
+        """The commands that came of it.
+
+        Raises:
+            AssertionError: one breaks a law, or one is missing.
+        """
+        expected = self._expected(rank)
+        assert commands == expected, f"{commands}, and not {expected}"
+
+    def _expected(self, rank: int) -> list[Command]:
+        commands: list[Command] = []
+        if not self.agreed:
+            if self.opened != set(self.ranks):
+                return []
+            self.agreed = True
+            commands.append(Agreed(0))
+            self._moved = False
+        if self.done == set(self.ranks):
+            return [*commands, self._drained(rank)]
+        return [*commands, *(self._due() if self._moved else [])]
+
+    def _due(self) -> list[Command]:
+        commands: list[Command] = []
+        for group, members in self.members.items():
+            active = set(members) - self.done
+            needed = self.periods[group] * len(active)
+            if group in self.flights or not active or len(self.taken[group]) < needed:
+                continue
+            while len(self.taken[group]) >= needed:
+                del self.taken[group][:needed]
+            if group == ALL or len(members) > 1:
+                commands += self._pull(group, members)
+        return commands
+
+    def _pull(self, group: int, members: tuple[int, ...]) -> list[Command]:
+        told = {rank: self.told[rank] for rank in members if rank in self.told}
+        best = sorted((loss, rank) for rank, loss in told.items() if math.isfinite(loss))
+        if self.config.algorithm == "easgd":
+            leader = CENTRE
+        elif best:
+            leader = best[0][1]
+        elif told:
+            self.leaderless += 1
+            return []
+        else:
+            leader = NOBODY
+            self.nobody += 1
+        self.pulls += 1
+        if leader != NOBODY:
+            self.flights[group] = self.pulls
+            self.led.append((group, leader))
+        return [Pull(0, self.pulls, group, leader)]
+
+    def _drained(self, rank: int) -> Drained:
+        finite = {rank: loss for rank, loss in self.told.items() if math.isfinite(loss)}
+        if self.flush:
+            self.taken = {group: [] for group in self.members}
+        standing = Standing(
+            leader=min((loss, rank) for rank, loss in finite.items())[1] if finite else self.ranks[0],
+            steps=[len(steps) for steps in self.taken.values()],
+            means=[finite.get(rank) for rank in self.ranks],
+        )
+        drained = Drained(0, self.pulls, [sum(self.produced.values())], rank, self.flush, standing)
+        self.flights, self.flush = {}, False
+        self.done.clear()
+        return drained
