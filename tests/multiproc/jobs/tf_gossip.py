@@ -22,11 +22,13 @@ CASE = next(case for case in CASES if case.name == "nesterov")
 class KerasTrainer:
     """One rank's."""
 
+    wrapper = staticmethod(hvd.GossipOptimizer)
+
     def __init__(self, **options: Any) -> None:
         start = least_squares(1, CASE).start[0]
         self.variable = keras.Variable(start.astype(np.float32), name="w")
         plain = keras.optimizers.SGD(CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov)
-        self.optimizer = hvd.GossipOptimizer(plain, **options)
+        self.optimizer = self.wrapper(plain, **options)
         self.optimizer.build([self.variable])
 
     def step(self, rank: int, step: int) -> None:

@@ -23,13 +23,15 @@ CASE = next(case for case in CASES if case.name == "nesterov")
 class TorchTrainer:
     """One rank's."""
 
+    wrapper = staticmethod(hvd.GossipOptimizer)
+
     def __init__(self, **options: Any) -> None:
         start = least_squares(1, CASE).start[0]
         self.parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
         plain = torch.optim.SGD(
             [self.parameter], lr=CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov, weight_decay=CASE.weight_decay
         )
-        self.optimizer = hvd.GossipOptimizer(plain, [("w", self.parameter)], **options)
+        self.optimizer = self.wrapper(plain, [("w", self.parameter)], **options)
 
     def step(self, rank: int, step: int) -> None:
         inputs, targets = (torch.tensor(part, dtype=torch.float32) for part in batch(rank, step))
