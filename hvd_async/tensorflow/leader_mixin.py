@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_async.following import FollowWorker
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
 from hvd_async.tensorflow.feed import is_finite
 from hvd_async.tensorflow.flat import Flat
@@ -109,6 +110,10 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             return None
         with tf.init_scope():
             return _counted(flat.array())
+
+    def _async_make(self, *arguments: Any) -> FollowWorker:
+        self._async_need_built()
+        return super()._async_make(*arguments)
 
     # -- what stands for all ranks ----------------------------------------------------------------------------
 
