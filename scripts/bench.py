@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--arms",
             metavar="A,B,...",
-            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8",
+            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8; "
+            "lsgd, easgd",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(

@@ -14,7 +14,7 @@ HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
-GOSSIP = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3}
+LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
@@ -22,8 +22,8 @@ COMPRESSED = ("", "fp16", "bf16", "int8")
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
     algorithm, _, compression = arm.partition("-")
-    if algorithm in GOSSIP and compression in COMPRESSED:
-        place = GOSSIP[algorithm]
+    if algorithm in LOCAL and compression in COMPRESSED:
+        place = LOCAL[algorithm]
         return COLOURS[place], HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
