@@ -20,13 +20,14 @@ from benchmarks import (
     independence,
     memory,
     plot,
+    pull,
     skew,
     soak,
     straggler,
 )
 from benchmarks.launch import JobError
 
-MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, hetero, independence, exchange, soak)
+MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, hetero, independence, exchange, pull, soak)
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+
 import pytest
 
-from scripts.benchmarks import hetero, independence, plot
+from scripts.benchmarks import hetero, independence, plot, pull
 from scripts.benchmarks.report import Report
 from scripts.benchmarks.schedule import eager, parse_arms, waits_for_nobody
 
@@ -28,8 +31,7 @@ def test_leaders_are_arms_where_a_case_has_them():
 def test_leaders_look_different_from_what_is_drawn_beside_them():
     arms = ["horovod", "ddp", "all", "majority", "solo", "auto", "sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"]
     assert len({plot.colour(arm, arms) for arm in arms}) == len(arms)
-    plain = ["lsgd", "easgd", "broadcast", "allreduce"]
-    assert len({plot.colour(arm, plain) for arm in plain}) == len(plain)
+    assert len({plot.colour(arm, pull.ARMS) for arm in pull.ARMS}) == len(pull.ARMS)
 
 
 # -- hetero ---------------------------------------------------------------------------------------------------
@@ -125,3 +127,87 @@ def test_independence_of_ranks_that_follow(landed, apart, met):
 def test_independence_takes_medians_of_distances():
     blocks = [asleep("easgd", 20, APART | {"as it woke": far})[0] for far in (1.0, 9.0, None)]
     assert independence.apart(blocks)["as it woke"] == 5.0
+
+
+# -- pull -----------------------------------------------------------------------------------------------------
+
+BYTES = 1_000_000
+"""Of the model."""
+IDLE = {"received": 5_000, "sent": 3_000, "seconds": 5.0}
+
+
+def counts(received, sent, counted=None):
+    """Of 4 pulls in 2 s, with what is there anyway."""
+    own = {"received": 4 * received * BYTES + 2_000, "sent": 4 * sent * BYTES + 1_200, "seconds": 2.0}
+    return own if counted is None else own | {"counted": 4 * counted * BYTES}
+
+
+def wire_block(root, lsgd=1.0):
+    """The leader sends twice, and one of the others sends on."""
+    ranks = []
+    for rank in range(RANKS):
+        sent = 2.0 if rank == root else float(rank == (root + 2) % RANKS)
+        own = {"lsgd": counts(0.0, sent, 0) if rank == root else counts(lsgd, sent, 1)}
+        own["broadcast"] = counts(0.0 if rank == root else 1.0, sent)
+        own["easgd"] = counts(1.5, 1.5, 1.5)
+        ranks.append({**own, "idle": IDLE})
+    block = {"part": "wire", "arms": ["lsgd", "easgd", "broadcast"], "rounds": 4, "root": root, "repetition": root}
+    return {**block, "by_rank": ranks}
+
+
+def test_bytes_are_those_of_ranks_that_are_pulled_less_what_is_there_anyway():
+    setting = {"part": "wire", "megabytes": BYTES / 1e6}
+    rows = pull.wire_rows([wire_block(root) for root in range(RANKS)], setting)
+    lsgd, easgd, broadcast = rows
+    assert (lsgd["received"], lsgd["received_low"], lsgd["received_high"]) == pytest.approx((1.0, 1.0, 1.0))
+    assert (lsgd["sent"], lsgd["sent_most"], lsgd["counted"]) == pytest.approx((0.75, 2.0, 1.0))
+    assert (easgd["received"], easgd["expected"], easgd["sent"]) == pytest.approx((1.5, 1.5, 1.5))
+    assert broadcast["counted"] is None
+    assert lsgd["idle_kb"] == 1.0
+    report = Report("pull", RANKS, rows, pull.COLUMNS)
+    pull.judge(report)
+    assert [goal.met for goal in report.goals] == [True] * 3
+
+
+def test_a_pull_that_carries_too_much_is_told():
+    rows = pull.wire_rows([wire_block(0, lsgd=1.75)], {"part": "wire", "megabytes": BYTES / 1e6})
+    report = Report("pull", RANKS, rows, pull.COLUMNS)
+    pull.judge(report)
+    assert [goal.met for goal in report.goals if goal.what.startswith("lsgd")] == [False, False]
+    assert [goal.met for goal in report.goals if goal.what.startswith("easgd")] == [True]
+
+
+def seconds_block(repetition, factor, count=8):
+    """Of ``count`` rounds, each slower than the one before; a pull takes ``factor`` times as long as a broadcast."""
+    own = {"broadcast": [0.1 * (i + 1) for i in range(count)], "allreduce": [0.2] * count, "easgd": [0.3] * count}
+    own["lsgd"] = [factor * each for each in own["broadcast"]]
+    block = {"part": "seconds", "arms": list(own), "rounds": count, "root": repetition, "repetition": repetition}
+    return {**block, "by_rank": [own] * RANKS}
+
+
+@pytest.mark.parametrize(("factor", "met"), [(1.05, True), (1.2, False)])
+def test_seconds_are_compared_round_by_round(factor, met):
+    rows = pull.seconds_rows([seconds_block(i, factor) for i in range(2)], {"part": "seconds", "megabytes": 1.0})
+    by_arm = {each["arm"]: each for each in rows}
+    assert by_arm["lsgd"]["ratio"] == pytest.approx(factor)
+    assert by_arm["lsgd"]["ratio_high"] == pytest.approx(factor)
+    assert by_arm["lsgd"]["ms"] == pytest.approx(factor * 450)
+    assert (by_arm["easgd"]["rival"], by_arm["easgd"]["ratio"]) == ("allreduce", pytest.approx(1.5))
+    assert "ratio" not in by_arm["broadcast"]
+    report = Report("pull", RANKS, rows, pull.COLUMNS)
+    pull.judge(report)
+    assert [goal.met for goal in report.goals] == [met]
+    report.text()
+
+
+def test_pulls_are_drawn(tmp_path):
+    rows = pull.wire_rows([wire_block(0)], {"part": "wire", "megabytes": BYTES / 1e6})
+    rows += pull.seconds_rows([seconds_block(0, 1.0, 2)], {"part": "seconds", "megabytes": 1.0})
+    assert math.isinf(rows[-1]["ratio_high"])  # of two rounds
+    plot.save(Report("pull", RANKS, rows, pull.COLUMNS, draw=pull.draw), tmp_path / "pull.png")
+    assert (tmp_path / "pull.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_rank_leads_in_each_repetition():
+    args = argparse.Namespace(ranks=3, repetitions=4, rounds=1, idle=0.0)
+    assert [block["root"] for block in pull.blocks_of(args, "wire", ["lsgd"])] == [0, 1, 2, 0]
