@@ -21,13 +21,17 @@ from benchmarks import (
     memory,
     plot,
     pull,
+    race,
     skew,
     soak,
     straggler,
 )
 from benchmarks.launch import JobError
 
-MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, hetero, independence, exchange, pull, soak)
+MODULES = (
+    *(straggler, skew, balanced, activation, memory, accuracy, hard),
+    *(hetero, independence, exchange, pull, race, soak),
+)
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

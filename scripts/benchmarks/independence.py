@@ -1,4 +1,8 @@
-"""One training thread falls asleep while its engine lives: who goes on, who has to wait, and from which step on."""
+"""One training thread falls asleep while its engine lives: who goes on, who has to wait, and from which step on.
+
+Under lsgd and easgd also: pulls that land on its engine meanwhile, and how far it is from its leader, or the centre,
+when it falls asleep, when it wakes, after its next step and at the end.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=float, default=5.0, metavar="S", help="in which all are awake again")
     parser.add_argument("--compute", type=float, default=0.1, metavar="S", help="a step's computation, slept")
     parser.add_argument("--megabytes", type=float, default=1.0, help="of weights")
-    parser.add_argument("--topology", choices=sorted(topology.NAMED), default="ring", help="who sends to whom")
+    parser.add_argument("--topology", choices=sorted(topology.NAMED), default="ring", help="of gossip")
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:

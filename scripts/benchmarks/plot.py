@@ -106,11 +106,19 @@ def legend(figure: Any, *axes: Any) -> None:
 
 def save(report: Report, path: Path) -> None:
     """Draw a report and write it as PNG."""
+    assert report.draw is not None
+    title = f"{report.case}: {report.ranks} ranks, {report.transport}, one machine"
+    picture(path, title, report.draw, report.rows)
+
+
+def picture(
+    path: Path, title: str, draw: Callable[[Any, list[Row]], None], rows: list[Row], height: float = 5.0
+) -> None:
+    """Draw rows and write them as PNG, ``height`` inches high."""
     from matplotlib.figure import Figure
 
-    assert report.draw is not None
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    report.draw(figure, report.rows)
-    figure.suptitle(f"{report.case}: {report.ranks} ranks, {report.transport}, one machine")
+    figure = Figure(figsize=(11, height), layout="constrained")
+    draw(figure, rows)
+    figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from scripts.benchmarks import hetero, independence, plot, pull
+from scripts.benchmarks import hetero, independence, leadership, plot, pull, race
 from scripts.benchmarks.report import Report
 from scripts.benchmarks.schedule import eager, parse_arms, waits_for_nobody
 
@@ -211,3 +211,110 @@ def test_pulls_are_drawn(tmp_path):
 def test_another_rank_leads_in_each_repetition():
     args = argparse.Namespace(ranks=3, repetitions=4, rounds=1, idle=0.0)
     assert [block["root"] for block in pull.blocks_of(args, "wire", ["lsgd"])] == [0, 1, 2, 0]
+
+
+# -- race -----------------------------------------------------------------------------------------------------
+
+
+def raced(arm, seed, curve, delay=0.1, steps=100):
+    """A training of 4 ranks in groups of 2; rank 0 leads its group all the time, ranks 2 and 0 lead all in turn."""
+    ranks = []
+    for rank in range(RANKS):
+        own = {"curve": curve if rank == 0 else [], "seconds": 10.0, "steps": steps if rank < 3 else steps // 4}
+        history = [[1.0, rank // 2, 2 * (rank // 2)], [2.0, -1, 2], [4.0, rank // 2, 2 * (rank // 2)], [6.0, -1, 0]]
+        own |= {"pulls": 4 if arm != "horovod" else None, "history": history if arm == "lsgd" else []}
+        ranks.append(own | {"identical": True})
+    return {"arm": arm, "seed": seed, "delay": delay, "group": 2, "by_rank": ranks}
+
+
+RACE = {"target": 0.95}
+SOON, LATE, NEVER = [[2.0, 0.9], [4.0, 0.96], [6.0, 0.97]], [[4.0, 0.9], [8.0, 0.96]], [[4.0, 0.5], [8.0, 0.94]]
+
+
+def test_race_takes_the_first_evaluation_that_reaches_the_target():
+    blocks = [raced("horovod", seed, curve) for seed, curve in enumerate([LATE, LATE, NEVER])]
+    blocks += [raced("lsgd", seed, curve) for seed, curve in enumerate([SOON, SOON, LATE])]
+    blocks += [raced("easgd", seed, curve) for seed, curve in enumerate([NEVER, NEVER, LATE])]
+    horovod, lsgd, easgd = race.rows_of(blocks, RACE)
+    assert (horovod["value"], horovod["low"], horovod["target_s"]) == (0.96, 0.94, 8.0)
+    assert math.isinf(horovod["target_high"])
+    assert (lsgd["target_s"], lsgd["speedup"], lsgd["reached"]) == (4.0, 2.0, "3 of 3")
+    assert (lsgd["steps_s"], lsgd["late_steps_s"]) == (32.5, 2.5)
+    assert (easgd["speedup"], easgd["reached"]) == (None, "1 of 3")
+    report = Report("race", RANKS, [horovod, lsgd, easgd], race.COLUMNS)
+    race.judge(report)
+    assert [goal.met for goal in report.goals] == [True, True, False, False]  # accuracy and time, of each
+    assert "inf" in report.text()
+
+
+def test_race_has_no_time_to_keep_where_none_is_late():
+    rows = race.rows_of([raced("horovod", 0, LATE, 0.0), raced("lsgd", 0, SOON, 0.0)], RACE)
+    report = Report("race", RANKS, rows, race.COLUMNS)
+    race.judge(report)
+    assert len(report.goals) == 1
+
+
+def options(**more):
+    given = {
+        "ranks": 8,
+        "fewer": 4,
+        "seconds": 1.0,
+        "every": 1.0,
+        "compute": 0.0,
+        "lr": 0.1,
+        "groups": 2,
+        "quick": False,
+    }
+    given |= {"local_period": 4, "global_period": 16, "arms": "horovod,lsgd", "delay": [0.0, 0.2], "repetitions": 3}
+    return argparse.Namespace(**given | {"leadership": None, "target": 0.95, "limit": None} | more)
+
+
+def test_race_runs_every_arm_with_and_without_delay():
+    blocks = race.blocks_of(options(), 8)
+    assert len({(block["arm"], block["seed"], block["delay"]) for block in blocks}) == len(blocks) == 12
+    assert {block["group"] for block in blocks} == {4}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"groups": 3}, "8 and 4 ranks cannot be parted into so many"),
+        ({"arms": "horovod", "leadership": "x.png"}, "nobody leads"),
+        ({"arms": "broadcast"}, "no arm 'broadcast'"),
+    ],
+)
+def test_race_refuses_what_cannot_be(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        race.run(options(**wrong), lambda _: None)
+
+
+# -- leadership -----------------------------------------------------------------------------------------------
+
+
+def test_a_training_clock_stops_between_stretches():
+    clock = leadership.Clock()
+    clock.went(100.0, 2.0)
+    clock.went(105.0, 3.0)
+    assert clock.now == 5.0
+    assert [clock.at(unix) for unix in (99.0, 100.5, 103.0, 105.0, 106.0, 120.0)] == [0.0, 0.5, 2.0, 2.0, 3.0, 5.0]
+
+
+def test_pulls_of_each_group_count_once():
+    block = raced("lsgd", 0, SOON)
+    pulls = leadership.merged([own["history"] for own in block["by_rank"]], 2)
+    assert pulls == [[1.0, 0, 0], [1.0, 1, 2], [2.0, -1, 2], [4.0, 0, 0], [4.0, 1, 2], [6.0, -1, 0]]
+    assert leadership.reigns(pulls, 9.0) == [(-1, 2, 2.0, 6.0), (-1, 0, 6.0, 9.0), (0, 0, 1.0, 9.0), (1, 2, 1.0, 9.0)]
+    assert leadership.shares(pulls) == {0: 0.5, 2: 0.5}
+    assert leadership.shares(pulls, 1) == {2: 1.0}
+    assert leadership.reigns([], 9.0) == []
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_race_and_leadership_are_drawn(group, tmp_path):
+    blocks = [raced(arm, 0, SOON, delay) for arm in ("horovod", "lsgd") for delay in (0.0, 0.2)]
+    rows = race.rows_of([{**block, "group": group} for block in blocks], RACE)
+    plot.save(Report("race", RANKS, rows, race.COLUMNS, draw=race.draw), tmp_path / "race.png")
+    drawn = [each for each in rows if each["leaders"]]
+    plot.picture(tmp_path / "leaders.png", "who led when", race.draw_leadership, drawn, 3.0)
+    for name in ("race.png", "leaders.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

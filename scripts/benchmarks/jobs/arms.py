@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,16 @@ class Arm:
     def norm(self) -> float:
         """The norm of this rank's weights."""
         return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Collective: in it the model is what stands for all ranks. Where they share one it is that, after a drain."""
+        if hasattr(self.optimizer, "consensus"):
+            with self.optimizer.consensus():
+                yield
+        else:
+            self.drain()
+            yield
 
     def drain(self) -> None:
         """Apply every gradient everywhere, or end with what stands for all ranks; let batch-norm statistics agree."""
