@@ -20,13 +20,18 @@ from benchmarks import (
     independence,
     memory,
     plot,
+    pull,
+    race,
     skew,
     soak,
     straggler,
 )
 from benchmarks.launch import JobError
 
-MODULES = (straggler, skew, balanced, activation, memory, accuracy, hard, hetero, independence, exchange, soak)
+MODULES = (
+    *(straggler, skew, balanced, activation, memory, accuracy, hard),
+    *(hetero, independence, exchange, pull, race, soak),
+)
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
@@ -51,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--arms",
             metavar="A,B,...",
-            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8",
+            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8; "
+            "lsgd, easgd",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(

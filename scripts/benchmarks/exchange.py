@@ -14,6 +14,7 @@ from .intervals import quantile, spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Report, Row, row
+from .schedule import named_arms
 from .timed import START
 
 HELP = "one exchange of weights between pairs: one alltoall of all ranks against two-rank process sets"
@@ -71,10 +72,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 def blocks_of(args: argparse.Namespace) -> list[Block]:
     """Every arm with every size, in alternation."""
-    arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
-    for arm in arms:
-        if arm not in ARMS:
-            raise ValueError(f"there is no arm {arm!r} in this case: say some of {', '.join(ARMS)}")
+    arms = named_arms(args.arms, ARMS)
     common = {"rounds": args.rounds, "seed": args.seed}
     return [
         {"arm": arm, "megabytes": size, "chunk": args.chunk, "repetition": repetition, **common}

@@ -12,10 +12,10 @@ from .intervals import spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import SYNCHRONOUS, gossip_of, parse_arms
+from .schedule import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_for_nobody
 from .timed import START
 
-HELP = "the last rank is 10 times slower in every step: samples a second of all ranks, averagings a step"
+HELP = "the last rank is 10 times slower in every step: samples a second of all ranks, averagings or pulls a step"
 COLUMNS = (
     Column("arm", "arm"),
     Column("samples/s", "value", ".1f"),
@@ -29,11 +29,15 @@ COLUMNS = (
     Column("waited", "fast_wait_s", ".3f"),
     Column("averagings/step", "averagings", ".3f"),
     Column("least", "averagings_least", ".3f"),
+    Column("pulls/step", "pulls", ".3f"),
     Column("exchange s", "latency_s", ".3f"),
+    Column("others keep", "kept", ".3f"),
+    Column("low", "kept_low", ".3f"),
+    Column("high", "kept_high", ".3f"),
 )
 TOO_BUSY = 1.08
 """Horovod's step over the slow rank's computation; beyond that the machine was too busy."""
-LEAST_SPEEDUP, LEAST_AVERAGINGS = 8.0, 0.9
+LEAST_SPEEDUP, LEAST_AVERAGINGS, KEEPS = 8.0, 0.9, 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,24 +50,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--megabytes", type=float, default=4.0, help="of weights")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples a rank and step")
+    parser.add_argument(
+        "--even",
+        action="store_true",
+        help="measure each arm also with no slow rank, in alternation: what the others keep of their steps a second",
+    )
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.window, args.repetitions = min(args.window, 12.0), 1
-    arms = parse_arms(args.arms, args.ranks, gossip=True)
+    arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
     setting = {"compute": args.compute, "slowdown": args.slow, "window": args.window, "megabytes": args.megabytes}
     setting |= {"batch": args.batch_size, "seed": 0}
     blocks = [
-        {**setting, "arm": arm, "repetition": repetition, "synchronous": arm in SYNCHRONOUS}
+        {**setting, "arm": arm, "repetition": repetition, "synchronous": arm in SYNCHRONOUS, "even": even}
+        | ({"slowdown": 1.0} if even else {})
         for repetition, arm in repetitions(arms, args.repetitions)
+        for even in ((False, True)[:: 1 - 2 * (repetition % 2)] if args.even else (False,))
     ]
     say(f"{len(blocks)} blocks of {args.window:g} s")
     progress = Progress(len(blocks), say)
 
     def on_block(block: Block) -> None:
-        progress(f"{block['arm']}: {samples_per_second(block):.1f} samples/s")
+        without = ", no slow rank" if block["even"] else ""
+        progress(f"{block['arm']}{without}: {samples_per_second(block):.1f} samples/s")
 
     longest = args.window + 3 * args.slow * args.compute + 10
     limit = args.limit * 60 if args.limit else START + 2 * longest * len(blocks)
@@ -75,9 +87,21 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 def samples_per_second(block: Block) -> float:
     """Of all ranks together: steps that have ended within the window; where all step together, those of them all."""
+    return block["batch"] * steps_per_second(block, len(block["by_rank"]))
+
+
+def steps_per_second(block: Block, ranks: int) -> float:
+    """As ``samples_per_second``, of so many ranks, the first ones."""
     ends = [own["ends"] for own in block["by_rank"]]
     window = max(own[-1] for own in ends) if block["synchronous"] else block["window"]
-    return float(block["batch"] * sum(end <= window for own in ends for end in own) / window)
+    return float(sum(end <= window for own in ends[:ranks] for end in own) / window)
+
+
+def kept(slow: list[Block], even: list[Block]) -> list[float]:
+    """What ranks that are not slow keep of their steps a second when one is, by repetition."""
+    without = {block["repetition"]: block for block in even}
+    fast = len(slow[0]["by_rank"]) - 1
+    return [steps_per_second(block, fast) / steps_per_second(without[block["repetition"]], fast) for block in slow]
 
 
 def step_seconds(own: dict[str, Any]) -> float:
@@ -91,11 +115,16 @@ def averagings(block: Block) -> list[float]:
     return [stats["averagings"] / stats["steps"] for stats in fast]
 
 
+def pulls(own: dict[str, Any]) -> float:
+    """Of one rank, a step."""
+    return float(own["stats"]["pulls"] / own["stats"]["steps"])
+
+
 def bound_of(arm: str, ranks: int, slow: float) -> float | None:
     """The best speed-up in the long run: where nobody waits, each rank is as quick as it can be; where all wait for
     their neighbours, all are as slow as the slowest."""
     how = gossip_of(arm)
-    if arm == "solo" or (how and how[0] == "adpsgd"):
+    if arm == "solo" or waits_for_nobody(arm):
         return (slow * (ranks - 1) + 1) / ranks
     return 1.0 if arm in SYNCHRONOUS or how else None
 
@@ -103,7 +132,7 @@ def bound_of(arm: str, ranks: int, slow: float) -> float | None:
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm, in the order of the first repetition. ``fast_...``: medians over the ranks that are not slow."""
     arms = list(dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0))
-    by_arm = {arm: [block for block in blocks if block["arm"] == arm] for arm in arms}
+    by_arm = {arm: [block for block in blocks if block["arm"] == arm and not block["even"]] for arm in arms}
     base = spread([samples_per_second(b) for b in by_arm["horovod"]]).value if "horovod" in by_arm else None
     rows = []
     for arm, mine in by_arm.items():
@@ -111,6 +140,8 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
         bound = bound_of(arm, len(mine[0]["by_rank"]), setting["slowdown"])
         speedup = rate.value / base if base else None
         own = [averagings(block) for block in mine] if gossip_of(arm) else []
+        even = [block for block in blocks if block["arm"] == arm and block["even"]]
+        keeps = spread(kept(mine, even)) if even else None
         latency = [own["latency_s"] for block in mine for own in block["by_rank"] if own["latency_s"] is not None]
         rows.append(
             row(
@@ -125,7 +156,11 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 fast_wait_s=_median(mine, lambda own: own["waited"] / len(own["ends"])),
                 averagings=statistics.median(statistics.fmean(each) for each in own) if own else None,
                 averagings_least=statistics.median(min(each) for each in own) if own else None,
+                pulls=_median(mine, pulls) if arm in LEADERS else None,
                 latency_s=statistics.median(latency) if latency else None,
+                kept=keeps and keeps.value,
+                kept_low=keeps and keeps.low,
+                kept_high=keeps and keeps.high,
                 identical=all(own["identical"] for block in mine for own in block["by_rank"]),
             )
         )
@@ -146,6 +181,10 @@ def judge(report: Report) -> None:
         report.goals.append(Goal("Horovod's step over the slow rank's work", over, f"<= {TOO_BUSY}", over <= TOO_BUSY))
         if over > TOO_BUSY:
             report.notes.append(f"the machine was too busy: Horovod's arm took {over:.2f} of its bound")
+    for each in report.rows:
+        if waits_for_nobody(each["arm"]) and each["kept"] is not None:
+            what = f"{each['arm']}: the others' steps a second with the slow rank, of those without it"
+            report.goals.append(Goal(what, each["kept"], f">= {KEEPS}", each["kept"] >= KEEPS))
     if "adpsgd" not in by_arm:
         return
     own = by_arm["adpsgd"]
@@ -159,22 +198,38 @@ def judge(report: Report) -> None:
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
-    """Samples a second with their bounds; step times of fast ranks and the slow one."""
-    axes = figure.subplots(1, 2)
+    """Samples a second with their bounds; step times of fast ranks and the slow one; what the fast ones keep."""
+    compared = [each for each in rows if each["kept"] is not None]
+    axes = figure.subplots(1, 3 if compared else 2)
     names = [each["arm"] for each in rows]
     base = next((each["value"] for each in rows if each["arm"] == "horovod"), None)
     for place, each in enumerate(rows):
-        fill, hatch = plot.colour(each["arm"], names)
-        look = {"color": fill, "hatch": hatch, "edgecolor": "white" if fill == "#000000" else "black"}
-        sides = [[each["value"] - each["low"]], [each["high"] - each["value"]]]
-        axes[0].bar(place, each["value"], 0.7, yerr=sides, capsize=4, ecolor="#555555", **look)
+        look = _look(each["arm"], names)
+        _bar(axes[0], place, (each["value"], each["low"], each["high"]), look)
         if base and each["bound"]:
             axes[0].hlines(base * each["bound"], place - 0.45, place + 0.45, colors="black", linestyles="--")
         axes[1].bar(place - 0.2, each["fast_step_s"], 0.38, **look)
         axes[1].bar(place + 0.2, each["slow_step_s"], 0.38, alpha=0.5, **look)
     axes[0].plot([], [], "k--", label="Horovod's x the bound")
-    for one in axes:
+    for place, each in enumerate(compared):
+        _bar(axes[2], place, (each["kept"], each["kept_low"], each["kept_high"]), _look(each["arm"], names))
+    for one in axes[:2]:
         one.set_xticks(range(len(names)), names)
+    if compared:
+        axes[2].set_xticks(range(len(compared)), [each["arm"] for each in compared])
+        axes[2].axhline(KEEPS, color="black", linestyle=":", label=f"wanted: {KEEPS}")
+        plot.label(axes[2], "what the fast ranks keep", "arm", "steps a second, over those with no slow rank")
     plot.label(axes[0], "all ranks together", "arm", "samples a second")
-    plot.label(axes[1], "a step: fast ranks (left), the slow one (right, pale)", "arm", "seconds")
-    plot.legend(figure, axes[0])
+    plot.label(axes[1], "fast ranks, the slow one (pale)", "arm", "seconds a step")
+    plot.legend(figure, *axes)
+
+
+def _look(arm: str, names: list[str]) -> dict[str, str]:
+    fill, hatch = plot.colour(arm, names)
+    return {"color": fill, "hatch": hatch, "edgecolor": "white" if fill == "#000000" else "black"}
+
+
+def _bar(axes: Any, place: int, figure: tuple[float, float, float], look: dict[str, str]) -> None:
+    """A figure with its least and greatest."""
+    value, low, high = figure
+    axes.bar(place, value, 0.7, yerr=[[value - low], [high - value]], capsize=4, ecolor="#555555", **look)

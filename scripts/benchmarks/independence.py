@@ -1,4 +1,8 @@
-"""One training thread falls asleep while its engine lives: who goes on, who has to wait, and from which step on."""
+"""One training thread falls asleep while its engine lives: who goes on, who has to wait, and from which step on.
+
+Under lsgd and easgd also: pulls that land on its engine meanwhile, and how far it is from its leader, or the centre,
+when it falls asleep, when it wakes, after its next step and at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from .intervals import spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import gossip_of, parse_arms
+from .schedule import LEADERS, gossip_of, parse_arms, waits_for_nobody
 from .stalls import Stall, stalls
 from .timed import START
 
-HELP = "a training thread sleeps for 60 s: steps a second of the other ranks, and who waits for whom in which step"
+HELP = "a training thread sleeps for 60 s: steps a second of the others, and who waits for whom; pulls that land on it"
 COLUMNS = (
     Column("arm", "arm"),
     Column("rank", "setting.rank", "d"),
@@ -32,8 +36,11 @@ COLUMNS = (
     Column("expected", "expected_step", "+d"),
     Column("for rank", "waited_for"),
     Column("of", "expected_for"),
+    Column("pulls asleep", "pulls", "g"),
 )
 KEEPS = 0.95
+TAKES_PART = 0.9
+"""Of the pulls that land on others while it sleeps, the least that must land on the sleeper's engine."""
 LONG = 0.5
 """Share of the sleep that a wait must last to be one for the sleeper."""
 SETTLE = 0.1
@@ -49,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=float, default=5.0, metavar="S", help="in which all are awake again")
     parser.add_argument("--compute", type=float, default=0.1, metavar="S", help="a step's computation, slept")
     parser.add_argument("--megabytes", type=float, default=1.0, help="of weights")
-    parser.add_argument("--topology", choices=sorted(topology.NAMED), default="ring", help="who sends to whom")
+    parser.add_argument("--topology", choices=sorted(topology.NAMED), default="ring", help="of gossip")
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
@@ -59,11 +66,15 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.repetitions = 1
     if not 0 <= args.sleeper < args.ranks:
         raise ValueError(f"--sleeper {args.sleeper}: ranks are 0 to {args.ranks - 1}")
-    arms = parse_arms(args.arms, args.ranks, rivals=(), gossip=True)
+    arms = parse_arms(args.arms, args.ranks, rivals=(), gossip=True, leaders=True)
     for arm in arms:
         how = gossip_of(arm)
+        if how is None and arm not in LEADERS:
+            raise ValueError(
+                f"the arm {arm!r} neither gossips nor follows: take some of sgp, osgp, dpsgd, adpsgd, lsgd, easgd"
+            )
         if how is None:
-            raise ValueError(f"the arm {arm!r} does not gossip: take some of sgp, osgp, dpsgd, adpsgd")
+            continue
         make_plan(args.ranks, how[0], args.topology, compression=how[1])
     names = ("sleep", "sleeper", "before", "after", "compute", "megabytes", "topology")
     setting = {name: getattr(args, name) for name in names} | {"seed": 0}
@@ -108,10 +119,9 @@ def share(block: Block, rank: int) -> float:
 
 
 def expected(block: Block) -> dict[int, Stall]:
-    """Where ranks must wait, by the graph; nowhere under AD-PSGD."""
+    """Where ranks must wait, by the graph; nowhere under AD-PSGD, or where they follow a leader."""
     how = gossip_of(block["arm"])
-    assert how is not None
-    if how[0] == "adpsgd":
+    if how is None or waits_for_nobody(block["arm"]):
         return {}
     graph = topology.named(block["topology"], len(block["by_rank"]))
     late = make_plan(graph.size, how[0], graph).config.max_staleness
@@ -134,6 +144,19 @@ def as_expected(block: Block, rank: int) -> bool:
     if must is None:
         return not found
     return [stall.step for stall in found] == [must.step] and found[0].senders[0] in must.senders
+
+
+def pulls_asleep(block: Block, rank: int) -> int:
+    """How many pulls landed on a rank's engine while the sleeper slept."""
+    at = block["by_rank"][block["sleeper"]]["slept_at"]
+    return sum(at < each <= at + block["sleep"] for each in block["by_rank"][rank]["pulls"])
+
+
+def apart(blocks: list[Block]) -> dict[str, float | None]:
+    """Medians of how far the sleeper was from its leader: as it fell asleep, as it woke, after its step, at the end."""
+    ways = [block["by_rank"][block["sleeper"]]["apart"] for block in blocks]
+    found = {when: [way[when] for way in ways if way.get(when) is not None] for when in ways[0]}
+    return {when: statistics.median(each) if each else None for when, each in found.items()}
 
 
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
@@ -161,6 +184,8 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                     waited_for=_listed(whom, "d"),
                     expected_for=_listed(() if must is None else must.senders, "d"),
                     as_expected=all(as_expected(block, rank) for block in mine) if rank != setting["sleeper"] else None,
+                    pulls=statistics.median(pulls_asleep(block, rank) for block in mine) if arm in LEADERS else None,
+                    apart=apart(mine) if arm in LEADERS and rank == setting["sleeper"] else None,
                     slept_at=mine[0]["by_rank"][setting["sleeper"]]["slept_at"],
                     ends=[round(end, 3) for end in mine[0]["by_rank"][rank]["ends"]],
                     identical=all(block["by_rank"][rank]["identical"] for block in mine),
@@ -177,13 +202,31 @@ def judge(report: Report) -> None:
     """Add what must show."""
     for arm in dict.fromkeys(each["arm"] for each in report.rows):
         mine = [each for each in report.rows if each["arm"] == arm and each["as_expected"] is not None]
-        if arm.startswith("adpsgd"):
+        if waits_for_nobody(arm):
             least = min(each["value"] for each in mine)
             what = f"{arm}: the others' steps a second while one sleeps, of those before, the least"
             report.goals.append(Goal(what, least, f">= {KEEPS}", least >= KEEPS))
+        if arm in LEADERS:
+            judge_pulls(report, arm)
         right = sum(each["as_expected"] for each in mine)
         text, what = f"{right} of {len(mine)} ranks", f"{arm}: waits where the graph says, and nowhere else"
         report.goals.append(Goal(what, text, "all but the sleeper", right == len(mine)))
+
+
+def judge_pulls(report: Report, arm: str) -> None:
+    """The sleeper's engine takes part in pulls; how far that leaves the sleeper behind is told."""
+    [sleeper] = [each for each in report.rows if each["arm"] == arm and each["apart"] is not None]
+    awake = statistics.median(each["pulls"] for each in report.rows if each["arm"] == arm and each is not sleeper)
+    share = sleeper["pulls"] / awake if awake else 0.0
+    what = f"{arm}: pulls that landed on the sleeper's engine meanwhile, of those on others"
+    report.goals.append(Goal(what, share, f">= {TAKES_PART}", share >= TAKES_PART))
+    woke, stepped = sleeper["apart"]["as it woke"], sleeper["apart"]["after its next step"]
+    if woke and stepped is not None:
+        what = f"{arm}: the sleeper's distance after its next step, of that as it woke"
+        report.goals.append(Goal(what, stepped / woke, "< 1", stepped < woke))
+    told = [f"{'-' if far is None else format(far, '.4g')} {when}" for when, far in sleeper["apart"].items()]
+    whom = "the centre" if arm == "easgd" else "its leader"
+    report.notes.append(f"{arm}: the sleeper's distance to {whom}: {', '.join(told)}")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

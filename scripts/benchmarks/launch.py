@@ -50,6 +50,7 @@ def run(
     while_running: Callable[[Path], None] | None = None,
     env: dict[str, str] | None = None,
     mbit: float | None = None,
+    virtual: bool = False,
 ) -> list[Block]:
     """Run a job to its end.
 
@@ -61,7 +62,8 @@ def run(
         on_block: called with every block as it comes.
         while_running: called with the job's folder several times a second.
         env: added to the environment.
-        mbit: each rank is on a virtual host of its own, whose link has so many Mbit/s; None: all on this machine.
+        mbit: each rank is on a virtual host of its own, whose link has so many Mbit/s; None: no limit.
+        virtual: each rank is on a virtual host of its own, also without a limit; else all are on this machine.
 
     Returns:
         All blocks.
@@ -74,10 +76,12 @@ def run(
         (folder / "plan.json").write_text(json.dumps(plan))
         mark = uuid.uuid4().hex
         command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
-        if mbit is not None:
-            command = [sys.executable, str(VIRTUAL), f"--hosts={ranks}", f"--mbit={mbit:g}", "--"]
+        virtual = virtual or mbit is not None
+        if virtual:
+            limited = [] if mbit is None else [f"--mbit={mbit:g}"]
+            command = [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
         command += [sys.executable, "-m", f"benchmarks.jobs.{job}"]
-        with (folder / "output").open("wb") as output, _swept(mark, mbit is not None):
+        with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
                 command,
                 cwd=ROOT,

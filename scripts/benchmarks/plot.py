@@ -14,7 +14,7 @@ HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
-GOSSIP = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3}
+LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
@@ -22,8 +22,8 @@ COMPRESSED = ("", "fp16", "bf16", "int8")
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
     algorithm, _, compression = arm.partition("-")
-    if algorithm in GOSSIP and compression in COMPRESSED:
-        place = GOSSIP[algorithm]
+    if algorithm in LOCAL and compression in COMPRESSED:
+        place = LOCAL[algorithm]
         return COLOURS[place], HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
@@ -106,11 +106,19 @@ def legend(figure: Any, *axes: Any) -> None:
 
 def save(report: Report, path: Path) -> None:
     """Draw a report and write it as PNG."""
+    assert report.draw is not None
+    title = f"{report.case}: {report.ranks} ranks, {report.transport}, one machine"
+    picture(path, title, report.draw, report.rows)
+
+
+def picture(
+    path: Path, title: str, draw: Callable[[Any, list[Row]], None], rows: list[Row], height: float = 5.0
+) -> None:
+    """Draw rows and write them as PNG, ``height`` inches high."""
     from matplotlib.figure import Figure
 
-    assert report.draw is not None
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    report.draw(figure, report.rows)
-    figure.suptitle(f"{report.case}: {report.ranks} ranks, {report.transport}, one machine")
+    figure = Figure(figsize=(11, height), layout="constrained")
+    draw(figure, rows)
+    figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

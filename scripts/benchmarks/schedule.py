@@ -6,6 +6,7 @@ communication for free, so nothing can be faster with the same schedule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from hvd_async.plan import COMPRESSIONS, make_plan
 Schedule = NDArray[np.float64]
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
+LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
 RIVALS = ("horovod", "ddp")
 
@@ -54,7 +56,33 @@ def gossip_of(arm: str) -> tuple[str, str] | None:
     return algorithm, compression or "none"
 
 
-def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: bool = False) -> list[str]:
+def eager(arm: str) -> bool:
+    """Whether an arm is partial allreduce of ours, with a quorum."""
+    return arm not in (*RIVALS, *LEADERS) and gossip_of(arm) is None
+
+
+def waits_for_nobody(arm: str) -> bool:
+    """Whether under an arm each rank steps at its own pace, whatever the others do."""
+    how = gossip_of(arm)
+    return arm in LEADERS or (how is not None and how[0] == "adpsgd")
+
+
+def named_arms(text: str, known: Sequence[str]) -> list[str]:
+    """The arms of a command line's list, of a case that has arms of its own.
+
+    Raises:
+        ValueError: it has no such arm.
+    """
+    arms = list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
+    for arm in arms or [""]:
+        if arm not in known:
+            raise ValueError(f"there is no arm {arm!r} in this case: say some of {', '.join(known)}")
+    return arms
+
+
+def parse_arms(
+    text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: bool = False, leaders: bool = False
+) -> list[str]:
     """The arms of a command line's list, each once.
 
     Args:
@@ -62,6 +90,7 @@ def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: 
         ranks: of the job.
         rivals: those that the case has.
         gossip: whether it has those that gossip.
+        leaders: whether it has those that follow a leader, or a centre.
 
     Raises:
         ValueError: an arm that cannot be with so many ranks, or in this case.
@@ -71,11 +100,11 @@ def parse_arms(text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: 
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
         how = gossip_of(arm)
-        if (arm in RIVALS and arm not in rivals) or (how and not gossip):
+        if (arm in RIVALS and arm not in rivals) or (how and not gossip) or (arm in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
         if how:
             make_plan(ranks, how[0], compression=how[1])
-        if how or arm in RIVALS:
+        if not eager(arm):
             continue
         quorum = quorum_of(arm)
         if isinstance(quorum, int) and quorum > ranks:

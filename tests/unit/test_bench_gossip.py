@@ -55,7 +55,7 @@ def window(arm, slow_ends, fast_ends, repetition=0, synchronous=False, averaging
         return {"ends": ends, "waited": 0.0, "stats": stats, "latency_s": 0.1, "identical": True}
 
     ranks = [own(fast_ends)] * (RANKS - 1) + [own(slow_ends)]
-    block = {"arm": arm, "repetition": repetition, "synchronous": synchronous, "by_rank": ranks}
+    block = {"arm": arm, "repetition": repetition, "synchronous": synchronous, "even": False, "by_rank": ranks}
     return {**block, "window": 10.0, "batch": 2}
 
 

@@ -21,7 +21,7 @@ from hvd_async.eager import EagerWorker
 from hvd_async.events import Command, Go
 from hvd_async.protocols import Vector
 
-from ..schedule import RIVALS, gossip_of
+from ..schedule import eager
 from . import arms
 from .common import Job
 
@@ -138,7 +138,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     train, test = fold(block["fold"])
     optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
     name = "solo" if block["arm"] == "drops_late" else block["arm"]
-    more = {"seed": block["seed"]} if name not in RIVALS and gossip_of(name) is None else {}
+    more = {"seed": block["seed"]} if eager(name) else {}
     delays = np.resize([row[job.rank] for row in block["times"]], block["steps"][job.rank]).tolist()
     with forgetful(block["arm"] == "drops_late"):
         arm = arms.Arm(name, model, optimizer, job, **more)

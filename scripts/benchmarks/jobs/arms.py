@@ -1,12 +1,13 @@
-"""A torch model trained by one of the arms: Horovod's optimizer, torch's DDP, ours with a quorum, ours by gossip."""
+"""A torch model trained by one of the arms: Horovod's, torch's DDP, ours with a quorum, by gossip, after a leader."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 import torch.distributed
 
 import hvd_async.torch as hvd
+from hvd_async.pulls import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import gossip_of, quorum_of
+from ..schedule import LEADERS, gossip_of, quorum_of
 from .common import Job, counted
 
 POLL = 0.0005
@@ -63,7 +65,7 @@ class Arm:
         model: the same on all ranks.
         optimizer: of the model's parameters; not wrapped.
         job: this rank.
-        own: further arguments of ``EagerOptimizer`` or ``GossipOptimizer``.
+        own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
 
     Attributes:
         gossip: (algorithm, compression) of an arm that gossips, else None.
@@ -85,7 +87,9 @@ class Arm:
             self.model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         else:
             own |= {"named_parameters": model.named_parameters(), "named_buffers": model.named_buffers()}
-            if self.gossip is None:
+            if name in LEADERS:
+                self.optimizer = hvd.LeaderOptimizer(optimizer, algorithm=name, **own)
+            elif self.gossip is None:
                 self.optimizer = hvd.EagerOptimizer(optimizer, quorum=quorum_of(name), **own)
             else:
                 algorithm, compression = self.gossip
@@ -96,6 +100,8 @@ class Arm:
         """One step; ``delay`` s of sleep stand for computation, before the gradients are there."""
         self.optimizer.zero_grad()
         value = loss(self.model)
+        if self.name in LEADERS:
+            self.optimizer.record_loss(value)
         if delay > 0:
             time.sleep(delay)
         started = time.perf_counter()
@@ -120,12 +126,31 @@ class Arm:
         """Collective: how far the ranks' weights are from their mean (root mean square); None unless it gossips."""
         return self.optimizer.consensus_distance() if self.gossip else None
 
+    def apart(self) -> float | None:
+        """How far this rank's weights are from those of the leader of all that it knows, or from the centre; None where
+        it knows none, leads itself or follows none."""
+        if self.name not in LEADERS:
+            return None
+        receiver = self.optimizer._async.worker.receiver
+        target = receiver.come().targets.get(ALL)
+        return None if target is None else float((receiver.shown - target).norm())
+
     def norm(self) -> float:
         """The norm of this rank's weights."""
         return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
 
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Collective: in it the model is what stands for all ranks. Where they share one it is that, after a drain."""
+        if hasattr(self.optimizer, "consensus"):
+            with self.optimizer.consensus():
+                yield
+        else:
+            self.drain()
+            yield
+
     def drain(self) -> None:
-        """Apply every gradient everywhere, or end with the ranks' average; and let batch-norm statistics agree."""
+        """Apply every gradient everywhere, or end with what stands for all ranks; let batch-norm statistics agree."""
         if self.ours:
             self.optimizer.drain()
             return
@@ -139,8 +164,14 @@ class Arm:
             LIFECYCLE.shutdown()
 
     def stats(self) -> dict[str, Any]:
-        """Ours: ``stats()``, as JSON. Others: nothing."""
-        return counted(self.optimizer.stats()) if self.ours else {}
+        """Ours: ``stats()``, as JSON, but for ``history``. Others: nothing."""
+        own = counted(self.optimizer.stats()) if self.ours else {}
+        own.pop("history", None)
+        return own
+
+    def history(self) -> list[tuple[float, int, int]]:
+        """(Unix time in s, group or -1 for all, leader) of the last pulls; none where nobody leads."""
+        return list(self.optimizer.stats().history) if self.name in LEADERS else []
 
     def identical(self) -> bool:
         """Collective: whether all ranks have the same weights, bit for bit."""

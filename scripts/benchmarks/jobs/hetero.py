@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..schedule import RIVALS, gossip_of
+from ..schedule import eager
 from . import arms
 from .common import Job, difference
 
@@ -26,7 +26,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     """One arm for one window."""
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], block["batch"])
-    paced = block["arm"] not in RIVALS and gossip_of(block["arm"]) is None and not block["synchronous"]
+    paced = eager(block["arm"]) and not block["synchronous"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     arm = arms.Arm(block["arm"], model, optimizer, job, **({"pace": "rounds"} if paced else {}))
 
@@ -56,11 +56,12 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
 
 
 def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    """Mean seconds of an exchange, or round, of those that have come in between."""
-    count = "exchanges" if "exchanges" in after else "rounds"
+    """Mean seconds of an exchange, round or pull, of those that have come in between."""
+    count = next((name for name in ("exchanges", "pulls") if name in after), "rounds")
+    mean = "pull_s" if count == "pulls" else "latency_s"
     if after.get(count, 0) == before.get(count, 0):
         return None
-    seconds = after["latency_s"] * after[count] - before["latency_s"] * before[count]
+    seconds = after[mean] * after[count] - before[mean] * before[count]
     return float(seconds / (after[count] - before[count]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..schedule import gossip_of
 from . import arms
 from .common import Job
 from .hetero import dense
@@ -21,7 +22,8 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    arm = arms.Arm(block["arm"], model, optimizer, job, topology=block["topology"])
+    graph = {"topology": block["topology"]} if gossip_of(block["arm"]) else {}
+    arm = arms.Arm(block["arm"], model, optimizer, job, **graph)
 
     def loss(trained: torch.nn.Module) -> torch.Tensor:
         value: torch.Tensor = trained(inputs).square().mean()
@@ -31,19 +33,26 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         arm.train(loss)
     arm.drain()
     job.barrier()
-    started = job.agree(time.monotonic())  # one clock for all: they are on one machine
+    started, unix = job.agree((time.monotonic(), time.time()))  # one clock for all: they are on one machine
     begins, ends, waits, waited_for = [], [], [], []
+    apart: dict[str, float | None] = {}
     slept = 0
     stats = arm.stats()
     while not ends or ends[-1] < block["before"] + block["sleep"] + block["after"]:
         begins.append(time.monotonic() - started)
         sleeps = not slept and job.rank == block["sleeper"] and begins[-1] >= block["before"]
-        slept = len(begins) if sleeps else slept
-        arm.train(loss, block["sleep"] if sleeps else block["compute"])
+        if sleeps:
+            slept = len(begins)
+            apart["as it fell asleep"] = arm.apart()
+            time.sleep(block["sleep"])
+            apart["as it woke"] = arm.apart()
+        arm.train(loss, 0.0 if sleeps else block["compute"])
+        if sleeps:
+            apart["after its next step"] = arm.apart()
         ends.append(time.monotonic() - started)
         before, stats = stats, arm.stats()
         waits.append(stats["wait_s"] - before["wait_s"])
-        each = [b - a for a, b in zip(before["waited_for"], stats["waited_for"], strict=True)]
+        each = [b - a for a, b in zip(before.get("waited_for", ()), stats.get("waited_for", ()), strict=True)]
         waited_for.append(max(range(job.size), key=each.__getitem__) if any(each) else None)
     found = {
         "slept": slept,
@@ -51,6 +60,8 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "ends": ends,
         "waits": waits,
         "waited_for": waited_for,
+        "pulls": [at - unix for at, _, _ in arm.history()],
+        "apart": {**apart, "at the end": arm.apart()},
     }
     arm.drain()
     found["identical"] = arm.identical()
