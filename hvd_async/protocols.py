@@ -114,7 +114,10 @@ class Collectives(Protocol):
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
-        """Start sending rank ``root``'s vector to all."""
+        """Start sending rank ``root``'s vector to all; the others' may be written over."""
+
+    def blank(self, vector: Vector) -> Vector:
+        """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""
 
     def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
         """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.

@@ -68,7 +68,7 @@ class Receiver:
         self._lock = threading.Lock()
         """Held while what both threads share changes."""
         self._shown: Vector = None
-        """The weights after the last step; never changed."""
+        """The weights after the last step, and EASGD's force since; never changed."""
         self._statistics: Vector = None
         """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
         ranks if they do not travel; that must not change, as ranks would wait for each other's."""
@@ -91,7 +91,8 @@ class Receiver:
 
     def begin(self, weights: Vector, statistics: Vector) -> None:
         """As the worker's."""
-        self._shown, self._statistics = weights, statistics
+        self._shown = weights if self._come.force is None else weights + self._come.force
+        self._statistics = statistics
         if not self._restored:
             self.centre = weights
 
@@ -119,7 +120,7 @@ class Receiver:
     def show(self, weights: Vector, step: int) -> None:
         """The weights after a step."""
         with self._lock:
-            self._shown = weights
+            self._shown = weights if self._come.force is None else weights + self._come.force
             self._note("shown", step)
 
     def tell(self, statistics: Vector) -> None:
@@ -225,7 +226,7 @@ class Receiver:
         if command.leader == CENTRE:
             self._engine.submit(lambda: collectives.sum(shown + 0, name, process_set), summed)
         else:
-            vector = shown if own else shown + 0  # (what it holds is written over)
+            vector = shown if own else collectives.blank(shown)
             self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
 
     def _ring(self, total: Vector) -> float:
@@ -241,6 +242,8 @@ class Receiver:
         centre = leaders.centred(self.centre, mean, self._strengths.beta)
         with self._lock:
             self.centre = centre
+            # (what has come counts at once, though the training thread may sleep: the next pull starts from there)
+            self._shown = self._shown + force
             self._come.force = force if self._come.force is None else self._come.force + force
             self._fresh(command)
 

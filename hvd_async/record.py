@@ -60,4 +60,5 @@ class PullRecord:
             wait_s=wait_s,
             mean_loss=mean_loss,
             history=tuple(self._history.copy()),
+            distances=self._distances,
         )

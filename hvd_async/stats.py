@@ -111,7 +111,8 @@ class LeaderStats:
         pulls: that this rank has seen land.
         led, led_group: how often each rank led those of all ranks, and of this rank's group, by rank; -1 stands for
             EASGD's centre.
-        distance: how far this rank was from its leaders, or the centre, when it was pulled: |x - leader|, mean.
+        distance: how far this rank was from its leaders, or the centre, when it was pulled: |x - leader|, mean of
+            ``distances`` times.
         pull_s: mean seconds of a pull on this rank, from its submission until it was there.
         bytes_received: by pulls; of EASGD's sums, those of a ring.
         wait_s: seconds this rank's training thread waited, in ends.
@@ -129,25 +130,26 @@ class LeaderStats:
     wait_s: float = 0.0
     mean_loss: float | None = None
     history: tuple[tuple[float, int, int], ...] = ()
+    distances: int = 0
 
     def __add__(self, later: LeaderStats) -> LeaderStats:
         """Of two runs, one after the other."""
         pulls = self.pulls + later.pulls
 
-        def mean(one: float, other: float) -> float:
-            return (one * self.pulls + other * later.pulls) / pulls if pulls else 0.0
-
+        total = self.distance * self.distances + later.distance * later.distances
+        distances = self.distances + later.distances
         return LeaderStats(
             steps=self.steps + later.steps,
             pulls=pulls,
             led=dict(sorted((Counter(self.led) + Counter(later.led)).items())),
             led_group=dict(sorted((Counter(self.led_group) + Counter(later.led_group)).items())),
-            distance=mean(self.distance, later.distance),
-            pull_s=mean(self.pull_s, later.pull_s),
+            distance=total / distances if distances else 0.0,
+            pull_s=(self.pull_s * self.pulls + later.pull_s * later.pulls) / pulls if pulls else 0.0,
             bytes_received=self.bytes_received + later.bytes_received,
             wait_s=self.wait_s + later.wait_s,
             mean_loss=later.mean_loss,
             history=self.history + later.history,
+            distances=distances,
         )
 
 

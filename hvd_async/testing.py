@@ -216,6 +216,9 @@ class MemoryCollectives:
         at = root if members is None else members.index(root)
         return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[at], members))
 
+    def blank(self, vector: Vector) -> Vector:
+        return vector * float("nan")  # (so that a test sees it if it is used)
+
     def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
         members = _members(process_set) or list(range(self.size))
         place = members.index(self.rank)

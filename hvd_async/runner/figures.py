@@ -21,7 +21,7 @@ class Outcome:
     seconds that this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s: from a round's
     start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of leaders: led,
     for each rank how many pulls of all ranks it led (-1: the centre); apart, how far this rank was from its leaders,
-    all pulls added up; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
+    mean of all pulls; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
     """
 
     rounds: int
@@ -89,7 +89,7 @@ class Outcome:
             skipped=skipped,
             latency_s=stats.pull_s * stats.pulls,
             led=stats.led,
-            apart=stats.distance * stats.pulls,
+            apart=stats.distance,
             leaders=stats.history,
         )
 
@@ -111,7 +111,7 @@ class Outcome:
             self.peak_bytes,
             _each_minus(self.waited_for, before.waited_for),
             None if self.led is None else dict(Counter(dict(self.led)) - Counter(dict(before.led or {}))),
-            _minus(self.apart, before.apart),
+            self.apart,
         )
 
 
@@ -215,9 +215,7 @@ def _held(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
 
 
 def _distances(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
-    if outcomes[0].led is None:
-        return None
-    return tuple((outcome.apart or 0.0) / outcome.rounds if outcome.rounds else 0.0 for outcome in outcomes)
+    return None if outcomes[0].led is None else tuple(outcome.apart or 0.0 for outcome in outcomes)
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

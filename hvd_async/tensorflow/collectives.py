@@ -219,6 +219,9 @@ class HorovodCollectives:
             ("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name, process_set=ranks), vector
         )
 
+    def blank(self, vector: Any) -> Any:
+        return np.empty_like(vector)
+
     def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, Alone):
             return Landed((rows[:0], [0]))

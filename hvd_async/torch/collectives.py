@@ -151,6 +151,9 @@ class HorovodCollectives:
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._handle(hvd.broadcast_async_(vector, root, name=name, process_set=ranks), name)
 
+    def blank(self, vector: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(vector)
+
     def exchange(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, Alone):
             return Landed((rows[:0], [0]))

@@ -2,7 +2,7 @@
 
 Rank j holds weights x. U is the wrapped optimizer's update (that of ``reference.py``), with the rank's own learning
 rate: eta (j + 1) or eta 2^j where rates are spread. g is the gradient at x. A pull takes snapshots of all its ranks:
-what each had shown when it sent its part.
+what each had shown when it sent its part (easgd: and the force that has come since).
     lsgd:   a step:  x <- U(x, g);  where pulls have come since the step before,
                 x <- x + s_local (l - x) if the group's has come,  then x <- x + s_global (a - x) if that of all has;
             where none has:  x <- x + p_local / T_local (l - x) + p_global / T_global (a - x)
@@ -155,7 +155,7 @@ class _Rank:
 
     Attributes:
         own: the problem, with its learning rate.
-        x: its weights, in a step too; ``shown`` after the last step.
+        x: its weights, in a step too; ``shown`` after the last step, with the forces that have come since.
         step: that it is in, or has taken last.
         targets: leaders' snapshots by group.
         force: what easgd adds at the next step.
@@ -219,7 +219,7 @@ class _Ranks:
                 return self._take(rank, own, step, dict(fresh))
             case ("shown", step):
                 self._check(rank, own.inside and step == own.step, f"shows step {step} in step {own.step}")
-                own.shown, own.inside = own.x, False
+                own.shown, own.inside = own.x + own.force, False
                 own.path.append(own.x)
             case ("sent", pull):
                 self._check(rank, pull not in own.sent, f"sends its part of pull {pull} twice")
@@ -294,7 +294,7 @@ class _Ranks:
             alpha = beta / self.size if self.following.alpha is None else self.following.alpha
             apart = own.centre - parts[rank]
             own.distances.append(float(np.linalg.norm(apart)))
-            own.force = own.force + alpha * apart
+            own.force, own.shown = own.force + alpha * apart, own.shown + alpha * apart
             own.centre = own.centre + beta * (np.mean(list(parts.values()), axis=0) - own.centre)
         own.landed.add(pull)
         return True

@@ -39,6 +39,22 @@ GOSSIP = st.builds(
     max_staleness=NUMBERS,
     local_size=NUMBERS,
 )
+STANDING = st.builds(
+    events.Standing,
+    leader=NUMBERS,
+    steps=st.lists(NUMBERS),
+    means=st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+)
+LEADER = st.builds(
+    events.LeaderConfig,
+    algorithm=st.sampled_from(["lsgd", "easgd"]),
+    groups=st.lists(st.lists(NUMBERS)),
+    local_period=NUMBERS,
+    global_period=NUMBERS,
+    settings=TEXT,
+    buffers=st.sampled_from(["average", "local"]),
+    standing=st.none() | STANDING,
+)
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
 FIRING = st.builds(
     events.Firing,
@@ -52,7 +68,9 @@ FIRING = st.builds(
 FIRED = events.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
 KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, events.Firing: FIRING,
          events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
-         events.EagerConfig | events.GossipConfig: CONFIG | GOSSIP, list[tuple[int, int]]: PAIRS,
+         events.EagerConfig | events.GossipConfig | events.LeaderConfig: CONFIG | GOSSIP | LEADER,
+         events.Standing | None: st.none() | STANDING, float | None: st.none() | st.floats(0, 9),
+         list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
 
 

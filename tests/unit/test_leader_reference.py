@@ -76,7 +76,8 @@ def test_a_snapshot_is_what_was_shown_last_and_a_later_pull_takes_its_place():
 
 
 def test_easgd_by_hand():
-    """Two pulls come before one step; the centre follows the mean of what was shown."""
+    """Two pulls come before one step: the second starts from where the first will bring the rank; the centre follows
+    the mean of these."""
     first, second = [("sent", 1), ("landed", 1)], [("sent", 2), ("landed", 2)]
     logs = [
         [*step(1), *first, *second, *step(2, all=(2, CENTRE))],
@@ -86,9 +87,10 @@ def test_easgd_by_hand():
     # shown: -1, -2; centre 0 at first
     centre = 0.0 + 0.5 * (-1.5 - 0.0)
     one = -2.0 - 2.0 + 0.25 * (0.0 - -2.0)
-    zero = -1.0 - 1.0 + 0.25 * (0.0 - -1.0) + 0.25 * (centre - -1.0)
+    moved = -1.0 + 0.25 * (0.0 - -1.0)
+    zero = -1.0 - 1.0 + (moved - -1.0) + 0.25 * (centre - moved)
     assert paths(outcome) == [[-1.0, zero], [-2.0, one]]
-    assert outcome.centre == centre + 0.5 * ((-1.0 + one) / 2 - centre)
+    assert outcome.centre == centre + 0.5 * ((moved + one) / 2 - centre)
     alone = replay(resting(0.0, 0.0, lr=1.0), dataclasses.replace(EASGD, alpha=None), logs)
     assert alone.path[1][1] == -2.0 + 0.5 / 2 * 1.0
 

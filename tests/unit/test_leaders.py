@@ -178,8 +178,10 @@ def test_what_is_no_group_is_refused(group):
 
 
 def test_counts_of_two_runs_add_up():
-    one = LeaderStats(10, 3, {0: 1}, {0: 1, 1: 1}, 2.0, 0.25, 300, 1.5, 0.9, ((1.0, -1, 0), (2.0, 0, 0), (3.0, 0, 1)))
-    two = LeaderStats(5, 1, {1: 1}, {}, 6.0, 0.5, 100, 0.5, 0.7, ((4.0, -1, 1),))
+    one = LeaderStats(
+        10, 3, {0: 1}, {0: 1, 1: 1}, 2.0, 0.25, 300, 1.5, 0.9, ((1.0, -1, 0), (2.0, 0, 0), (3.0, 0, 1)), 3
+    )
+    two = LeaderStats(5, 1, {1: 1}, {}, 6.0, 0.5, 100, 0.5, 0.7, ((4.0, -1, 1),), 1)
     both = one + two
     assert (both.steps, both.pulls, both.bytes_received) == (15, 4, 400)
     assert (both.led, both.led_group) == ({0: 1, 1: 1}, {0: 1, 1: 1})

@@ -166,8 +166,8 @@ def test_what_leaders_have_counted_since():
     before = Outcome.of_leader(Followed(), 0)
     now = Outcome.of_leader(Followed(pulls=6, led={0: 1, 1: 4}, distance=3.0), 0)
     since = now.since(before)
-    assert (since.rounds, since.led, since.apart) == (2, {1: 2}, 10.0)
-    assert Totals.of([since]).leader_distance == (5.0,)
+    assert (since.rounds, since.led, since.apart) == (2, {1: 2}, 3.0)
+    assert Totals.of([since]).leader_distance == (3.0,)
 
 
 def test_what_gossip_has_counted_since():
