@@ -139,6 +139,15 @@ class FollowWorker(Worker):
                 "opt.record_loss(loss) before each opt.step() (Keras' fit() does it by itself)"
             )
 
+    def hold_statistics(self, own: Vector) -> None:
+        """Batch-norm statistics as they are before the first step, or after a drain: this rank's part of pulls until it
+        steps.
+
+        Args:
+            own: as of ``settle_statistics``; None where none are averaged.
+        """
+        self.receiver.hold(own)
+
     def settle_statistics(self, own: Vector) -> Vector | None:
         """Before ``mix``, where batch-norm statistics are averaged.
 

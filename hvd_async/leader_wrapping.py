@@ -13,6 +13,7 @@ from hvd_async.following import FollowWorker, Kept
 from hvd_async.leaders import Strengths
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
+from hvd_async.protocols import Vector
 from hvd_async.receiving import Come
 from hvd_async.sharers import Alone, Sharers
 from hvd_async.stats import LeaderStats
@@ -139,6 +140,11 @@ class LeaderWrapped(LocalWrapped):
         """Make batch-norm statistics those of a rank. A collective."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
 
+    def _async_own_statistics(self) -> Vector | None:
+        """The model's batch-norm statistics that pulls average, a new vector of shape (m + 1,) with 1 at its end; all 0
+        if one of them is not finite. None if there are none."""
+        return None
+
     # -- for users --------------------------------------------------------------------------------------------
 
     def record_loss(self, loss: Any) -> None:
@@ -163,6 +169,15 @@ class LeaderWrapped(LocalWrapped):
         return FollowWorker(
             engine, state.config, state.strengths, state.sharers, group_set, state.window, finish, state.restored
         )
+
+    def _async_offer_to(self, worker: FollowWorker) -> None:
+        worker.hold_statistics(self._async_own_statistics())
+        super()._async_offer_to(worker)
+
+    def _async_finish(self, worker: FollowWorker, flush: bool) -> None:
+        super()._async_finish(worker, flush)
+        if flush:
+            worker.hold_statistics(self._async_own_statistics())
 
     def _async_losses(self, worker: FollowWorker) -> None:
         """Hand over what was recorded."""

@@ -6,6 +6,7 @@ Whatever the training thread does, the engine gives a snapshot of the weights as
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +71,8 @@ class Receiver:
         self._shown: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Vector = None
-        """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed."""
+        """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None where none
+        are averaged: on all ranks, or on none."""
         self._come = Come()
         self.centre: Vector = None
         self.commanded = 0
@@ -92,6 +94,11 @@ class Receiver:
         self._shown = weights
         if self.centre is None:
             self.centre = weights
+
+    def hold(self, statistics: Vector) -> None:
+        """As the worker's ``hold_statistics``."""
+        with self._lock:
+            self._statistics = statistics
 
     def settle(self, own: Vector, step: int) -> Vector | None:
         """As the worker's ``settle_statistics``, at a step."""
@@ -201,11 +208,11 @@ class Receiver:
             with self._lock:
                 if total[-1] > 0:
                     self._come.statistics = total[:-1] / total[-1]
-            over(self._ring(total))
+            over(self._ring(command, total))
 
         def summed(total: Vector) -> None:
             self._move_centre(command, shown, total)
-            over(self._ring(total))
+            over(self._ring(command, total))
 
         def landed(vector: Vector) -> None:
             self._keep(command, own, vector)
@@ -219,9 +226,14 @@ class Receiver:
             vector = shown if own else shown + 0  # (what it holds is written over)
             self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
 
-    def _ring(self, total: Vector) -> float:
-        """Bytes that a rank of all receives in a ring that adds up."""
-        return float(2 * (self._sharers.size - 1) / self._sharers.size * total.nbytes)
+    def _ring(self, command: Pull, total: Vector) -> float:
+        """Bytes that a rank receives in a ring of the pull's ranks that adds up."""
+        ranks = len(self._places(command))
+        return float(2 * (ranks - 1) / ranks * total.nbytes)
+
+    def _places(self, command: Pull) -> Sequence[int]:
+        """Of the pull's ranks, among the sharers."""
+        return range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
 
     def _move_centre(self, command: Pull, shown: Vector, total: Vector) -> None:
         """EASGD, by the weights ``shown`` that this rank had when the pull was submitted, and their ``total``."""
@@ -254,7 +266,6 @@ class Receiver:
         with self._engine.changed:
             self._flying.discard(command.round)
             self._engine.changed.notify_all()
-        places = range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
-        if self._engine.rank == self._sharers.ranks[places[0]]:
+        if self._engine.rank == self._sharers.ranks[self._places(command)[0]]:
             self._engine.send(Landed(command.optimizer, command.round))
         self._advance()

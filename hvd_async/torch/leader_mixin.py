@@ -58,15 +58,19 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
                 group["lr"] = rate
 
     def _async_before_mix(self, worker: FollowWorker) -> None:
-        statistics = self._async_statistics()
-        if not statistics:
-            return
-        kind = self._async_kind()
-        own = torch.cat([*(t.reshape(-1).to(kind) for t in statistics), torch.ones(1, dtype=kind).to(statistics[0])])
-        averaged = worker.settle_statistics(own if torch.isfinite(own).all() else torch.zeros_like(own))
+        own = self._async_own_statistics()
+        averaged = None if own is None else worker.settle_statistics(own)
         if averaged is not None:
+            statistics = self._async_statistics()
             for tensor, part in zip(statistics, averaged.split([t.numel() for t in statistics]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def _async_own_statistics(self) -> torch.Tensor | None:
+        statistics, kind = self._async_statistics(), self._async_kind()
+        if not statistics:
+            return None
+        own = torch.cat([*(t.reshape(-1).to(kind) for t in statistics), torch.ones(1, dtype=kind).to(statistics[0])])
+        return own if torch.isfinite(own).all() else torch.zeros_like(own)
 
     def _async_statistics(self) -> list[torch.Tensor]:
         """What pulls average beside the weights."""
