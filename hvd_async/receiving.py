@@ -152,7 +152,8 @@ class Receiver:
 
     def landed_all(self, last: int) -> bool:
         """Whether all pulls up to number ``last`` are over here."""
-        return not any(number <= last for number in self._flying)
+        with self._engine.changed:  # (the next ones may be coming)
+            return not any(number <= last for number in self._flying)
 
     def _note(self, *entry: Any) -> None:
         if self.log is not None:
@@ -164,7 +165,8 @@ class Receiver:
         """Take part in a pull, soon."""
         self.commanded += 1
         if command.leader != NOBODY and command.group in (ALL, self.group):
-            self._flying.add(command.round)
+            with self._engine.changed:
+                self._flying.add(command.round)
             self._waiting.append(command)
             self._advance()
 
