@@ -100,24 +100,25 @@ def waits(*args: Any) -> None:
 
 
 def gated(
-    gate: threading.Event, part: str, begun: queue.Queue[int]
+    gate: threading.Event, part: str, begun: queue.Queue[int], rank: int | None = None
 ) -> Callable[[MemoryCollectives], MemoryCollectives]:
-    """For ``Cluster(wrap=...)``: broadcasts and sums whose names end so come back only when the gate is open; ``begun``
-    gets the ranks that have submitted one."""
+    """For ``Cluster(wrap=...)``: broadcasts and sums whose names end so come back only when the gate is open, to
+    one rank or to all; ``begun`` gets the ranks that have submitted one."""
 
     def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
         for kind in ("broadcast", "sum"):
             setattr(collectives, kind, held(getattr(collectives, kind), collectives.rank))
         return collectives
 
-    def held(begin: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    def held(begin: Callable[..., Any], own: int) -> Callable[..., Any]:
         def late(*args: Any) -> Any:
             handle = begin(*args)
             if any(isinstance(arg, str) and arg.endswith(part) for arg in args):
                 done = handle.done
-                begun.put(rank)
-                handle.done = lambda: gate.is_set() and done()
-                handle.poll_in = lambda: None if gate.is_set() else 0.002
+                begun.put(own)
+                if rank in (None, own):
+                    handle.done = lambda: gate.is_set() and done()
+                    handle.poll_in = lambda: None if gate.is_set() else 0.002
             return handle
 
         return late
