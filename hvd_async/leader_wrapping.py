@@ -145,8 +145,6 @@ class LeaderWrapped(LocalWrapped):
         """Make batch-norm statistics those of a rank. A collective."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
 
-    # -- for users --------------------------------------------------------------------------------------------
-
     def record_loss(self, loss: Any) -> None:
         """Say what this step's training loss was, before ``step()``: the lowest mean of the last ones leads.
 
@@ -177,7 +175,8 @@ class LeaderWrapped(LocalWrapped):
 
     def _async_finish(self, worker: FollowWorker, flush: bool) -> None:
         super()._async_finish(worker, flush)
-        worker.receiver.tell(self._async_statistics())
+        if flush:
+            worker.receiver.tell(self._async_statistics())
 
     def _async_losses(self, worker: FollowWorker) -> None:
         """Hand over what was recorded."""

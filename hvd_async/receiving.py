@@ -6,6 +6,7 @@ Whatever the training thread does, the engine gives a snapshot of the weights as
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,8 +126,8 @@ class Receiver:
 
     def tell(self, statistics: Vector) -> None:
         """Batch-norm statistics, outside of a step."""
-        if self._statistics is not None:
-            self._statistics = statistics
+        with self._lock:
+            self._statistics = None if self._statistics is None else statistics
 
     def start_from(self, weights: Vector) -> None:
         """All ranks have these weights; what has come is of no more use."""
@@ -155,7 +156,8 @@ class Receiver:
 
     def landed_all(self, last: int) -> bool:
         """Whether all pulls up to number ``last`` are over here."""
-        return not any(number <= last for number in self._flying)
+        with self._engine.changed:  # (the next ones may be coming)
+            return not any(number <= last for number in self._flying)
 
     def _note(self, *entry: Any) -> None:
         if self.log is not None:
@@ -167,7 +169,8 @@ class Receiver:
         """Take part in a pull, soon."""
         self.commanded += 1
         if command.leader != NOBODY and command.group in (ALL, self.group):
-            self._flying.add(command.round)
+            with self._engine.changed:
+                self._flying.add(command.round)
             self._waiting.append(command)
             self._advance()
 
@@ -211,11 +214,11 @@ class Receiver:
             with self._lock:
                 if total[-1] > 0:
                     self._come.statistics = total[:-1] / total[-1]
-            over(self._ring(total))
+            over(self._ring(command, total))
 
         def summed(total: Vector) -> None:
             self._move_centre(command, shown, total)
-            over(self._ring(total))
+            over(self._ring(command, total))
 
         def landed(vector: Vector) -> None:
             self._keep(command, own, vector)
@@ -229,9 +232,14 @@ class Receiver:
             vector = shown if own else collectives.blank(shown)
             self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
 
-    def _ring(self, total: Vector) -> float:
-        """Bytes that a rank of all receives in a ring that adds up."""
-        return float(2 * (self._sharers.size - 1) / self._sharers.size * total.nbytes)
+    def _ring(self, command: Pull, total: Vector) -> float:
+        """Bytes that a rank receives in a ring of the pull's ranks that adds up."""
+        ranks = len(self._places(command))
+        return float(2 * (ranks - 1) / ranks * total.nbytes)
+
+    def _places(self, command: Pull) -> Sequence[int]:
+        """Of the pull's ranks, among the sharers."""
+        return range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
 
     def _move_centre(self, command: Pull, shown: Vector, total: Vector) -> None:
         """EASGD, by the weights ``shown`` that this rank had when the pull was submitted, and their ``total``."""
@@ -266,7 +274,6 @@ class Receiver:
         with self._engine.changed:
             self._flying.discard(command.round)
             self._engine.changed.notify_all()
-        places = range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
-        if self._engine.rank == self._sharers.ranks[places[0]]:
+        if self._engine.rank == self._sharers.ranks[self._places(command)[0]]:
             self._engine.send(Landed(command.optimizer, command.round))
         self._advance()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
@@ -20,30 +19,13 @@ from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_drive import Seen, check, wait_for_pulls
 from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_gossip_ranks import GossipTrainer, resume, saved
-from tests.conformance.torch_leader_ranks import LeaderTrainer
+from tests.conformance.torch_leader_ranks import LeaderTrainer, NormedTrainer
 from tests.conformance.torch_ranks import plain
 
 MOMENTUM, ADAM = CASES[1], CASES[6]
 PAIRS = Following("lsgd", several(4, 2), 8, 16, loss_window=3)
 ELASTIC = Following("easgd", global_period=8)
 BY_STEP = dataclasses.replace(PAIRS, local_pull=lambda step: 0.9 / step, global_prox=lambda step: step / 100)
-
-
-class Normed(LeaderTrainer):
-    """A rank with batch-norm statistics that move with each step, and are averaged by pulls."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.norm = torch.nn.BatchNorm1d(2)
-        super().__init__(*args, named_buffers=self.norm.named_buffers(), **options)
-
-    def gradient(self) -> None:
-        super().gradient()
-        self.norm.running_mean += (self.rank + 1.0) / self.steps
-        self.norm.num_batches_tracked += 1
-
-    def weights(self) -> Any:
-        """The statistics too."""
-        return np.concatenate([super().weights(), self.norm.running_mean.double().numpy()])
 
 
 def go_on(trainer: LeaderTrainer, steps: int, first: int = 0) -> list[bytes]:
@@ -57,7 +39,7 @@ def go_on(trainer: LeaderTrainer, steps: int, first: int = 0) -> list[bytes]:
 
 
 @pytest.mark.parametrize("done", [3, 16, 17, 32])
-@pytest.mark.parametrize("kind", [LeaderTrainer, Normed], ids=["plain", "normed"])
+@pytest.mark.parametrize("kind", [LeaderTrainer, NormedTrainer], ids=["plain", "normed"])
 @pytest.mark.parametrize("following", [PAIRS, BY_STEP, ELASTIC], ids=["lsgd", "by-step", "easgd"])
 def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(following, kind, done):
     """Bit by bit, beside a job that made the cut and went on: before the first pull, when one has come and was not
@@ -72,13 +54,13 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(following, kind, do
         go_on(trainer, done)
         trainer.opt.cut()
         states[rank] = saved(trainer)
-        if kind is Normed:
+        if kind is NormedTrainer:
             norms[rank] = {name: tensor.clone() for name, tensor in trainer.norm.state_dict().items()}
         return finish(trainer)
 
     def second(rank: int) -> tuple[Any, ...]:
         trainer = kind(problem, rank, following)
-        if kind is Normed:
+        if kind is NormedTrainer:
             trainer.norm.load_state_dict(norms[rank])
         resume(states[rank], trainer, done)
         again = saved(trainer)["opt"]["hvd_async"]  # (what was loaded can be saved again)

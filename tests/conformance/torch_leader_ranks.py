@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 import hvd_async.torch as hvd
 from hvd_async.following import FollowWorker
 from hvd_async.testing import Cluster
@@ -12,6 +15,7 @@ from tests.conformance import leader_drive
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.leader_drive import Seen
 from tests.conformance.leader_reference import Following
+from tests.conformance.reference import Array
 from tests.conformance.torch_gossip_ranks import GossipTrainer
 
 
@@ -42,6 +46,31 @@ class LeaderTrainer(GossipTrainer):
         """The optimizer's; the first call meets the other ranks."""
         worker: FollowWorker = self.opt._async_worker()
         return worker
+
+
+class NormedTrainer(LeaderTrainer):
+    """A rank with batch-norm statistics: a mean of two features that moves with each step, and a count."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.norm = torch.nn.BatchNorm1d(2)
+        super().__init__(*args, named_buffers=self.norm.named_buffers(), **options)
+
+    def moves(self, step: int) -> Array:
+        """By what a step changes the mean, exact in float32."""
+        return np.array([2.0**self.rank, 0.25 * step])
+
+    def gradient(self) -> None:
+        super().gradient()
+        self.norm.running_mean += torch.as_tensor(self.moves(self.steps), dtype=torch.float32)
+        self.norm.num_batches_tracked += 1
+
+    def mean(self) -> Array:
+        """The statistics."""
+        return np.asarray(self.norm.running_mean.double())
+
+    def weights(self) -> Array:
+        """With the statistics."""
+        return np.concatenate([super().weights(), self.mean()])
 
 
 def run(

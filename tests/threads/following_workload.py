@@ -1,0 +1,131 @@
+"""Ranks that follow a leader as threads, on least squares in float64: the worker itself, without a framework."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hvd_async.events import LeaderConfig
+from hvd_async.following import FollowWorker
+from hvd_async.leaders import Strengths
+from hvd_async.lifecycle import local_engine
+from hvd_async.sharers import Sharers
+from hvd_async.stats import LeaderStats
+from hvd_async.testing import MemoryCollectives
+from tests.conformance.gossip_reference import Problem
+from tests.conformance.leader_drive import TIMEOUT
+from tests.conformance.leader_reference import Following
+from tests.conformance.reference import Array, start
+
+
+class Follower:
+    """One rank, for ``leader_drive``.
+
+    Attributes:
+        opt: itself.
+        calls: what is done before each step, with its number from 1.
+    """
+
+    def __init__(self, problem: Problem, following: Following, rank: int) -> None:
+        engine, size = local_engine(), len(problem.start)
+        assert engine is not None
+        easgd = following.algorithm == "easgd"
+        groups = [list(range(size))] if easgd else [list(ranks) for ranks in following.groups]
+        config = LeaderConfig(
+            following.algorithm,
+            groups,
+            following.global_period if easgd else following.local_period,
+            following.global_period,
+            "",
+        )
+        strengths = Strengths(
+            following.local_pull, following.global_pull, following.local_prox, following.global_prox,
+            following.beta / size if following.alpha is None else following.alpha, following.beta,
+        )  # fmt: skip
+        own = next(ranks for ranks in groups if rank in ranks)
+        self._worker = FollowWorker(
+            engine, config, strengths, Sharers(None, tuple(range(size)), rank, 0, size),
+            own if len(groups) > 1 else None, following.loss_window, self._finish,
+        )  # fmt: skip
+        self.problem, self.following, self.rank, self.steps = problem, following, rank, 0
+        self.x, self.state = problem.start[rank].copy(), start(problem.start[rank])
+        self.opt = self
+        self.calls: list[Callable[[int], object]] = []
+
+    def worker(self) -> FollowWorker:
+        """The first call meets the other ranks."""
+        if not self._worker.agreed:
+            self._worker.begin(self.x.copy())
+            self._worker.open(["w"], [1])
+        return self._worker
+
+    def step(self) -> None:
+        """One; it must wait for nobody."""
+        self.steps += 1
+        for call in self.calls:
+            call(self.steps)
+        worker, loss = self.worker(), self.following.told(self.x, self.rank, self.steps)
+        if loss is not None:
+            worker.record_loss(loss)
+        wait = worker.engine.wait
+        worker.engine.wait = waits  # type: ignore[method-assign]
+        try:
+            worker.check_step()
+            after, self.state = self.problem.update(
+                self.x, self.problem.gradient(self.x, self.rank, self.steps), self.state
+            )
+            self.x = worker.mix(self.x, after)
+        finally:
+            worker.engine.wait = wait  # type: ignore[method-assign]
+
+    def weights(self) -> Array:
+        return self.x.copy()
+
+    def drain(self, flush: bool = True) -> None:
+        """Or cut."""
+        self.worker().engine.drain(flush)
+
+    def stats(self) -> LeaderStats:
+        return self._worker.stats()
+
+    def _finish(self, flush: bool) -> None:
+        self.x = self._worker.gather(self.x.copy(), flush)
+
+
+def waits(*args: Any) -> None:
+    """In place of ``Engine.wait``."""
+    raise AssertionError("a step waits for others")
+
+
+def gated(
+    gate: threading.Event, part: str, begun: queue.Queue[int], rank: int | None = None
+) -> Callable[[MemoryCollectives], MemoryCollectives]:
+    """For ``Cluster(wrap=...)``: broadcasts and sums whose names end so come back only when the gate is open, to
+    one rank or to all; ``begun`` gets the ranks that have submitted one."""
+
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        for kind in ("broadcast", "sum"):
+            setattr(collectives, kind, held(getattr(collectives, kind), collectives.rank))
+        return collectives
+
+    def held(begin: Callable[..., Any], own: int) -> Callable[..., Any]:
+        def late(*args: Any) -> Any:
+            handle = begin(*args)
+            if any(isinstance(arg, str) and arg.endswith(part) for arg in args):
+                done = handle.done
+                begun.put(own)
+                if rank in (None, own):
+                    handle.done = lambda: gate.is_set() and done()
+                    handle.poll_in = lambda: None if gate.is_set() else 0.002
+            return handle
+
+        return late
+
+    return wrap
+
+
+def pass_gate(gate: threading.Event) -> None:
+    """Wait for it."""
+    assert gate.wait(TIMEOUT)

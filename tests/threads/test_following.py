@@ -1,0 +1,351 @@
+"""Leader-pull of ranks as threads: every step equals the reference's, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.events import Pull
+from hvd_async.testing import Cluster, InjectedError
+from tests.conformance.cases import CASES
+from tests.conformance.gossip_reference import least_squares
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, check_leaders, run, wait_for_pulls
+from tests.conformance.leader_reference import ALL, Following, replay, several
+from tests.threads.following_workload import Follower, gated, pass_gate
+
+MOMENTUM = CASES[1]
+EXACT = 1e-12
+PAIRS = Following("lsgd", several(4, 2), 2, 5)
+ELASTIC = Following("easgd", global_period=3)
+KINDS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd", "easgd"])
+SHAPES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 1), (6, 2), (6, 3)]
+
+
+def follow(following: Following, size: int, steps: Any = 60, cluster: Cluster | None = None, **how: Any) -> list[Seen]:
+    """Train, and check each step against the reference."""
+    problem = least_squares(size, MOMENTUM)
+    made = Cluster(size) if cluster is None else cluster
+    seen = run(lambda rank: Follower(problem, following, rank), following, steps, made, **how)
+    outcome = replay(problem, following, [own.log for own in seen])
+    check(outcome, seen, EXACT)
+    if how.get("in_step") and following.algorithm == "lsgd":
+        check_leaders(outcome, following, steps)
+    return seen
+
+
+# -- the reference --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("how", ["in step", "late", "slow"])
+def test_lsgd_equals_the_reference(how, shape):
+    size, ranks = shape
+    following = Following("lsgd", several(size, ranks), 2, 3, 0.3, lambda step: 0.9 / step, 0.5, 0.9, loss_window=4)
+    behind = [1 + (size - 1 - rank) % 3 for rank in range(size)] if how == "slow" else ()
+    cluster = Cluster(size, jitter=0.001 * (how == "late"), seed=size)
+    follow(following, size, 60, cluster, in_step=how == "in step", behind=behind)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("how", ["in step", "late", "slow"])
+def test_easgd_equals_the_reference(how, size):
+    behind = [1 + (size - 1 - rank) % 3 for rank in range(size)] if how == "slow" else ()
+    cluster = Cluster(size, jitter=0.001 * (how == "late"), seed=size)
+    follow(ELASTIC, size, 60, cluster, in_step=how == "in step", behind=behind)
+
+
+@KINDS
+@pytest.mark.parametrize("steps", [(30, 2, 0, 11), (0, 0, 0, 9)], ids=str)
+def test_uneven_steps(following, steps):
+    follow(following, 4, steps, Cluster(4, jitter=0.001))
+
+
+@KINDS
+def test_a_centre_is_the_same_bits_everywhere_and_leaders_are_too(following):
+    """Each rank computes the centre itself; a leader's weights are copies."""
+
+    def train(rank: int) -> list[bytes]:
+        own = Follower(least_squares(4, MOMENTUM), following, rank)
+        for _ in range(30):
+            own.step()
+        own.drain(flush=False)
+        come = own.worker().receiver.come()
+        return [come.targets[ALL].tobytes()] if following is ELASTIC or ALL in come.targets else []
+
+    held = [one for own in Cluster(4, jitter=0.001).run(train) for one in own]
+    assert len(held) >= 3
+    assert len(set(held)) == 1
+
+
+# -- nobody waits ---------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("sleeper", [0, 3])
+def test_a_rank_that_sleeps_holds_nobody_and_wakes_to_the_last_leader(following, sleeper, at):
+    """Also before its first step. Its engine takes part in pulls of the others' steps; their steps wait for nobody."""
+    problem, together, awake = least_squares(4, MOMENTUM), threading.Barrier(4), threading.Event()
+    rested = threading.Barrier(3)
+    slept: list[int] = []
+
+    def train(rank: int) -> Seen:
+        own, seen = Follower(problem, following, rank), Seen()
+        worker = own.worker()
+        seen.log = worker.receiver.log = []
+        together.wait(TIMEOUT)
+
+        def sleep(step: int) -> None:
+            if step == at:
+                pass_gate(awake)
+                wait_for_pulls(worker, 6)
+                slept.append(len(seen.log))
+
+        own.calls = [sleep] if rank == sleeper else []
+        for step in range(1, 3 + (at if rank == sleeper else 58)):
+            own.step()
+            seen.path.append(own.weights())
+            if rank != sleeper and step % 10 == 0:  # 30 steps of the three have made one more due
+                rested.wait(TIMEOUT)
+                wait_for_pulls(worker, step // 10)
+        if rank != sleeper:
+            awake.set()
+        own.drain()
+        seen.drained, seen.stats = own.weights(), own.stats()
+        return seen
+
+    seen = Cluster(4).run(train)
+    outcome = replay(problem, following, [own.log for own in seen])
+    check(outcome, seen, EXACT)
+    log, (woke,) = seen[sleeper].log, slept
+    landed = [entry[1] for entry in log[:woke] if entry[0] == "landed"]
+    assert len(landed) >= 6
+    taken = next(entry for entry in log[woke:] if entry[0] == "taken")
+    assert taken[1] == at
+    assert max(number for number, _ in taken[2].values()) >= landed[-1]
+    assert taken[2].keys() == ({ALL} if following is ELASTIC else {sleeper // 2, ALL})
+
+
+@KINDS
+def test_a_pull_that_takes_long_holds_up_no_step_and_no_pull_of_others(following):
+    """One of all is in the air: steps are taken, groups' pulls go on, and there is no second one of all meanwhile."""
+    gate, begun, problem = threading.Event(), queue.Queue[int](), least_squares(4, MOMENTUM)
+    together, rested = threading.Barrier(4), threading.Barrier(4)
+    flying: list[int] = []
+
+    def wait(own: Follower) -> None:
+        flying.append(begun.get(timeout=TIMEOUT))  # of some rank
+        if following is PAIRS:
+            wait_for_pulls(own.worker(), 1)
+        rested.wait(TIMEOUT)
+        assert begun.empty()
+        assert all(entry[1] != ALL for entry in own.stats().history)
+        rested.wait(TIMEOUT)
+        gate.set()
+
+    def train(rank: int) -> Seen:
+        own, seen = Follower(problem, following, rank), Seen()
+        seen.log = own.worker().receiver.log = []
+        together.wait(TIMEOUT)
+        for step in range(1, 31):
+            own.step()
+            seen.path.append(own.weights())
+            if step == 20:
+                wait(own)
+        own.drain()
+        seen.drained, seen.stats = own.weights(), own.stats()
+        return seen
+
+    seen = Cluster(4, wrap=gated(gate, ".-1", begun)).run(train)
+    check(replay(problem, following, [own.log for own in seen]), seen, EXACT)
+    assert sorted(flying) == [0, 1, 2, 3]
+    assert sum(entry[1] == ALL for entry in seen[0].stats.history) > 1  # what was due meanwhile
+
+
+@KINDS
+def test_a_rank_takes_part_in_a_groups_next_pull_when_its_last_is_over_here_too(following):
+    """Horovod knows collectives by their names: a rank must not submit a second one while it has not seen the first."""
+    gate, told, begun = threading.Event(), threading.Event(), queue.Queue[int]()
+    together, problem = threading.Barrier(2), least_squares(2, MOMENTUM)
+    one = dataclasses.replace(following, groups=((0,), (1,)), local_period=1, global_period=1)
+
+    def train(rank: int) -> Seen:
+        own, seen = Follower(problem, one, rank), Seen()
+        worker = own.worker()
+        seen.log = worker.receiver.log = []
+        pull = worker.receiver.pull
+
+        def watched(command: Pull) -> None:
+            pull(command)
+            if command.round == 2:
+                told.set()
+
+        worker.receiver.pull = watched  # type: ignore[method-assign]
+        together.wait(TIMEOUT)
+        for step in (1, 2):  # (the second pull is due when rank 0 has seen the first)
+            own.step()
+            seen.path.append(own.weights())
+            if step == 1 and rank == 0:
+                wait_for_pulls(worker, 1)
+        if rank == 1:
+            pass_gate(told)
+            assert [entry for entry in seen.log if entry[0] == "sent"] == [("sent", 1)]
+            assert sorted([begun.get(timeout=TIMEOUT) for _ in range(3)]) == [0, 0, 1]
+            gate.set()
+        own.drain()
+        seen.drained, seen.stats = own.weights(), own.stats()
+        return seen
+
+    seen = Cluster(2, wrap=gated(gate, ".-1", begun, rank=1)).run(train)
+    check(replay(problem, one, [own.log for own in seen]), seen, EXACT)
+    assert [entry[1] for entry in seen[1].log if entry[0] == "sent"][:2] == [1, 2]
+
+
+@KINDS
+def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
+    """Rank 0 has gone on, and a pull is due again, while rank 1 rests, or (easgd) is still about to end its drain."""
+    told, together, problem = threading.Event(), threading.Barrier(2), least_squares(2, MOMENTUM)
+    one = dataclasses.replace(following, groups=((0, 1),), local_period=1, global_period=1)
+
+    def train(rank: int) -> Seen:
+        own, seen = Follower(problem, one, rank), Seen()
+        worker = own.worker()
+        seen.log = worker.receiver.log = []
+        together.wait(TIMEOUT)
+        own.step()
+        seen.path.append(own.weights())
+        pull, conclude, landed = worker.receiver.pull, worker.conclude, [0]
+
+        def watched(command: Pull) -> None:
+            pull(command)
+            drained = worker._inbox.drained
+            if drained is not None and command.round > drained.rounds:
+                told.set()
+
+        def late(flush: bool) -> None:
+            landed[0] = worker.receiver.record.pulls
+            if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
+                pass_gate(told)
+                assert worker.receiver._waiting
+            conclude(flush)
+
+        if rank == 1:
+            worker.receiver.pull, worker.conclude = watched, late  # type: ignore[method-assign]
+        own.drain()
+        if rank == 1:
+            worker.conclude = conclude  # type: ignore[method-assign]
+            wait_for_pulls(worker, landed[0] + 1)
+        for _ in range(4):
+            own.step()
+            seen.path.append(own.weights())
+        own.drain()
+        seen.drained, seen.stats = own.weights(), own.stats()
+        return seen
+
+    seen = Cluster(2).run(train)
+    outcome = replay(problem, one, [own.log for own in seen])
+    check(outcome, seen, EXACT)
+    log = seen[1].log
+    assert log[log.index(("drained",)) + 1][0] == "sent"
+    assert len(outcome.drained) == 2
+
+
+def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only():
+    """The engine adds pulls while the training thread, at an end, looks which are on their way."""
+
+    class Guarded(set[int]):
+        def __init__(self, lock: Any) -> None:
+            super().__init__()
+            self.lock, self.looks = lock, 0
+
+        def __iter__(self) -> Any:
+            assert self.lock._is_owned()
+            self.looks += 1
+            return super().__iter__()
+
+        def add(self, number: int) -> None:
+            assert self.lock._is_owned()
+            super().add(number)
+
+        def discard(self, number: int) -> None:
+            assert self.lock._is_owned()
+            super().discard(number)
+
+    def train(rank: int) -> int:
+        own = Follower(least_squares(2, MOMENTUM), dataclasses.replace(PAIRS, groups=((0, 1),)), rank)
+        guarded = own._worker.receiver._flying = Guarded(own._worker.engine.changed)
+        for _ in range(12):
+            own.step()
+        own.drain(flush=False)
+        own.step()
+        own.drain()
+        return guarded.looks
+
+    assert min(Cluster(2).run(train)) > 0
+
+
+# -- several, and failures ------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_follow_side_by_side():
+    """Each with its own leader, centre and counts; one drain is for both."""
+    problem, together = least_squares(3, MOMENTUM), threading.Barrier(3)
+    kinds = [Following("lsgd", several(3, 3), 1, 2), Following("easgd", global_period=2)]
+
+    def train(rank: int) -> list[Seen]:
+        pair = [(Follower(problem, following, rank), Seen()) for following in kinds]
+        for own, seen in pair:
+            seen.log = own.worker().receiver.log = []
+        together.wait(TIMEOUT)
+        for _, (own, seen) in itertools.product(range(20), pair):
+            own.step()
+            seen.path.append(own.weights())
+        pair[0][0].drain()
+        for own, seen in pair:
+            seen.drained, seen.stats = own.weights(), own.stats()
+        return [seen for _, seen in pair]
+
+    for seen, following in zip(zip(*Cluster(3, jitter=0.001).run(train), strict=True), kinds, strict=True):
+        check(replay(problem, following, [own.log for own in seen]), seen, EXACT)
+
+
+@KINDS
+def test_a_rank_that_fails_is_named_to_the_others_and_nobody_hangs(following):
+    """Whether they step or are at an end."""
+
+    def train(rank: int) -> None:
+        own = Follower(least_squares(4, MOMENTUM), following, rank)
+        for step in range(100_000 if rank == 1 else 7):
+            own.step()
+            if (rank, step) == (2, 5):
+                raise ArithmeticError("out of numbers")
+        own.drain()
+
+    for rank, outcome in enumerate(Cluster(4).outcomes(train)):
+        if rank == 2:
+            assert isinstance(outcome, ArithmeticError)
+        else:
+            assert isinstance(outcome, InjectedError)
+            assert "rank 2 on host host2 failed: ArithmeticError: out of numbers" in str(outcome)
+
+
+def test_a_snapshot_is_never_changed_by_later_steps():
+    """What is on its way belongs to the pull: mix() returns vectors that must not be changed, and changes none."""
+
+    def train(rank: int) -> None:
+        own, held = Follower(least_squares(2, MOMENTUM), dataclasses.replace(ELASTIC, global_period=1), rank), []
+        for _ in range(30):
+            own.step()
+            receiver = own.worker().receiver
+            held += [(vector, vector.copy()) for vector in (receiver.shown, receiver.centre, own.x)]
+        own.drain()
+        for vector, was in held:
+            np.testing.assert_array_equal(vector, was)
+
+    Cluster(2).run(train)
