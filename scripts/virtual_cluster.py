@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gloo_ranks import assign, environment, rendezvous
 
 NAME = "hva"
 """What names of namespaces and links begin with; the number of the process that has made them follows."""
@@ -47,6 +48,12 @@ class Host:
     address: str
     inner: str
     outer: str
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What goes before a command that is to run on it, under its host name."""
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
+        return ("ip", "netns", "exec", self.name, *named)
 
 
 @dataclass(frozen=True)
@@ -158,52 +165,28 @@ def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Map
     Returns:
         The exit code of the first rank that failed, 0 if none did.
     """
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
-
-    server = RendezvousServer()
-    port = server.start()
     by_name = {host.name: host for host in cluster.hosts}
-    slots = get_host_assignments(
-        parse_hosts(",".join(f"{name}:{per_host}" for name in by_name)), per_host * len(by_name)
-    )
-    server.init(slots)
+    slots = assign(dict.fromkeys(by_name, per_host))
     ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for slot in slots:
-            ranks.append(_start(slot, by_name[slot.hostname], command, f"{cluster.address}:{port}", env or {}))
-        return _wait(ranks)
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-        server.stop()
+    with rendezvous(slots) as port:
+        try:
+            for slot in slots:
+                host = by_name[slot.hostname]
+                own = environment(slot, cluster.address, port, host.inner)
+                own["HVD_ASYNC_ADDRESS"] = host.address
+                ranks.append(_start(host, command, {**own, **(env or {})}))
+            return _wait(ranks)
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
 
 
-def _start(
-    slot: Any, host: Host, command: Sequence[str], server: str, env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    address, _, port = server.partition(":")
-    own = {
-        "HOROVOD_HOSTNAME": slot.hostname,
-        "HOROVOD_RANK": slot.rank,
-        "HOROVOD_SIZE": slot.size,
-        "HOROVOD_LOCAL_RANK": slot.local_rank,
-        "HOROVOD_LOCAL_SIZE": slot.local_size,
-        "HOROVOD_CROSS_RANK": slot.cross_rank,
-        "HOROVOD_CROSS_SIZE": slot.cross_size,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": host.inner,
-        "HVD_ASYNC_ADDRESS": host.address,
-    }
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host.name]
+def _start(host: Host, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        ["ip", "netns", "exec", host.name, *named, *command],
-        env={**os.environ, **{name: str(value) for name, value in own.items()}, **env},
+        [*host.inside, *command],
+        env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
