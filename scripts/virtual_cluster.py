@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ NAME = "hva"
 NETWORKS = range(64, 128)
 """10.N.0.0/24 is a cluster's, the first that no other has."""
 FILES = Path("/etc/netns")
-"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: Horovod looks its host name up there."""
+"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: there is no DNS on virtual hosts."""
 GOODBYE = 5.0
 """Seconds that ranks may take to end once one has failed."""
 
@@ -95,6 +96,9 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
     network = _free_network()
     hosts = tuple(Host(f"{tag}-{i}", f"{network}.{i + 2}", "eth0", f"{tag}-{i}") for i in range(count))
     cluster = Cluster(hosts, f"{network}.1")
+    everybody = [("127.0.0.1", "localhost"), (cluster.address, socket.gethostname())]
+    everybody += [(host.address, host.name) for host in hosts]
+    names = "".join(f"{address} {name}\n" for address, name in everybody)
     try:
         _do("ip", "link", "add", f"{tag}-b", "type", "bridge")
         _do("ip", "address", "add", f"{cluster.address}/24", "dev", f"{tag}-b")
@@ -102,7 +106,7 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
         for host in hosts:
             inside = ["ip", "netns", "exec", host.name]
             (FILES / host.name).mkdir(parents=True)
-            (FILES / host.name / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
+            (FILES / host.name / "hosts").write_text(names)
             _do("ip", "netns", "add", host.name)
             _do("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.inner, "netns", host.name)
             _do("ip", "link", "set", host.outer, "master", f"{tag}-b", "up")
@@ -129,12 +133,23 @@ def _names() -> str:
 
 def _remove(tag: str) -> None:
     for name in re.findall(rf"^({tag}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
+        _end_all(name)
         _do("ip", "netns", "delete", name)
     for folder in FILES.glob(f"{tag}-*"):
         shutil.rmtree(folder)
     for name in re.findall(rf"^({tag}-(?:\d+|b))\b", _do("ip", "-brief", "link", "show"), re.MULTILINE):
         with contextlib.suppress(ClusterError):  # (a link goes with its namespace, but a little later)
             _do("ip", "link", "delete", name)
+
+
+def _end_all(namespace: str) -> None:
+    """End what still runs on a host: what its ranks have started, or a run that was killed."""
+    deadline = time.monotonic() + GOODBYE
+    while (pids := _do("ip", "netns", "pids", namespace).split()) and time.monotonic() < deadline:
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _free_network() -> str:
