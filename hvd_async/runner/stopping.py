@@ -5,6 +5,7 @@ That is what a cluster's scheduler needs that is about to take the machines away
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from collections.abc import Callable
@@ -23,4 +24,6 @@ def asked_by_signal() -> Callable[[], bool]:
     signal.signal(SIGNAL, lambda number, frame: came.append(number))
     signal.siginterrupt(SIGNAL, False)  # no library's system call is to fail because of it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
+    # At its very end Python takes its handlers back, and one more signal would be deadly.
+    atexit.register(signal.signal, SIGNAL, signal.SIG_IGN)
     return lambda: bool(came)

@@ -46,6 +46,9 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+TmpFS={folder}/tmp.%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -151,6 +154,8 @@ def _configure(folder: Path, cluster: Cluster, cpus: int) -> None:
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
+    for host in cluster.hosts:
+        (folder / f"tmp.{host.name}").mkdir()  # (PMIx makes files there, which nodes would share in /tmp)
     controller, daemon = _free_ports(2)
     nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN" for host in cluster.hosts]
     text = CONFIGURATION.format(
@@ -180,7 +185,7 @@ def _start(up: Slurm, cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) 
     def daemon(name: str, *command: str) -> None:
         # (What runs on without us, should we be killed, would hold a port, or a node that is no more.)
         bound = ("setpriv", "--pdeathsig", "KILL", *command)
-        with (up.folder / f"{name}.log").open("wb") as log:
+        with (up.folder / f"{name}.output").open("wb") as log:
             daemons.append(
                 subprocess.Popen(
                     bound,
@@ -193,7 +198,7 @@ def _start(up: Slurm, cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) 
             )
 
     folder = up.folder
-    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "own.log"}
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     daemon("munged", "munged", "--foreground", *(f"--{flag}={folder}/munge.{name}" for flag, name in files.items()))
     try:
         until((folder / "munge.socket").exists, "munged has no socket")
@@ -203,7 +208,9 @@ def _start(up: Slurm, cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) 
         until(lambda: _idle(up) == len(up.nodes), "not all nodes are idle")
     except ClusterError as error:
         logs = "\n".join(
-            f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(folder.glob("*.log"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
+            for kind in ("log", "output")
+            for path in sorted(folder.glob(f"*.{kind}"))
         )
         raise ClusterError(f"{error}\n{logs}") from None
 

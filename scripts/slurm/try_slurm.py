@@ -139,7 +139,9 @@ def test_a_signal_has_it_requeued_and_it_goes_on(cluster: Slurm, tmp_path: Path,
 def test_a_signal_before_there_are_ranks_loses_nothing(cluster: Slurm, tmp_path: Path) -> None:
     """It is requeued at once, or as soon as they have looked."""
     job = submit(cluster, tmp_path, "--steps", "5", "--checkpoint-dir", str(tmp_path / "kept"))
-    until(lambda: job.field("JobState") == "RUNNING" and (tmp_path / "output").exists(), "it does not start")
+    until(
+        lambda: f"{job.number}.0" in cluster.do("squeue", "--steps", "--noheader"), "the ranks' server does not start"
+    )
     cluster.do("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end(restarts=1)["steps"] == 5
     assert "stopping with a checkpoint" in job.output
