@@ -144,7 +144,7 @@ def test_a_signal_before_there_are_ranks_loses_nothing(cluster: Slurm, tmp_path:
     )
     cluster.do("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end(restarts=1)["steps"] == 5
-    assert "stopping with a checkpoint" in job.output
+    assert "SIGUSR1: stopping" in job.output
 
 
 def test_what_is_wrong_is_said_and_not_tried_again(cluster: Slurm, tmp_path: Path) -> None:
