@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gloo_ranks import assign, environment, rendezvous
 
 NAME = "hva"
 """What names of namespaces and links begin with; the number of the process that has made them follows."""
 NETWORKS = range(64, 128)
 """10.N.0.0/24 is a cluster's, the first that no other has."""
 FILES = Path("/etc/netns")
-"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: Horovod looks its host name up there."""
+"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: there is no DNS on virtual hosts."""
 GOODBYE = 5.0
 """Seconds that ranks may take to end once one has failed."""
 
@@ -47,6 +49,12 @@ class Host:
     address: str
     inner: str
     outer: str
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What goes before a command that is to run on it, under its host name."""
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
+        return ("ip", "netns", "exec", self.name, *named)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,9 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
     network = _free_network()
     hosts = tuple(Host(f"{tag}-{i}", f"{network}.{i + 2}", "eth0", f"{tag}-{i}") for i in range(count))
     cluster = Cluster(hosts, f"{network}.1")
+    everybody = [("127.0.0.1", "localhost"), (cluster.address, socket.gethostname())]
+    everybody += [(host.address, host.name) for host in hosts]
+    names = "".join(f"{address} {name}\n" for address, name in everybody)
     try:
         _do("ip", "link", "add", f"{tag}-b", "type", "bridge")
         _do("ip", "address", "add", f"{cluster.address}/24", "dev", f"{tag}-b")
@@ -95,7 +106,7 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
         for host in hosts:
             inside = ["ip", "netns", "exec", host.name]
             (FILES / host.name).mkdir(parents=True)
-            (FILES / host.name / "hosts").write_text(f"127.0.0.1 localhost\n{host.address} {host.name}\n")
+            (FILES / host.name / "hosts").write_text(names)
             _do("ip", "netns", "add", host.name)
             _do("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.inner, "netns", host.name)
             _do("ip", "link", "set", host.outer, "master", f"{tag}-b", "up")
@@ -122,12 +133,23 @@ def _names() -> str:
 
 def _remove(tag: str) -> None:
     for name in re.findall(rf"^({tag}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
+        _end_all(name)
         _do("ip", "netns", "delete", name)
     for folder in FILES.glob(f"{tag}-*"):
         shutil.rmtree(folder)
     for name in re.findall(rf"^({tag}-(?:\d+|b))\b", _do("ip", "-brief", "link", "show"), re.MULTILINE):
         with contextlib.suppress(ClusterError):  # (a link goes with its namespace, but a little later)
             _do("ip", "link", "delete", name)
+
+
+def _end_all(namespace: str) -> None:
+    """End what still runs on a host: what its ranks have started, or a run that was killed."""
+    deadline = time.monotonic() + GOODBYE
+    while (pids := _do("ip", "netns", "pids", namespace).split()) and time.monotonic() < deadline:
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _free_network() -> str:
@@ -158,52 +180,28 @@ def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Map
     Returns:
         The exit code of the first rank that failed, 0 if none did.
     """
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
-
-    server = RendezvousServer()
-    port = server.start()
     by_name = {host.name: host for host in cluster.hosts}
-    slots = get_host_assignments(
-        parse_hosts(",".join(f"{name}:{per_host}" for name in by_name)), per_host * len(by_name)
-    )
-    server.init(slots)
+    slots = assign(dict.fromkeys(by_name, per_host))
     ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for slot in slots:
-            ranks.append(_start(slot, by_name[slot.hostname], command, f"{cluster.address}:{port}", env or {}))
-        return _wait(ranks)
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
-        server.stop()
+    with rendezvous(slots) as port:
+        try:
+            for slot in slots:
+                host = by_name[slot.hostname]
+                own = environment(slot, cluster.address, port, host.inner)
+                own["HVD_ASYNC_ADDRESS"] = host.address
+                ranks.append(_start(host, command, {**own, **(env or {})}))
+            return _wait(ranks)
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
 
 
-def _start(
-    slot: Any, host: Host, command: Sequence[str], server: str, env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    address, _, port = server.partition(":")
-    own = {
-        "HOROVOD_HOSTNAME": slot.hostname,
-        "HOROVOD_RANK": slot.rank,
-        "HOROVOD_SIZE": slot.size,
-        "HOROVOD_LOCAL_RANK": slot.local_rank,
-        "HOROVOD_LOCAL_SIZE": slot.local_size,
-        "HOROVOD_CROSS_RANK": slot.cross_rank,
-        "HOROVOD_CROSS_SIZE": slot.cross_size,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": host.inner,
-        "HVD_ASYNC_ADDRESS": host.address,
-    }
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host.name]
+def _start(host: Host, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        ["ip", "netns", "exec", host.name, *named, *command],
-        env={**os.environ, **{name: str(value) for name, value in own.items()}, **env},
+        [*host.inside, *command],
+        env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

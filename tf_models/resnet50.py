@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.run import World, start, told_to_people
+from hvd_async.runner.stopping import UNFINISHED
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
@@ -119,7 +121,8 @@ class TensorFlowTrainer:
     def save(self, path: Path, position: Position) -> None:
         """Write a complete checkpoint."""
         best = np.nan if position.best_accuracy is None else position.best_accuracy
-        place = dataclasses.asdict(position) | {"best_accuracy": best}
+        by_rank = np.array(position.steps_by_rank, np.int64)
+        place = dataclasses.asdict(position) | {"best_accuracy": best, "steps_by_rank": by_rank}
         np.savez(path, made_by=self._made_by(), **place, **self._arrays())
 
     def restore(self, path: Path) -> Position | None:
@@ -139,7 +142,8 @@ class TensorFlowTrainer:
         self._optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
         best = float(content["best_accuracy"])
         place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
-        return Position(**place, best_accuracy=None if np.isnan(best) else best)
+        by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
+        return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
@@ -250,8 +254,9 @@ def main() -> None:
     run = start(options, world)
     with told_to_people(world):
         trainer = TensorFlowTrainer(run.options, run.source.classes)
-    run.fit(trainer)
+    finished = run.fit(trainer) is not None
     hvd.shutdown()
+    sys.exit(0 if finished else UNFINISHED)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import os
 import pickle
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.run import World, start, told_to_people
+from hvd_async.runner.stopping import UNFINISHED
 
 LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtype of mixed precision."""
@@ -274,8 +276,9 @@ def main() -> None:
     run = start(options, world)
     with told_to_people(world):
         trainer = TorchTrainer(run.options, run.source.classes)
-    run.fit(trainer)
+    finished = run.fit(trainer) is not None
     hvd.shutdown()
+    sys.exit(0 if finished else UNFINISHED)
 
 
 if __name__ == "__main__":

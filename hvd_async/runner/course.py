@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from . import sharding
@@ -22,13 +22,24 @@ class Position:
     """How far a run has come; kept in its checkpoints.
 
     epoch: epochs that are done. step: steps (rounds with --pace rounds) done in the next one, by the rank with the most
-    batches, of `steps_per_epoch`; both 0 unless --steps ended the run there.
+    batches, of `steps_per_epoch`; both 0 unless the run ended there. steps_by_rank: each rank's own, where the run was
+    stopped from outside; `step` is then their share of the epoch.
     """
 
     epoch: int = 0
     best_accuracy: float | None = None
     step: int = 0
     steps_per_epoch: int = 0
+    steps_by_rank: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in an epoch: batches that it has trained on, at which number this run ends there, and all."""
+
+    done: int
+    end: int
+    count: int
 
 
 class Course:
@@ -49,18 +60,43 @@ class Course:
 
     def resume(self, position: Position) -> None:
         """Begin there. If an epoch has another length by now, as the job has another size, at the same share of it."""
-        step = position.step
+        step, own = position.step, position.steps_by_rank
         if step and position.steps_per_epoch != self.length:
             step = min(self.length, round(step * self.length / position.steps_per_epoch))
-        self.start = replace(position, step=step, steps_per_epoch=self.length)
+        if self._options.lockstep or len(own) != self._size or position.steps_per_epoch != self.length:
+            own = ()
+        self.start = replace(position, step=step, steps_per_epoch=self.length, steps_by_rank=own)
 
-    def after(self, epoch: int, best_accuracy: float | None) -> Position:
+    def after(self, epoch: int) -> Position:
         """The position when an epoch has been trained, to its end or to where --steps ends the run."""
         steps = self._options.steps
         if steps is not None and steps < (epoch + 1) * self.length:
             done = max(steps - epoch * self.length, self.start.step if epoch == self.start.epoch else 0)
-            return Position(epoch, best_accuracy, done, self.length)
-        return Position(epoch + 1, best_accuracy)
+            return Position(epoch, step=done, steps_per_epoch=self.length)
+        return Position(epoch + 1)
+
+    def stopped(self, epoch: int, places: Sequence[Place], rounds: int) -> Position | None:
+        """The position of a run that was asked to stop in an epoch; None if there is nothing left to do in it.
+
+        `places` are those of all ranks, in order; `rounds` those seen since the run began.
+        """
+        done = self.start.epoch * self.length + self.start.step + rounds
+        if self._options.pace == "rounds":
+            whole = done >= self._last_round(epoch)
+        else:
+            whole = all(place.done >= place.end for place in places)
+        if whole:
+            return None if epoch + 1 == self.last_epoch else Position(epoch + 1)
+        if self._options.pace == "rounds":
+            return Position(epoch, step=done - epoch * self.length, steps_per_epoch=self.length)
+        share = sum(place.done for place in places) / sum(place.count for place in places)
+        by_rank = tuple(place.done for place in places)
+        return Position(epoch, step=round(share * self.length), steps_per_epoch=self.length, steps_by_rank=by_rank)
+
+    def _last_round(self, epoch: int) -> int:
+        """The round, counted from the first epoch's, at which this run is done with an epoch."""
+        last, steps = (epoch + 1) * self.length, self._options.steps
+        return last if steps is None else min(last, steps)
 
     def plan(self, epoch: int, lap: int = 0) -> list[sharding.Indices]:
         """All of this rank's batches of an epoch."""
@@ -84,7 +120,14 @@ class Course:
         first, end = (
             min(max(0, total - epoch * count), count) for total in (begun, math.inf if stop is None else stop)
         )
+        if epoch == self.start.epoch and self.start.steps_by_rank:
+            first = min(self.start.steps_by_rank[self._rank], count)
         return int(first), int(max(first, end))
+
+    def place(self, epoch: int, steps: int) -> Place:
+        """Where this rank is after so many steps of this run in an epoch, with --pace steps."""
+        first, end = self.steps(epoch)
+        return Place(first + steps, end, len(self.plan(epoch)))
 
     def batches(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
         """(epochs that have passed, with fraction; batch) of this rank's part of an epoch.
@@ -103,9 +146,7 @@ class Course:
 
     def _by_rounds(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
         before = self.start.epoch * self.length + self.start.step
-        last = (epoch + 1) * self.length
-        if self._options.steps is not None:
-            last = min(last, self._options.steps)
+        last = self._last_round(epoch)
         lap, came = 0, True
         # A rank that has no batch at all, or none that can be read, must not go round for ever.
         while came and before + rounds() < last:

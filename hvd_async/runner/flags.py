@@ -323,7 +323,8 @@ def _output_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="keep the last and the best checkpoint there; in gossip all ranks then begin each epoch at their average, "
-        "after a leader at the leader's weights (default: none)",
+        "after a leader at the leader's weights; SIGUSR1 to all ranks then saves one at the next step and ends the run "
+        "with status 75 (default: none)",
     )
     add(
         "--resume",

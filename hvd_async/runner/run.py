@@ -16,13 +16,14 @@ import numpy as np
 
 from . import sharding
 from .batches import Batch
-from .course import Course, Position
+from .course import Course, Place, Position
 from .data import evaluation_data, open_source
 from .figures import Figures, Learned, Outcome, Replicas, Totals
 from .files import write_atomically
 from .leading import write_leaders
 from .options import Options
 from .report import EpochRow, Reporter
+from .stopping import asked_by_signal
 from .summary import describe, straggler_lines, summarise, write_summary
 
 
@@ -83,13 +84,17 @@ class Run:
         options: Options,
         world: World,
         *,
+        asked: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Raises ValueError, with a hint, where the options do not fit the data or the number of ranks."""
+        """asked: whether this rank was asked to stop the run; None if nobody can.
+
+        Raises ValueError, with a hint, where the options do not fit the data or the number of ranks.
+        """
         options = options.at(world.size)
         self.options, self.world = options, world
-        self._clock, self._sleep = clock, sleep
+        self._asked, self._clock, self._sleep = asked, clock, sleep
         self.source = open_source(options.data, options.image_size, vary=options.augment, workers=options.workers)
         self._course = Course(options, self.source, world.rank, world.size)
         self._position = Position()
@@ -99,11 +104,16 @@ class Run:
         self._distance: float | None = None
         """The consensus distance at the end of the last epoch."""
         self._first_step: int | None = None
+        self._stopped = False
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
 
-    def fit(self, trainer: Trainer) -> dict[str, Any]:
-        """Collective: the whole run, from the last checkpoint if so asked. Returns the summary, on all ranks."""
+    def fit(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Collective: the whole run, from the last checkpoint if so asked.
+
+        Returns the summary, on all ranks; None if the run was asked to stop and has work left, which is in the
+        checkpoint.
+        """
         options = self.options
         resumed = self._restore(trainer)
         with Reporter(
@@ -113,12 +123,16 @@ class Run:
             log_dir=options.log_dir,
             resumed=resumed,
         ) as reporter:
-            if options.resume:
-                reporter.note(self._resumed() if resumed else f"nothing to resume in {options.checkpoint_dir}: "
-                              "starting afresh")  # fmt: skip
+            if resumed:
+                reporter.note(f"resumed after {self._told(self._position)}")
+            elif options.resume:
+                reporter.note(f"nothing to resume in {options.checkpoint_dir}: starting afresh")
             rounds = trainer.rounds
             for epoch in range(self._position.epoch, self._course.last_epoch):
                 self._epoch(epoch, trainer, reporter, lambda: trainer.rounds - rounds)
+                if self._stopped:
+                    self._stop(reporter)
+                    return None
             if self._learned.test_accuracy is None:  # resumed at the end: no epoch was left to do
                 self._learned = Learned(None, self._test(trainer), self._position.best_accuracy)
             return self._finish(trainer, reporter)
@@ -141,9 +155,13 @@ class Run:
             seconds = self._clock() - begin
             self._train_s += seconds
             loss, total, seconds, counted = self._meet(trainer, loss_sum, self._images - images, seconds)
-            accuracy = self._test(trainer) if self._test_is_due(epoch) else None
+            stop = self._where_to_stop(epoch, len(self._step_times) - steps, rounds)
+            self._stopped = stop is not None
+            accuracy = self._test(trainer) if self._test_is_due(epoch) and not self._stopped else None
             self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
-            self._checkpoint(epoch, accuracy, trainer)
+            self._checkpoint(stop or self._course.after(epoch), accuracy, trainer)
+        if self._stopped and not total:
+            return  # before its first step: there is nothing to report
         times = self._step_times[steps:]
         row = EpochRow(
             epoch + 1,
@@ -176,6 +194,8 @@ class Run:
             number = self._first_step + len(self._step_times)  # a rank may do more steps, or fewer, than it has batches
         begin = self._clock()
         for step, (passed, batch) in enumerate(self._course.batches(epoch, rounds), number):
+            if self._is_to_stop():
+                return
             if self._first_step is None:
                 self._first_step = step
             delay = options.injector.seconds(step, world.rank, world.size)
@@ -186,6 +206,32 @@ class Run:
             now = self._clock()
             self._step_times.append(now - begin)
             begin = now
+
+    def _is_to_stop(self) -> bool:
+        """Whether this rank takes no more steps. Collective in lockstep, where all ranks must take equally many."""
+        if self._asked is None:
+            return False
+        asked = self._asked()
+        return any(self.world.gather(asked, "hvd_async.runner.asked")) if self.options.lockstep else asked
+
+    def _where_to_stop(self, epoch: int, steps: int, rounds: Callable[[], int]) -> Position | None:
+        """Collective: where the run is after so many steps in an epoch, if a rank was asked to stop and work is left.
+
+        The others follow: a rank that has not been asked yet has gone on to the end of the epoch.
+        """
+        if self._asked is None:
+            return None
+        rows: list[tuple[bool, Place]] = self.world.gather(
+            (self._asked(), self._course.place(epoch, steps)), "hvd_async.runner.stop"
+        )
+        if not any(asked for asked, _ in rows):
+            return None
+        return self._course.stopped(epoch, [place for _, place in rows], rounds())
+
+    def _stop(self, reporter: Reporter) -> None:
+        """Collective: no rank ends before rank 0 has saved, as launchers then end the others."""
+        self.world.gather(None, "hvd_async.runner.stopped")
+        reporter.note(f"stopped after {self._told(self._position)}, as asked: --resume goes on from there")
 
     def _meet(self, trainer: Trainer, loss_sum: float, images: int, seconds: float) -> tuple[float, int, float, Totals]:
         """Collective: over all ranks the sums, the longest time, and what the optimizers have counted since the last
@@ -212,10 +258,10 @@ class Run:
         correct, count = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return correct / count if count else None
 
-    def _checkpoint(self, epoch: int, accuracy: float | None, trainer: Trainer) -> None:
+    def _checkpoint(self, position: Position, accuracy: float | None, trainer: Trainer) -> None:
         best = self._position.best_accuracy
         improved = accuracy is not None and (best is None or accuracy > best)
-        self._position = self._course.after(epoch, accuracy if improved else best)
+        self._position = dataclasses.replace(position, best_accuracy=accuracy if improved else best)
         self._learned = Learned(self._learned.train_loss, accuracy, self._position.best_accuracy)
         folder = self.options.checkpoint_dir
         if folder is None or self.world.rank != 0:
@@ -234,10 +280,9 @@ class Run:
         self._position = self._course.start
         return position is not None
 
-    def _resumed(self) -> str:
-        start = self._course.start
-        into = f" and {start.step} of {self._course.length} steps" if start.step else ""
-        return f"resumed after epoch {start.epoch}{into}"
+    def _told(self, position: Position) -> str:
+        into = f" and {position.step} of {self._course.length} steps" if position.step else ""
+        return f"epoch {position.epoch}{into}"
 
     def _finish(self, trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         own = Figures(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))
@@ -256,9 +301,13 @@ class Run:
 
 
 def start(options: Options, world: World) -> Run:
-    """A Run; where the options do not fit the data or the job, says so on stderr and ends the process with status 2."""
+    """A Run, which SIGUSR1 stops if it keeps checkpoints; to be called by the main thread.
+
+    Where the options do not fit the data or the job, says so on stderr and ends the process with status 2.
+    """
+    asked = None if options.checkpoint_dir is None else asked_by_signal()
     with told_to_people(world):
-        return Run(options, world)
+        return Run(options, world, asked=asked)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ found that the launcher has lost sight of. Results travel by files (one JSON a r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-from horovod.runner.http.http_server import RendezvousServer
+
+from scripts.gloo_ranks import assign, environment, rendezvous
 
 JOBS = Path(__file__).parent / "jobs"
 REPOSITORY = Path(__file__).parents[2]
@@ -242,29 +243,15 @@ def start_ranks_without_launcher(
     Nobody ends the others when one dies, so what they do about it can be seen.
     """
     folder = _Folder(ranks)
-    server = RendezvousServer()
-    port = server.start()
-    plan = get_host_assignments(parse_hosts(f"localhost:{ranks}"), ranks)
-    server.init(plan)
+    meeting = contextlib.ExitStack()
+    slots = assign({"localhost": ranks})
+    port = meeting.enter_context(rendezvous(slots))
     started = time.monotonic()
     logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
     processes: list[psutil.Popen] = []
     try:
-        for slot, log in zip(plan, logs, strict=True):
-            own = {
-                "HOROVOD_HOSTNAME": slot.hostname,
-                "HOROVOD_RANK": str(slot.rank),
-                "HOROVOD_SIZE": str(slot.size),
-                "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-                "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-                "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-                "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-                "HOROVOD_CONTROLLER": "gloo",
-                "HOROVOD_CPU_OPERATIONS": "gloo",
-                "HOROVOD_GLOO_IFACE": "lo",
-            }
+        for slot, log in zip(slots, logs, strict=True):
+            own = environment(slot, "127.0.0.1", port, "lo")
             with log.open("wb") as output:
                 processes.append(
                     psutil.Popen(
@@ -301,5 +288,5 @@ def start_ranks_without_launcher(
         )
     finally:
         _sweep(folder.job, 0.0)
-        server.stop()
+        meeting.close()
         folder.remove()

@@ -1,126 +1,16 @@
 """The loop of the runners, with a trainer that only counts, and ranks as threads."""
 
-import contextlib
 import csv
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 
 import numpy as np
 import pytest
 
-from hvd_async.runner.course import Course, Position
+from hvd_async.runner.course import Course
 from hvd_async.runner.data import open_source
-from hvd_async.runner.figures import Outcome, Replicas
 from hvd_async.runner.options import parse
-from hvd_async.runner.run import Run, World, start
-
-
-class Job:
-    """Ranks as threads. `gather` checks that all ranks call the same one, and fails rather than hang."""
-
-    def __init__(self, size):
-        self.size, self.barrier, self.values = size, threading.Barrier(size), {}
-
-    def world(self, rank):
-        def gather(value, name):
-            self.values[rank] = (name, value)
-            self.barrier.wait(timeout=20)
-            rows = [self.values[other] for other in range(self.size)]
-            self.barrier.wait(timeout=20)
-            assert {row[0] for row in rows} == {name}
-            return [row[1] for row in rows]
-
-        return World(rank, self.size, gather)
-
-
-class Clock:
-    """A second for each training step, and what is slept."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-class Counter:
-    """A trainer that learns nothing: its loss is 1 / (1 + epochs met), its accuracy is given.
-
-    `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
-    """
-
-    checkpoint_suffix = ".txt"
-
-    def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
-        """pace: rounds that this rank sees at each of its steps."""
-        self.clock, self.size, self.right, self.pace, self.distances = clock, size, list(right), pace, distances
-        self.rates, self.sizes, self.drains, self.seen, self.calls = [], [], 0, [], []
-
-    def begin_epoch(self, epoch):
-        self.calls.append(f"epoch {epoch}")
-
-    def train_step(self, batch, rate):
-        self.clock.now += 1.0
-        self.rates.append(rate)
-        self.sizes.append(len(batch))
-        self.seen.append(batch.images.tobytes())
-        return 1 / (1 + self.drains)
-
-    @property
-    def rounds(self):
-        return self.pace * len(self.rates)
-
-    def drain(self):
-        self.drains += 1
-        self.calls.append("drain")
-
-    @contextlib.contextmanager
-    def consensus(self):
-        self.drains += 1
-        self.calls.append("consensus")
-        yield
-        self.calls.append("own")
-
-    def consensus_distance(self):
-        if not self.distances:
-            return None
-        self.clock.now += 64.0
-        return self.distances[self.drains]
-
-    def correct(self, batch):
-        if self.calls[-1:] != ["test"]:
-            self.calls.append("test")
-        return round(self.right[min(self.drains, len(self.right)) - 1] * len(batch))
-
-    def save(self, path, position):
-        self.calls.append("save")
-        path.write_text(json.dumps(astuple(position)))
-
-    def restore(self, path):
-        return Position(*json.loads(path.read_text())) if path.exists() else None
-
-    def outcome(self):
-        return Outcome.synchronous(len(self.rates), self.size, 0.0)
-
-    def replicas(self):
-        return Replicas(True, 0.0, 0.0)
-
-
-def run_all(size, *line, right=(1.0,), paces=(), distances=()):
-    """(summaries, trainers) of a whole job with digits at 8 x 8."""
-    job, options = Job(size), parse("torch", ["--image-size", "8", *line])
-
-    def rank(index):
-        clock = Clock()
-        run = Run(options, job.world(index), clock=lambda: clock.now, sleep=clock.sleep)
-        trainer = Counter(clock, size, right, paces[index] if paces else 1, distances)
-        return run.fit(trainer), trainer
-
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(rank, range(size)))
-    return [summary for summary, _ in results], [trainer for _, trainer in results]
+from hvd_async.runner.run import Run, start
+from tests.unit.counting import Clock, Counter, Job, run_all
 
 
 def test_a_run_of_three_uneven_ranks():
@@ -192,7 +82,7 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     run_all(2, *folder, "--epochs", "3", right=(0.5, 0.9, 0.7))
     assert "nothing to resume" in capsys.readouterr().out
     last, best = (json.loads((tmp_path / f"{name}.txt").read_text()) for name in ("last", "best"))
-    assert last == [3, best[1], 0, 0]
+    assert last == [3, best[1], 0, 0, []]
     assert best[0] == 2
     assert best[1] == pytest.approx(0.9, abs=0.01)
     _, resumed = run_all(2, *folder, "--epochs", "5", right=(0.6,))
@@ -201,7 +91,7 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     assert [trainer.seen for trainer in resumed] == [trainer.seen[3:] for trainer in whole], (
         "the data go on where they were"
     )
-    assert json.loads((tmp_path / "last.txt").read_text()) == [5, best[1], 0, 0]
+    assert json.loads((tmp_path / "last.txt").read_text()) == [5, best[1], 0, 0, []]
     assert json.loads((tmp_path / "best.txt").read_text()) == best, "0.6 is no new best"
 
 
@@ -266,7 +156,7 @@ def test_in_pace_rounds_steps_are_rounds(tmp_path):
     line = ["--pace", "rounds", "--epochs", "9", "--batch-size", "719", "--checkpoint-dir", str(tmp_path), "--resume"]
     _, trainers = run_all(1, *line, "--steps", "3")
     assert len(trainers[0].rates) == 3
-    assert json.loads((tmp_path / "last.txt").read_text()) == [1, 1.0, 1, 2]
+    assert json.loads((tmp_path / "last.txt").read_text()) == [1, 1.0, 1, 2, []]
     _, trainers = run_all(1, *line, "--steps", "6")
     assert len(trainers[0].rates) == 3
 
