@@ -29,6 +29,10 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     _async: Settings
 
+    def _async_offer_to(self, worker: Any) -> None:
+        self._async_need_built()
+        super()._async_offer_to(worker)
+
     # -- losses -----------------------------------------------------------------------------------------------
 
     def record_loss(self, loss: Any) -> None:
