@@ -11,6 +11,7 @@ from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
+from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
@@ -24,7 +25,7 @@ def load_model(
     Args:
         filepath: a ``.keras`` file.
         custom_objects: as in ``keras.models.load_model``.
-        wrapper: ``EagerOptimizer`` or ``GossipOptimizer``.
+        wrapper: ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
         options: of the wrapper, e.g. ``quorum``.
     """
     model = keras.models.load_model(filepath, custom_objects=custom_objects)
@@ -40,6 +41,7 @@ _ours = (
     DistributedOptimizer,
     EagerOptimizer,
     GossipOptimizer,
+    LeaderOptimizer,
     broadcast_variables,
     callbacks,
     join,
