@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,18 @@ class Settings(LocalSettings, LeaderState):
     """In a graph that is being built: that a loss was recorded which belongs to the next step."""
     statistics: Flat | None = None
     """What pulls average beside the weights."""
+    updates = False
+    """Whether the wrapped optimizer's update is traced, or done."""
 
 
 class LeaderMixin(LocalMixin, LeaderWrapped):
     """Methods of a wrapped Keras optimizer."""
 
     _async: Settings
+
+    def _async_offer_to(self, worker: Any) -> None:
+        self._async_need_built()
+        super()._async_offer_to(worker)
 
     # -- losses -----------------------------------------------------------------------------------------------
 
@@ -77,10 +85,19 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     # -- steps ------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _async_biased(self, weight: tf.Tensor | None) -> Iterator[None]:
+        with super()._async_biased(weight):
+            self._async.updates = True
+            try:
+                yield
+            finally:
+                self._async.updates = False
+
     def _get_current_learning_rate(self: Any) -> Any:
-        """This rank's; schedules and callbacks see what all ranks have."""
-        rate = self._wrapped_class._get_current_learning_rate(self)
-        return rate if self._async.spread == 1.0 else tf.convert_to_tensor(rate) * self._async.spread
+        """Within an update this rank's; schedules, callbacks and checkpoints see, and set, what all ranks have."""
+        rate, state = self._wrapped_class._get_current_learning_rate(self), self._async
+        return tf.convert_to_tensor(rate) * state.spread if state.updates and state.spread != 1.0 else rate
 
     def _async_prepare(self: Any, variables: list[Any]) -> None:
         super()._async_prepare(variables)

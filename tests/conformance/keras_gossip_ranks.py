@@ -54,12 +54,14 @@ class GossipTrainer:
         path: the weights after each step.
     """
 
+    wrapper = staticmethod(hvd.GossipOptimizer)
+
     def __init__(
         self, problem: Problem, rank: int, graph: bool = False, make: Callable[[], Any] | None = None, **options: Any
     ) -> None:
         self.problem, self.rank = problem, rank
         self.variables = [keras.Variable(np.zeros(shape, np.float32), name=f"x{len(shape)}") for shape in SHAPES]
-        self.opt = hvd.GossipOptimizer(plain(problem.case) if make is None else make(), **options)
+        self.opt = self.wrapper(plain(problem.case) if make is None else make(), **options)
         self.opt.build(self.variables)
         self._apply = tf.function(self._take) if graph else self._take
         self.log: list[Any] = []
@@ -89,17 +91,23 @@ class GossipTrainer:
         """Flat, float64."""
         return flat(self.variables)
 
-    def _take(self, *gradients: tf.Tensor) -> None:
-        self.opt.apply(gradients, self.variables)
+    def _take(self, *given: Any) -> None:
+        self.opt.apply(given, self.variables)
+
+    def given(self, before: Array) -> list[Any]:
+        """What the next step takes: the gradients at the weights ``before``."""
+        gradient = self.problem.gradient(before, self.rank, len(self.path) + 1)
+        return [tf.constant(part) for part in split(gradient)]
+
+    def step(self) -> None:
+        """One."""
+        self._apply(*self.given(self.weights()))
+        self.path.append(self.weights())
 
     def train(self, steps: int) -> None:
         """Several steps."""
-        weights = self.weights()
         for _ in range(steps):
-            gradient = self.problem.gradient(weights, self.rank, len(self.path) + 1)
-            self._apply(*map(tf.constant, split(gradient)))
-            weights = self.weights()
-            self.path.append(weights)
+            self.step()
 
 
 def split(weights: Any) -> list[Any]:

@@ -12,16 +12,14 @@ import torch
 
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
-from tests.conformance.gossip_reference import Problem, batch, least_squares
+from tests.conformance.gossip_reference import Problem, least_squares
+from tests.conformance.leader_cases import ELASTIC, GROUPS, PERIODS, SCHEDULES, square
 from tests.conformance.leader_drive import check, check_leaders
 from tests.conformance.leader_reference import Following, drawn, replay, several
 from tests.conformance.torch_leader_ranks import run
 
 STEPS = 100
 SGD, MOMENTUM, NESTEROV, ADAM = CASES[0], CASES[1], CASES[5], CASES[6]
-GROUPS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)]
-PERIODS = [(3, 7), (2, 8), (1, 1), (5, 5)]
-EASGD = Following("easgd", global_period=3)
 KINDS = list(zip(GROUPS, itertools.cycle([torch.float32, torch.float64]), itertools.cycle(PERIODS), strict=False))
 WITHIN = {torch.float32: 1e-5, torch.float64: 1e-11}
 
@@ -64,10 +62,10 @@ def test_lsgd_replays_whatever_comes_late(shape, dtype, periods):
 def test_easgd(how, size):
     problem, dtype = mean_square(size), torch.float32 if size % 2 else torch.float64
     seen = run(
-        problem, EASGD, STEPS, Cluster(size, jitter=0.002 * (how == "late"), seed=size), how == "in step",
+        problem, ELASTIC, STEPS, Cluster(size, jitter=0.002 * (how == "late"), seed=size), how == "in step",
         [1 + 3 * (rank % 2) for rank in range(size)] if how == "slow" else (), dtype=dtype,
     )  # fmt: skip
-    outcome = replay(problem, EASGD, [own.log for own in seen])
+    outcome = replay(problem, ELASTIC, [own.log for own in seen])
     check(outcome, seen, WITHIN[dtype])
     if how == "in step":
         assert {own.stats.pulls for own in seen} <= {STEPS // 3, STEPS // 3 + 1}  # (what is left may do for the last)
@@ -75,19 +73,6 @@ def test_easgd(how, size):
 
 
 # -- strengths, rates, losses ---------------------------------------------------------------------------------
-
-SCHEDULES = {
-    "no-pull": {"local_pull": 0.0, "global_pull": 0.0},
-    "no-prox": {"local_prox": 0, "global_prox": 0},
-    "only-local": {"global_pull": 0.0, "global_prox": 0.0, "local_pull": 0.5, "local_prox": 0.7},
-    "only-global": {"local_pull": 0.0, "local_prox": 0.0, "global_pull": 0.9, "global_prox": 0.99},
-    "by-step": {
-        "local_pull": lambda step: 0.5 / step,
-        "global_pull": lambda step: 0.4 * (step % 3 == 1),
-        "local_prox": lambda step: min(0.9, 0.01 * step),
-        "global_prox": lambda step: 0.9 if step > 50 else 0,
-    },
-}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -106,7 +91,7 @@ def test_strengths(name, how):
 
 @pytest.mark.parametrize(("alpha", "beta"), [(None, 0.9), (0.0, 0.5), (0.7, 0.0), (0.3, 0.6)])
 def test_easgds_strengths(alpha, beta):
-    problem, following = mean_square(3), dataclasses.replace(EASGD, alpha=alpha, beta=beta)
+    problem, following = mean_square(3), dataclasses.replace(ELASTIC, alpha=alpha, beta=beta)
     seen = run(problem, following, STEPS, Cluster(3, jitter=0.001), dtype=torch.float64)
     check(replay(problem, following, [own.log for own in seen]), seen, 1e-11)
 
@@ -120,12 +105,6 @@ def test_learning_rates_that_differ_between_ranks(algorithm, case, spread):
     following = Following(algorithm, several(4, 2), 3, 6, lr_spread=spread)
     seen = run(problem, following, STEPS, in_step=True, dtype=torch.float64)
     check(replay(problem, following, [own.log for own in seen]), seen, 1e-8 if case is ADAM else 1e-11)
-
-
-def square(z, rank: int, step: int) -> float:
-    """Of the batch, before the step."""
-    inputs, targets = batch(rank, step)
-    return float(np.mean((inputs @ z - targets) ** 2) / 2)
 
 
 @pytest.mark.parametrize("window", [1, 4, 50])

@@ -20,20 +20,13 @@ from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
+from tests.conformance.leader_cases import ELASTIC, PAIRS, UNEVEN, leads
 from tests.conformance.leader_drive import TIMEOUT, Seen, check
-from tests.conformance.leader_reference import Following, drawn, replay, several
+from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_leader_ranks import LeaderTrainer, run
 from tests.conformance.torch_ranks import ProcessSet
 
 SGD, MOMENTUM = CASES[0], CASES[1]
-PAIRS = Following("lsgd", several(4, 2), 2, 4)
-ELASTIC = Following("easgd", global_period=3)
-UNEVEN = [(12, 3, 0, 7), (0, 0, 5, 0), (1, 40, 2, 40), (0, 0, 0, 0)]
-
-
-def leads(rank: int, of: Following = PAIRS) -> Following:
-    """The same, with a rank whose losses are lower than all others'."""
-    return dataclasses.replace(of, told=lambda z, own, step: drawn(z, own, step) - 2.0 * (own == rank))
 
 
 # -- drains ---------------------------------------------------------------------------------------------------
