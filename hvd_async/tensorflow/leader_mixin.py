@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.following import FollowWorker
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
 from hvd_async.tensorflow.feed import is_finite
 from hvd_async.tensorflow.flat import Flat
@@ -127,10 +126,6 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             return None
         with tf.init_scope():
             return _counted(flat.array())
-
-    def _async_make(self, *arguments: Any) -> FollowWorker:
-        self._async_need_built()
-        return super()._async_make(*arguments)
 
     # -- what stands for all ranks ----------------------------------------------------------------------------
 
