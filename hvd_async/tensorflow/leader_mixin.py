@@ -135,6 +135,12 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             return super()._async_unite(vector, name)
         return worker.engine.broadcast(vector, worker.leader, name, state.sharers.process_set)
 
+    def _async_replaced(self) -> None:
+        """No rank goes on before all have them: a pull of ranks that have not would move centres apart."""
+        state, worker = self._async, self._async_worker()
+        worker.receiver.start_from(self._async_read())
+        worker.engine.sum(tf.zeros([1]), f"hvd_async.local.{state.sharers.id}.replaced", state.sharers.process_set)
+
     def _async_copy_statistics(self, root: int) -> None:
         self._async_unify_by("root", root)
 

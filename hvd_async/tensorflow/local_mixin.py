@@ -51,7 +51,7 @@ class LocalMixin(LocalStepping, LocalWrapped):
             self.drain()
         self._wrapped_class.finalize_variable_values(self, var_list)
         if self.use_ema and worker is not None:
-            self._async.worker.begin(self._async_read())
+            self._async_replaced()
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
@@ -84,6 +84,10 @@ class LocalMixin(LocalStepping, LocalWrapped):
             self._async_take_share(share)
         for name, variable in own.items():
             variable.assign(state[name])
+
+    def _async_replaced(self) -> None:
+        """All ranks have the same other weights now, right after a drain."""
+        self._async.worker.begin(self._async_read())
 
     # -- what the core asks for -------------------------------------------------------------------------------
 
