@@ -151,7 +151,7 @@ def test_a_state_after_cut_goes_to_its_own_rank_and_size_only():
         plain_state = trainer.opt.state_dict()
         other = states[(rank + 1) % 3]["opt"]
         if size == 3:
-            said = rf"rank {(rank + 1) % 3} of 3 after cut.*push-sum weight .*this is rank {rank} of 3. Load each"
+            said = rf"rank {(rank + 1) % 3} of 3 after cut.*that rank.s own.*this is rank {rank} of 3. Load each"
         else:
             said = rf"rank 1 of 3 after cut.*this is rank {rank} of {size}. .* or save after drain\(\)"
             other = states[1]["opt"]

@@ -21,7 +21,7 @@ from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_cases import ELASTIC, PAIRS, UNEVEN, leads
-from tests.conformance.leader_drive import TIMEOUT, Seen, check
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, wait_for_pulls
 from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_leader_ranks import LeaderTrainer, run
 from tests.conformance.torch_ranks import ProcessSet
@@ -61,9 +61,12 @@ def test_training_goes_on_after_a_drain_from_what_all_hold(following):
         seen.log = trainer.worker().receiver.log = []
         together.wait(TIMEOUT)
         for steps in ((5, 3, 9, 4), (2, 0, 1, 1), (7, 7, 7, 7), (0, 0, 0, 0)):
-            for _ in range(steps[rank]):
+            before = trainer.opt.stats().pulls
+            for step in range(1, steps[rank] + 1):
                 trainer.step()
                 seen.path.append(trainer.weights())
+                if len(set(steps)) == 1:
+                    wait_for_pulls(trainer.worker(), before + following.pulls(rank, step))
             trainer.opt.drain()
             ends.append(trainer.weights())
         seen.drained, seen.stats = trainer.weights(), trainer.opt.stats()
