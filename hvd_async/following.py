@@ -53,6 +53,7 @@ class FollowWorker(Worker):
         window: how many losses count.
         finish: as ``Worker``.
         kept: what an earlier run's cut has left.
+        brought: steps of this rank in earlier runs, by which strengths go.
     """
 
     weight = 1.0
@@ -69,6 +70,7 @@ class FollowWorker(Worker):
         window: int,
         finish: Callable[[bool], object],
         kept: Kept | None = None,
+        brought: int = 0,
     ) -> None:
         if kept is not None:
             config = msgspec.structs.replace(config, standing=kept.standing)
@@ -83,8 +85,8 @@ class FollowWorker(Worker):
         """As it was at the last cut; None if all ranks had the same weights at the last end, or the start."""
         self._total = 0
         """Steps of all ranks until the last drain."""
-        self._brought = 0 if kept is None else kept.steps
-        """Steps before the cut that it goes on from."""
+        self._brought = brought if kept is None else kept.steps
+        """Steps before this worker's first."""
         self._step, self._before = 0, self._brought
         """Steps since the last drain or cut, and before it."""
         self._waited = 0.0
@@ -125,7 +127,7 @@ class FollowWorker(Worker):
         self._check_drained()
         if self.receiver.commanded:
             self._check_loss()
-        self._strengths.now(self._before + self._step + 1)
+        self._strengths.now(self.steps + 1)
 
     def check_done(self) -> None:
         """A leader is chosen at ends too."""
@@ -138,7 +140,7 @@ class FollowWorker(Worker):
             self._done_at = time.perf_counter()
 
     def _check_loss(self) -> None:
-        if self.config.algorithm == "lsgd" and self._before + self._step and self._losses.mean is None:
+        if self.config.algorithm == "lsgd" and self.steps > self._brought and self._losses.mean is None:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
                 "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it by itself, but a "
@@ -154,7 +156,7 @@ class FollowWorker(Worker):
         Returns:
             Those to go on with, shape (m,), after a pull; None: its own.
         """
-        return self.receiver.settle(own, self._before + self._step + 1)
+        return self.receiver.settle(own, self.steps + 1)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step: pull the weights towards what has come, or a little towards what is known.
@@ -167,7 +169,7 @@ class FollowWorker(Worker):
             The weights to go on with, shape (n,); they must not be changed.
         """
         self._step += 1
-        step = self._before + self._step
+        step = self.steps
         come = self.receiver.take(step)
         x = after if come.force is None else after + come.force
         if self.config.algorithm == "lsgd":
@@ -200,12 +202,17 @@ class FollowWorker(Worker):
         return self.receiver.record.pulls
 
     @property
+    def steps(self) -> int:
+        """Of this rank, those of earlier runs included."""
+        return self._before + self._step
+
+    @property
     def settled(self) -> bool:
         """Whether no step was taken since the last drain or cut."""
         return self._step == 0
 
     def _counts(self) -> list[int]:
-        return [self._before + self._step]
+        return [self.steps]
 
     def _whole(self) -> bool:
         """Whether all ranks are done, and all pulls before that have landed."""
@@ -278,8 +285,7 @@ class FollowWorker(Worker):
 
     def stats(self) -> LeaderStats:
         """A snapshot."""
-        steps = self._before - self._brought + self._step
-        return self.receiver.record.stats(steps, self._waited, self._losses.mean)
+        return self.receiver.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 

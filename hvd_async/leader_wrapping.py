@@ -52,6 +52,7 @@ class LeaderState(LocalState):
         window: how many losses count.
         spread: by what this rank's learning rate is multiplied.
         losses: recorded since the last step.
+        steps_before: of this rank before this worker's first: strengths go by steps.
 
     Raises:
         ValueError: what cannot be, and what can.
@@ -93,6 +94,7 @@ class LeaderState(LocalState):
             buffers=buffers,
         )
         self.stats_before = LeaderStats()
+        self.steps_before = 0
         self.losses: list[Any] = []
 
 
@@ -158,14 +160,22 @@ class LeaderWrapped(LocalWrapped):
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
         state = self._async
         if state.worker is not None:
-            state.stats_before = self.stats()
+            state.stats_before, state.steps_before = self.stats(), state.worker.steps
         group_set = state.sharers.process_set
         groups = [tuple(state.sharers.ranks[place] for place in places) for places in state.config.groups]
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]
             group_set = engine.collectives.subset(several, make=group_set is None) if several else None
         return FollowWorker(
-            engine, state.config, state.strengths, state.sharers, group_set, state.window, finish, state.restored
+            engine,
+            state.config,
+            state.strengths,
+            state.sharers,
+            group_set,
+            state.window,
+            finish,
+            state.restored,
+            state.steps_before,
         )
 
     def _async_offer_to(self, worker: FollowWorker) -> None:
@@ -197,7 +207,8 @@ class LeaderWrapped(LocalWrapped):
 
     def _async_pack(self, kept: Kept | None) -> dict[str, Any]:
         if kept is None:
-            return {"copies": {}}
+            steps = self._async.steps_before if self._async.worker is None else self._async.worker.steps
+            return {"copies": {}, "steps": steps}
         come = kept.come
         copies = {f"target.{group}": target for group, target in come.targets.items()}
         copies |= {"force": come.force} if come.force is not None else {}
@@ -210,6 +221,10 @@ class LeaderWrapped(LocalWrapped):
             "standing": msgspec.json.encode(kept.standing).decode(),
             "follows": self._async_follows(),
         }
+
+    def _async_take_share(self, share: Mapping[str, Any]) -> None:
+        super()._async_take_share(share)
+        self._async.steps_before = int(share.get("steps", 0))
 
     def _async_follows(self) -> str:
         """What must be as it was when what a cut has left is taken up: whose targets are whose."""

@@ -8,6 +8,7 @@ al., NeurIPS 2015): ranks and a centre that follows their mean are pulled toward
 from __future__ import annotations
 
 import math
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def at(strength: Strength, step: int) -> float:
         ValueError: it is not in [0, 1).
     """
     value = strength(step) if callable(strength) else strength
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1:
         raise ValueError(f"a strength of {value!r} at step {step}: take 0 (no pull) or more, and less than 1")
     return float(value)
 

@@ -117,7 +117,8 @@ class Pulls(Machine[LeaderConfig]):
     def _due(self) -> list[Command]:
         commands: list[Command] = []
         for number, group in self._groups.items():  # (local ones first)
-            needed = group.period * len(self._active().intersection(group.ranks))
+            active = self._active() if self._flush else self.ranks  # (a cut is none of a rank's steps, nor its end)
+            needed = group.period * len(set(active).intersection(group.ranks))
             if group.flight is not None or not 0 < needed <= group.steps:
                 continue
             group.steps %= needed

@@ -69,7 +69,7 @@ class Receiver:
         self._lock = threading.Lock()
         """Held while what both threads share changes."""
         self._shown: Vector = None
-        """The weights after the last step, and EASGD's force since; never changed."""
+        """The weights after the last step; never changed."""
         self._statistics: Vector = None
         """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
         ranks if they do not travel; that must not change, as ranks would wait for each other's."""
@@ -92,8 +92,7 @@ class Receiver:
 
     def begin(self, weights: Vector, statistics: Vector) -> None:
         """As the worker's."""
-        self._shown = weights if self._come.force is None else weights + self._come.force
-        self._statistics = statistics
+        self._shown, self._statistics = weights, statistics
         if not self._restored:
             self.centre = weights
 
@@ -113,7 +112,7 @@ class Receiver:
     def take(self, step: int) -> Come:
         """What has come, at a step."""
         with self._lock:
-            come = self._come.copy()
+            come, self._shown = self._come.copy(), self._position()
             self._come.fresh, self._come.force = {}, None
             self._note("taken", step, come.fresh)
         return come
@@ -121,7 +120,7 @@ class Receiver:
     def show(self, weights: Vector, step: int) -> None:
         """The weights after a step."""
         with self._lock:
-            self._shown = weights if self._come.force is None else weights + self._come.force
+            self._shown = weights
             self._note("shown", step)
 
     def tell(self, statistics: Vector) -> None:
@@ -158,6 +157,11 @@ class Receiver:
         """Whether all pulls up to number ``last`` are over here."""
         with self._engine.changed:  # (the next ones may be coming)
             return not any(number <= last for number in self._flying)
+
+    def _position(self) -> Vector:
+        """The weights after the last step, and EASGD's force since: it counts at once, though the training thread may
+        sleep, and the next pull starts from there."""
+        return self._shown if self._come.force is None else self._shown + self._come.force
 
     def _note(self, *entry: Any) -> None:
         if self.log is not None:
@@ -199,7 +203,7 @@ class Receiver:
         process_set = self._sharers.process_set if command.group == ALL else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
         with self._lock:
-            shown, statistics = self._shown, self._statistics
+            shown, statistics = self._position(), self._statistics
             self._note("sent", command.round)
         started, parts = self.record.clock(), 1 if statistics is None else 2
 
@@ -250,8 +254,6 @@ class Receiver:
         centre = leaders.centred(self.centre, mean, self._strengths.beta)
         with self._lock:
             self.centre = centre
-            # (what has come counts at once, though the training thread may sleep: the next pull starts from there)
-            self._shown = self._shown + force
             self._come.force = force if self._come.force is None else self._come.force + force
             self._fresh(command)
 

@@ -38,16 +38,16 @@ def go_on(trainer: LeaderTrainer, steps: int, first: int = 0) -> list[bytes]:
     return path
 
 
-@pytest.mark.parametrize("done", [3, 16, 17])
+@pytest.mark.parametrize("done", [3, 7, 16, 17])
 @pytest.mark.parametrize(
     ("following", "kind"),
     [(PAIRS, LeaderTrainer), (BY_STEP, NormedTrainer), (ELASTIC, LeaderTrainer), (ELASTIC, NormedTrainer)],
     ids=["lsgd", "by-step-normed", "easgd", "easgd-normed"],
 )
 def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(following, kind, done):
-    """Bit by bit, beside a job that made the cut and went on, and one that made none: before the first pull, when one
-    has come and was not taken up, and when it was. (So soon after a pull none is due where some are done before
-    others.)"""
+    """Bit by bit, beside a job that made the cut and went on, and one that made none: before the first pull, right
+    before one is due, when one has come and was not taken up, and when it was. (At the end none is due where some are
+    done before others.)"""
     if following is ELASTIC and done == 3:
         done = 1
     problem = least_squares(4, MOMENTUM)
@@ -147,7 +147,9 @@ def test_rank_0s_drained_state_resumes_at_any_size(algorithm, size):
     resumed = dataclasses.replace(
         problem, start=np.tile(weights, (size, 1)), states=(reference.State(4, *held),) * size
     )
-    check(replay(resumed, following, [own.log for own in seen]), seen)
+    for own in seen:  # (steps are counted on from before; the reference begins anew)
+        own.log = [(kind, number - 4 * (kind in ("taken", "shown")), *rest) for kind, number, *rest in own.log[:-1]]
+    check(replay(resumed, following, [[*own.log, ("drained",)] for own in seen]), seen)
 
 
 def test_a_state_after_cut_goes_to_its_own_rank_and_size_only():
@@ -275,3 +277,37 @@ def test_states_of_two_different_cuts_are_refused():
 
     for outcome in Cluster(3).outcomes(train):
         assert isinstance(outcome, ReplicaMismatchError)
+
+
+def test_strengths_by_step_go_on_from_a_drained_state():
+    """They are functions of the rank's own step, earlier runs included."""
+    problem, seen = least_squares(2, MOMENTUM), []
+    following = Following("lsgd", several(2, 2), 2, 4)
+
+    def watched(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    following = dataclasses.replace(following, local_prox=watched)
+
+    def first(rank: int) -> dict[str, Any]:
+        trainer = LeaderTrainer(problem, rank, following)
+        for _ in range(5):
+            trainer.step()
+        trainer.opt.drain()
+        return saved(trainer)
+
+    state = Cluster(2).run(first)[0]
+
+    def second(rank: int) -> int:
+        trainer = resume(state, LeaderTrainer(problem, rank, following), 5)
+        trainer.worker()  # (all are made)
+        seen.clear()
+        trainer.opt.cut()
+        trainer.step()
+        steps: int = trainer.opt.stats().steps
+        trainer.opt.drain()
+        return steps
+
+    assert Cluster(2).run(second) == [1, 1]
+    assert set(seen) == {6}

@@ -102,7 +102,7 @@ class PullLedger:
     def _due(self) -> list[Command]:
         commands: list[Command] = []
         for group, members in self.members.items():
-            active = set(members) - self.done
+            active = set(members) - (self.done if self.flush else set())
             needed = self.periods[group] * len(active)
             if group in self.flights or not active or len(self.taken[group]) < needed:
                 continue
