@@ -59,16 +59,8 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     def scale_loss(self: Any, loss: Any) -> Any:
         """As Keras', which gives it the loss of each training step."""
-        return self._wrapped_class.scale_loss(self, self._async_heard(loss))
-
-    def _async_heard(self, loss: Any) -> Any:
-        """The loss, recorded; in a graph what is computed from it waits for that."""
         self.record_loss(loss)
-        told, self._async.told = self._async.told, None
-        if told is None:
-            return loss
-        with tf.control_dependencies([told]):
-            return tf.identity(loss)
+        return self._wrapped_class.scale_loss(self, loss)
 
     def _async_tell(self, loss: tf.Tensor) -> np.ndarray[Any, Any]:
         self._async.losses.append(float(loss))

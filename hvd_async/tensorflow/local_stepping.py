@@ -159,7 +159,8 @@ class LocalStepping:
             before = tf.cond(begun[1] > 0, flat.read, lambda: nothing)
             with self._async_biased(None if eager and float(weight) == 1.0 else weight):
                 self._wrapped_class.apply(self, grads, variables)
-            with contextlib.nullcontext() if eager else tf.control_dependencies(self._async_before_mix()):
+            done = self._async_before_mix()
+            with contextlib.nullcontext() if eager else tf.control_dependencies(done):
                 mixed = call_or_op(self._async_mix, [before, flat.read()], flat.dtype, [flat.elements])
             flat.write(mixed)
 

@@ -109,7 +109,8 @@ class LeaderScaleMixin(OuterMixin):
 
     def scale_loss(self: Any, loss: Any) -> Any:
         """As Keras', which gives it the loss of each training step."""
-        return self._wrapped_class.scale_loss(self, self.inner_optimizer._async_heard(loss))
+        self.inner_optimizer.record_loss(loss)
+        return self._wrapped_class.scale_loss(self, loss)
 
 
 class GossipScaleMixin(OuterMixin):

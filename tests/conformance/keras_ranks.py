@@ -112,3 +112,42 @@ class KerasTrainer:
 
     def weights(self) -> Array:
         return flat(self.model.trainable_variables)
+
+
+class Scalar:
+    """A rank with one weight, from ``start``; its gradients are given.
+
+    Args:
+        opt: wrapped.
+        graph: whether a step is a ``tf.function``.
+    """
+
+    def __init__(self, opt: Any, graph: bool = False, start: float = 0.0) -> None:
+        self.weight, self.opt = keras.Variable(start, name="weight"), opt
+        opt.build([self.weight])
+        self._apply = tf.function(self._take) if graph else self._take
+
+    def _take(self, gradient: tf.Tensor) -> None:
+        self.opt.apply([gradient], [self.weight])
+
+    def step(self, gradient: float, loss: float | None = None) -> float:
+        """The weight after it."""
+        if loss is not None:
+            self.opt.record_loss(loss)
+        self._apply(tf.constant(gradient, self.weight.dtype))
+        return float(self.weight.numpy())
+
+
+class Watch(keras.callbacks.Callback):
+    """What the model holds while it is evaluated, and at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated: list[Array] = []
+        self.ended: list[Array] = []
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.evaluated.append(flat(self.model.weights))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ended.append(flat(self.model.weights))

@@ -13,28 +13,15 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
+from tests.conformance.keras_ranks import LOSS, Scalar, Watch, batch, conv_model, flat
 
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 sgd = keras.optimizers.SGD
 
 
-class Scalar:
-    """A rank with one weight, from ``start``; its gradients are given."""
-
-    def __init__(self, optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> None:
-        self.weight = keras.Variable(start, name="weight", **options.pop("variable", {}))
-        self.opt = hvd.GossipOptimizer(optimizer, **options)
-        self.opt.build([self.weight])
-        self._apply = tf.function(self._take) if graph else self._take
-
-    def _take(self, gradient: tf.Tensor) -> None:
-        self.opt.apply([gradient], [self.weight])
-
-    def step(self, gradient: float) -> float:
-        """The weight after it."""
-        self._apply(tf.constant(gradient, self.weight.dtype))
-        return float(self.weight.numpy())
+def scalar(optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> Scalar:
+    """A rank that gossips."""
+    return Scalar(hvd.GossipOptimizer(optimizer, **options), graph, start)
 
 
 # -- what a step is -------------------------------------------------------------------------------------------
@@ -73,9 +60,9 @@ def test_several_steps_in_one_graph_are_mixed_in_order():
         several = float(weight.numpy())
         opt.drain()
         assert opt.stats().steps == 4
-        scalar = Scalar(sgd(1.0, momentum=0.5), topology="star")
-        one_by_one = [scalar.step(1.0 + rank) for _ in range(4)]
-        scalar.opt.drain()
+        one = scalar(sgd(1.0, momentum=0.5), topology="star")
+        one_by_one = [one.step(1.0 + rank) for _ in range(4)]
+        one.opt.drain()
         return several - one_by_one[-1]
 
     assert Cluster(3).run(train) == [0.0] * 3
@@ -85,10 +72,10 @@ def test_several_steps_in_one_graph_are_mixed_in_order():
 @pytest.mark.parametrize("average", [False, True])
 def test_backward_passes_are_added_up_into_a_step(graph, average):
     def train(rank: int) -> list[Any]:
-        scalar = Scalar(sgd(1.0), graph, backward_passes_per_step=2, average_aggregated_gradients=average)
-        path = [scalar.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0, 16.0)]
-        scalar.opt.drain()
-        return [*path, scalar.opt.stats().steps, int(scalar.opt.iterations)]
+        one = scalar(sgd(1.0), graph, backward_passes_per_step=2, average_aggregated_gradients=average)
+        path = [one.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0, 16.0)]
+        one.opt.drain()
+        return [*path, one.opt.stats().steps, int(one.opt.iterations)]
 
     with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
         outcomes = Cluster(2).run(train)
@@ -99,10 +86,10 @@ def test_backward_passes_are_added_up_into_a_step(graph, average):
 @both_modes
 def test_keras_own_accumulation_mixes_when_the_weights_move(graph):
     def train(rank: int) -> list[Any]:
-        scalar = Scalar(sgd(1.0, gradient_accumulation_steps=2), graph)
-        path = [scalar.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0)]
-        scalar.opt.drain()
-        return [*path, scalar.opt.stats().steps]
+        one = scalar(sgd(1.0, gradient_accumulation_steps=2), graph)
+        path = [one.step(gradient + 2 * rank) for gradient in (1.0, 2.0, 4.0, 8.0)]
+        one.opt.drain()
+        return [*path, one.opt.stats().steps]
 
     assert Cluster(2).run(train) == [[0.0, -2.5, -2.5, -9.5, 2]] * 2
 
@@ -170,19 +157,19 @@ def test_moving_averages_are_of_the_model_and_agree_after_a_drain(graph):
     """On a star the wrapped optimizer works on weights times 3/2 or 3/4: what it averages is what the model holds."""
 
     def train(rank: int) -> Any:
-        scalar = Scalar(sgd(0.0, use_ema=True, ema_momentum=0.5), graph, start=4.0, topology="star")
-        (average,) = scalar.opt._model_variables_moving_average
+        one = scalar(sgd(0.0, use_ema=True, ema_momentum=0.5), graph, start=4.0, topology="star")
+        (average,) = one.opt._model_variables_moving_average
         seen = []
         for _ in range(3):
-            scalar.step(0.0)
+            one.step(0.0)
             seen.append(float(average.numpy()))
-        weight = scalar.opt.stats().push_sum_weight
-        scalar.opt.learning_rate = 1.0
-        scalar.step(float(rank))
-        scalar.opt.drain()
+        weight = one.opt.stats().push_sum_weight
+        one.opt.learning_rate = 1.0
+        one.step(float(rank))
+        one.opt.drain()
         agreed = float(average.numpy())
-        scalar.opt.finalize_variable_values([scalar.weight])
-        return seen, weight, agreed, float(scalar.weight.numpy())
+        one.opt.finalize_variable_values([one.weight])
+        return seen, weight, agreed, float(one.weight.numpy())
 
     outcomes = Cluster(3).run(train)
     assert {weight for _, weight, _, _ in outcomes} != {1.0}
@@ -195,8 +182,8 @@ def test_moving_averages_are_of_the_model_and_agree_after_a_drain(graph):
 def test_moving_averages_that_overwrite_the_model(graph):
     def train(rank: int) -> list[float]:
         optimizer = sgd(0.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
-        scalar = Scalar(optimizer, graph, start=4.0, topology="star")
-        return [scalar.step(0.0) for _ in range(4)]
+        one = scalar(optimizer, graph, start=4.0, topology="star")
+        return [one.step(0.0) for _ in range(4)]
 
     for path in Cluster(3).run(train):
         assert path == pytest.approx([4.0] * 4)
@@ -205,10 +192,10 @@ def test_moving_averages_that_overwrite_the_model(graph):
 @both_modes
 def test_constraints_are_on_the_model(graph):
     def train(rank: int) -> list[float]:
-        scalar = Scalar(sgd(1.0), graph, start=1.0, topology="star")
-        scalar.weight.constraint = lambda value: tf.clip_by_value(value, -2.0, 2.0)
-        path = [scalar.step(-5.0) for _ in range(3)]
-        assert scalar.weight.constraint(tf.constant(3.0)) == 2.0
+        one = scalar(sgd(1.0), graph, start=1.0, topology="star")
+        one.weight.constraint = lambda value: tf.clip_by_value(value, -2.0, 2.0)
+        path = [one.step(-5.0) for _ in range(3)]
+        assert one.weight.constraint(tf.constant(3.0)) == 2.0
         return path
 
     for path in Cluster(3).run(train):
@@ -270,21 +257,6 @@ def test_fit_in_mixed_float16(run_eagerly):
 
 
 # -- fit(), its callbacks, saving -----------------------------------------------------------------------------
-
-
-class Watch(keras.callbacks.Callback):
-    """What the model holds while it is evaluated, and at the end of an epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.evaluated: list[Any] = []
-        self.ended: list[Any] = []
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.evaluated.append(flat(self.model.weights))
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.ended.append(flat(self.model.weights))
 
 
 @pytest.mark.parametrize("drain", [False, True])

@@ -1,0 +1,282 @@
+"""Keras' own features where ranks follow a leader: accumulation, local variables, moving averages, constraints."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.errors import ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.keras_ranks import Scalar
+from tests.conformance.leader_drive import wait_for_pulls
+
+both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+both_algorithms = pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
+sgd = keras.optimizers.SGD
+NEVER = {"global_period": 1000, "group": 1}
+"""No pulls: ranks train by themselves, until a drain."""
+
+
+def scalar(optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> Scalar:
+    """A rank that follows a leader."""
+    return Scalar(hvd.LeaderOptimizer(optimizer, **options), graph, start)
+
+
+def elastic(optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> Scalar:
+    """A rank that follows a centre, which takes each pull's mean for its own."""
+    options = {"global_period": 1, "alpha": 0.5, "beta": 0.5} | options
+    return scalar(optimizer, graph, start, algorithm="easgd", **options)
+
+
+def in_step(one: Any, path: list[float], pulls: int) -> None:
+    """Wait for the pulls of all steps so far."""
+    path.append(float(one.weight.numpy()))
+    wait_for_pulls(one.opt._async_worker(), pulls)
+
+
+# -- what a step is -------------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_double_precision_is_pulled_in_double_precision(graph):
+    """Rank 1 leads: with strength 1/2, rank 0 is in the middle between both at its next step."""
+    third = 1.0 / 3.0
+
+    def train(rank: int) -> list[float]:
+        one, two = keras.Variable(0.0), keras.Variable(0.0, dtype="float64")
+        opt = hvd.LeaderOptimizer(sgd(1.0), group=2, local_period=1, global_period=1, local_pull=0.0, global_pull=0.5)
+        opt.build([one, two])
+        opt._async_worker()
+        step = tf.function(opt.apply) if graph else opt.apply
+        for number in range(2):
+            opt.record_loss(2.0 - rank)
+            step([tf.constant(1.0 + rank) * (1 - number), tf.constant(third * (1 + rank) * (1 - number), tf.float64)])
+            wait_for_pulls(opt._async_worker(), 2)
+        opt.cut()
+        return [float(one), float(two.numpy())]
+
+    (one, two), other = Cluster(2).run(train)
+    assert other == [-2.0, -2 * third]
+    assert one == -1.5
+    assert two == pytest.approx(-1.5 * third, rel=1e-15)
+
+
+@both_modes
+@pytest.mark.parametrize("average", [False, True])
+def test_backward_passes_are_added_up_into_a_step(graph, average):
+    """A pull's period counts steps; losses of all passes count."""
+
+    def train(rank: int) -> list[Any]:
+        passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+        one = scalar(sgd(1.0), graph, **NEVER, **passes)
+        path = [one.step(gradient + 2 * rank, gradient + rank) for gradient in (1.0, 2.0, 4.0, 8.0)]
+        mean = one.opt.stats().mean_loss
+        path.append(one.step(16.0, 99.0))
+        one.opt.drain()
+        return [*path, one.opt.stats().steps, int(one.opt.iterations), mean, float(one.weight)]
+
+    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
+        outcomes = Cluster(2).run(train)
+    for rank, outcome in enumerate(outcomes):
+        first, second = (-3.0 - 4 * rank, -15.0 - 8 * rank) if not average else (-1.5 - 2 * rank, -7.5 - 4 * rank)
+        leaders = -7.5 if average else -15.0
+        assert outcome == [0.0, first, first, second, second, 2, 2, 3.75 + rank, leaders]
+
+
+@both_modes
+def test_keras_own_accumulation_is_a_step_when_the_weights_move(graph):
+    def train(rank: int) -> list[Any]:
+        one, path = elastic(sgd(1.0, gradient_accumulation_steps=2), graph), []
+        one.opt._async_worker()
+        for number, gradient in enumerate((1.0, 2.0, 4.0, 8.0), 1):
+            one.step(gradient + 2 * rank)
+            in_step(one, path, number // 2)
+        one.opt.cut()
+        return [*path, one.opt.stats().steps]
+
+    # after the first step -1.5 and -3.5; halfway to the centre at 0, which then is at half the mean, -1.25
+    assert Cluster(2).run(train) == [[0.0, -1.5, -1.5, -6.75, 2], [0.0, -3.5, -3.5, -9.75, 2]]
+
+
+def test_sparse_gradients_stay_on_their_rank():
+    def train(rank: int, **options: Any) -> list[float]:
+        table = keras.Variable(np.zeros((4, 1), np.float32))
+        opt = hvd.LeaderOptimizer(sgd(1.0), **NEVER, **options)
+        opt.build([table])
+
+        @tf.function
+        def step() -> None:
+            slices = tf.IndexedSlices(tf.ones((2, 1)), tf.constant([rank, 3]), tf.constant([4, 1]))
+            opt.apply([slices], [table])
+
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            opt.record_loss(2.0 - rank)
+            step()
+        own = table.numpy()[:, 0].tolist()
+        opt.drain()
+        return [*own, *table.numpy()[:, 0].tolist()]
+
+    assert Cluster(2).run(train) == [[-1.0, 0.0, 0.0, -1.0, 0, -1, 0, -1], [0.0, -1.0, 0.0, -1.0, 0, -1, 0, -1]]
+    two = Cluster(2).run(lambda rank: train(rank, backward_passes_per_step=2))
+    assert two == [[-2.0, 0.0, 0.0, -2.0, 0, -2, 0, -2], [0.0, -2.0, 0.0, -2.0, 0, -2, 0, -2]]
+
+
+@both_modes
+@both_algorithms
+@pytest.mark.parametrize("scale", [False, True])
+def test_local_variables_are_not_pulled(graph, scale, algorithm):
+    def train(rank: int) -> list[Any]:
+        shared, own = keras.Variable(0.0, name="shared"), keras.Variable(float(rank), name="own")
+        options = {"group": 1} if algorithm == "lsgd" else {"algorithm": "easgd", "beta": 0.5}
+        opt = hvd.LeaderOptimizer(sgd(1.0, use_ema=True), global_period=1, scale_local_gradients=scale, **options)
+        opt.register_local_var(own)
+        opt.build([shared, own])
+        opt._async_worker()
+
+        def take(*gradients: tf.Tensor) -> None:
+            opt.apply(gradients, [shared, own])
+
+        step = tf.function(take) if graph else take
+        opt.record_loss(1.0 + rank)
+        step(tf.constant(1.0 + rank), tf.constant(2.0))
+        wait_for_pulls(opt._async_worker(), 1)
+        opt.drain()
+        with pytest.raises(ReplicaStateError, match="before the first step"):
+            opt.register_local_var(shared)
+        averages = [float(average.numpy()) for average in opt._model_variables_moving_average]
+        return [float(shared), float(own), *averages, opt.consensus_distance()]
+
+    moved, left = 1.0 if scale else 2.0, -1.0 if algorithm == "lsgd" else -0.75  # rank 0's; half of the mean
+    averaged = -1.0 if algorithm == "lsgd" else -1.5
+    assert Cluster(2).run(train) == [[left, rank - moved, averaged, rank - moved, 0.0] for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_variable_without_gradient_is_pulled_too():
+    def train(rank: int) -> list[float]:
+        used, other = keras.Variable(1.0, name="used"), keras.Variable(1.0, name="other")
+        opt = hvd.LeaderOptimizer(sgd(1.0), **NEVER)
+        opt.build([used, other])
+        opt.record_loss(2.0 - rank)
+        opt.apply([tf.constant(1.0), tf.constant(1.0) if rank == 0 else None], [used, other])
+        own = float(other)
+        opt.drain()
+        return [own, float(used), float(other)]
+
+    assert Cluster(2).run(train) == [[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
+
+
+# -- what Keras does to weights and gradients -----------------------------------------------------------------
+
+
+@both_modes
+def test_moving_averages_after_a_drain_are_the_leaders_or_the_mean(graph):
+    def train(rank: int, make: Any, **options: Any) -> list[float]:
+        one = make(sgd(1.0, use_ema=True, ema_momentum=0.5), graph, **options)
+        (average,) = one.opt._model_variables_moving_average
+        for gradient in (1.0, 2.0):
+            one.step(gradient * (1 + rank), 2.0 - rank)
+        own = float(average.numpy())
+        one.opt.drain()
+        agreed, left = float(average.numpy()), float(one.weight)
+        one.opt.finalize_variable_values([one.weight])
+        with one.opt.consensus():
+            assert float(one.weight) == agreed
+        one.step(1.0, 1.0)  # and training goes on from there
+        after = float(one.weight)
+        one.opt.drain()
+        return [own, agreed, left, float(one.opt.stats().steps), after]
+
+    leaders = Cluster(2).run(lambda rank: train(rank, scalar, **NEVER))
+    # averages: first -1, then (-1 - 3) / 2, twice that on rank 1, which leads
+    assert leaders == [[-2.0, -4.0, -6.0, 3.0, -5.0], [-4.0, -4.0, -6.0, 3.0, -5.0]]
+    centred = Cluster(2).run(lambda rank: train(rank, elastic, global_period=1000))
+    assert centred == [[-2.0, -3.0, 0.0, 3.0, -4.0], [-4.0, -3.0, 0.0, 3.0, -4.0]]
+
+
+@both_algorithms
+def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_go_on_from(algorithm):
+    """Nobody is pulled while ranks are at different weights, and the centre is the same everywhere."""
+    ahead = threading.Event()
+
+    class Late(sgd):
+        def finalize_variable_values(self, var_list: Any) -> None:
+            if ahead.is_set():
+                time.sleep(0.3)
+            ahead.set()
+            super().finalize_variable_values(var_list)
+
+    def train(rank: int) -> list[float]:
+        options = {"group": 1, "global_pull": 0.5} if algorithm == "lsgd" else {"algorithm": "easgd", "beta": 0.5}
+        one = scalar(Late(1.0, use_ema=True, ema_momentum=0.5), global_period=1, **options)
+        one.opt._async_worker()
+        for _ in range(3):
+            one.step(1.0 + rank, 1.0)
+        one.opt.finalize_variable_values([one.weight])
+        for _ in range(4):
+            one.step(1.0 + rank, 1.0)
+        one.opt.drain()
+        return [float(one.weight), one.opt.stats().steps]
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+    assert one[1] == 7
+
+
+@both_modes
+def test_moving_averages_that_overwrite_the_model(graph):
+    def train(rank: int) -> list[float]:
+        one = scalar(sgd(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2), graph, **NEVER)
+        return [one.step(1.0 + rank, 1.0) for _ in range(3)]
+
+    assert Cluster(2).run(train) == [[-1.0 * f, -1.5 * f, -2.5 * f] for f in (1, 2)]
+
+
+@both_modes
+def test_constraints_hold_in_the_update_and_gradients_are_clipped(graph):
+    def train(rank: int) -> list[float]:
+        one = scalar(sgd(1.0), graph, start=1.0, **NEVER)
+        one.weight.constraint = lambda value: tf.clip_by_value(value, -2.0, 2.0)
+        path = [one.step(-5.0, 1.0) for _ in range(2)]
+        assert one.weight.constraint(tf.constant(3.0)) == 2.0
+        clipped = scalar(sgd(1.0, clipnorm=0.5), graph, **NEVER)
+        return [*path, clipped.step(-3.0 - rank, 1.0)]
+
+    assert Cluster(2).run(train) == [[2.0, 2.0, 0.5]] * 2
+
+
+@both_modes
+def test_two_optimizers_in_one_process(graph):
+    """Each with its leader: the one's is rank 0, the other's rank 1."""
+
+    def train(rank: int) -> list[float]:
+        first, second = scalar(sgd(1.0), graph, **NEVER), scalar(sgd(1.0), not graph, **NEVER)
+        for number in range(3 + rank):
+            first.step(1.0 + rank, 1.0 + rank)
+            if number % 2:
+                second.step(1.0 + rank, 1.0 - rank)
+        first.opt.drain()
+        return [float(first.weight), float(second.weight)]
+
+    assert Cluster(2).run(train) == [[-3.0, -4.0]] * 2
+
+
+@both_algorithms
+def test_counts_go_on_where_keras_puts_averages_in_place(algorithm):
+    def train(rank: int) -> list[int]:
+        one = elastic(sgd(1.0, use_ema=True)) if algorithm == "easgd" else scalar(sgd(1.0, use_ema=True), **NEVER)
+        for _ in range(2):
+            one.step(1.0, 1.0)
+        one.opt.drain()
+        rounds = one.opt.rounds
+        one.opt.finalize_variable_values([one.weight])
+        return [one.opt.stats().steps, one.opt.rounds - rounds, one.opt.stats().pulls - rounds]
+
+    assert Cluster(1).run(train) == [[2, 0, 0]]
