@@ -14,12 +14,13 @@ import msgspec
 
 from hvd_async import leaders
 from hvd_async.engine import Engine
+from hvd_async.errors import ReplicaStateError
 from hvd_async.events import Command, Drained, Iterated, LeaderConfig, Pull, Standing
 from hvd_async.leaders import LossWindow, Strengths
 from hvd_async.protocols import Vector
 from hvd_async.pulls import ALL
-from hvd_async.receiving import Come, Receiver
-from hvd_async.sharers import Sharers
+from hvd_async.receiving import Clip, Come, Receiver
+from hvd_async.sharers import Alone, Sharers
 from hvd_async.stats import LeaderStats
 from hvd_async.worker import Worker
 
@@ -140,6 +141,8 @@ class FollowWorker(Worker):
             self._done_at = time.perf_counter()
 
     def _check_loss(self) -> None:
+        if isinstance(self._sharers.process_set, Alone):
+            return
         if self.config.algorithm == "lsgd" and self.steps > self._brought and self._losses.mean is None:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
@@ -147,16 +150,18 @@ class FollowWorker(Worker):
                 "LossScaleOptimizer must be inside: LeaderOptimizer(LossScaleOptimizer(optimizer)))"
             )
 
-    def settle_statistics(self, own: Vector) -> Vector | None:
+    def settle_statistics(self, own: Vector, clip: Clip) -> Vector | None:
         """Before ``mix``, where batch-norm statistics are averaged.
 
         Args:
             own: this rank's, shape (m + 1,), the last element 1; all 0 if one is not finite. It belongs to the worker.
+            clip: of vectors.
 
         Returns:
-            Those to go on with, shape (m,), after a pull; None: its own.
+            Those to go on with, shape (m,), after a pull: the average, and what this rank has learned since, but not
+            beyond its own (a variance stays positive); None: its own.
         """
-        return self.receiver.settle(own, self.steps + 1)
+        return self.receiver.settle(own, self.steps + 1, clip)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step: pull the weights towards what has come, or a little towards what is known.
@@ -267,8 +272,15 @@ class FollowWorker(Worker):
         return self.engine.broadcast(weights, self._leader, name, self._sharers.process_set)
 
     def orphaned(self) -> None:
-        """The others wait for this rank's part all the same."""
-        self.gather(self.receiver.shown + 0, True)
+        """The optimizer is gone, and the others are at a drain.
+
+        Raises:
+            ReplicaStateError: always: its weights, and its batch-norm statistics, were theirs too.
+        """
+        raise ReplicaStateError(
+            f"rank {self.engine.rank}'s optimizer was deleted while other ranks went on with theirs: keep it until all "
+            f"have called drain()"
+        )
 
     @property
     def leader(self) -> int:

@@ -83,10 +83,11 @@ class LeaderState(LocalState):
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
-        if "group" in given and not isinstance(sharers.process_set, Alone):  # (who is alone has nobody to follow)
+        alone = isinstance(sharers.process_set, Alone)  # (it has nobody to follow but itself, nor a centre)
+        if "group" in given and not alone:
             grouped = leaders.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
-            algorithm=algorithm,
+            algorithm="lsgd" if alone else algorithm,
             groups=[list(places) for places in grouped],
             local_period=given.get("local_period", given["global_period"]),
             global_period=given["global_period"],
@@ -212,7 +213,7 @@ class LeaderWrapped(LocalWrapped):
         come = kept.come
         copies = {f"target.{group}": target for group, target in come.targets.items()}
         copies |= {"force": come.force} if come.force is not None else {}
-        copies |= {"statistics": come.statistics} if come.statistics is not None else {}
+        copies |= {"statistics": come.statistics, "sent": come.sent} if come.statistics is not None else {}
         return {
             "copies": copies,
             "fresh": [[group, *pull] for group, pull in come.fresh.items()],
@@ -240,6 +241,6 @@ class LeaderWrapped(LocalWrapped):
             )
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        come = Come(targets, fresh, copies.get("force"), copies.get("statistics"))
+        come = Come(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
         standing = msgspec.json.decode(share["standing"], type=Standing)
         return Kept(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)

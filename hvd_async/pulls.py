@@ -75,8 +75,8 @@ class Pulls(Machine[LeaderConfig]):
             return None
         self._told = True
         return (
-            f"optimizer {self._optimizer}: no rank has a finite mean loss, so nobody leads and nobody is pulled; "
-            f"look at what record_loss() is given"
+            "no rank of a group, or of all, has a finite mean loss, so nobody leads it and nobody is pulled; look at "
+            "what record_loss() is given"
         )
 
     def _waiting(self) -> tuple[str, frozenset[int]] | None:

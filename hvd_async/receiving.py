@@ -6,9 +6,9 @@ Whatever the training thread does, the engine gives a snapshot of the weights as
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hvd_async import leaders
 from hvd_async.engine import Engine
@@ -18,6 +18,9 @@ from hvd_async.protocols import Vector
 from hvd_async.pulls import ALL, CENTRE, NOBODY
 from hvd_async.record import PullRecord
 from hvd_async.sharers import Sharers
+
+Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
+"""Of three vectors: the first, between the other two, element by element."""
 
 
 @dataclass
@@ -29,12 +32,14 @@ class Come:
         fresh: groups whose target is new: the number of the pull, and who leads.
         force: EASGD: what has to be added to the weights.
         statistics: batch-norm statistics, averaged.
+        sent: those of this rank that are in that average, as of ``Receiver.settle``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
     fresh: dict[int, tuple[int, int]] = field(default_factory=dict)
     force: Vector = None
     statistics: Vector = None
+    sent: Vector = None
 
     def copy(self) -> Come:
         """Another with the same vectors."""
@@ -96,17 +101,22 @@ class Receiver:
         if not self._restored:
             self.centre = weights
 
-    def settle(self, own: Vector, step: int) -> Vector | None:
+    def settle(self, own: Vector, step: int, clip: Clip) -> Vector | None:
         """As the worker's ``settle_statistics``, at a step."""
         if self._statistics is None:
             return None
         with self._lock:
-            averaged, self._come.statistics = self._come.statistics, None
+            averaged, sent = self._come.statistics, self._come.sent
+            self._come.statistics = self._come.sent = None
             self._statistics = own
-            if averaged is not None:  # (they are this rank's from now on)
-                self._statistics = own + 0
-                self._statistics[:-1], self._statistics[-1:] = averaged, 1.0
-                self._note("averaged", step)
+            if averaged is None:
+                return None
+            mine = own[:-1]
+            if own[-1] and sent[-1]:  # what this rank has learned since it sent its own is kept
+                averaged = clip(averaged + (mine - sent[:-1]), mine, averaged)
+            self._statistics = own + 0
+            self._statistics[:-1], self._statistics[-1:] = averaged, 1.0
+            self._note("averaged", step)
         return averaged
 
     def take(self, step: int) -> Come:
@@ -217,7 +227,7 @@ class Receiver:
         def averaged(total: Vector) -> None:
             with self._lock:
                 if total[-1] > 0:
-                    self._come.statistics = total[:-1] / total[-1]
+                    self._come.statistics, self._come.sent = total[:-1] / total[-1], statistics
             over(self._ring(command, total))
 
         def summed(total: Vector) -> None:

@@ -16,6 +16,8 @@ from hvd_async.tensorflow.local_mixin import LocalMixin, statistics
 from hvd_async.tensorflow.local_state import LocalSettings
 from hvd_async.tensorflow.local_stepping import call_or_op
 
+Array = np.ndarray[Any, Any]
+
 
 class Settings(LocalSettings, LeaderState):
     """What the wrapper was given, and what it keeps between calls."""
@@ -109,7 +111,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
         """Batch-norm statistics, shape (m,) -> those to go on with."""
         worker = self._async.worker
         assert worker is not None  # (the step has begun)
-        averaged = worker.settle_statistics(_counted(own.numpy()))
+        averaged = worker.settle_statistics(_counted(own.numpy()), _clip)
         return own if averaged is None else averaged
 
     def _async_statistics(self) -> np.ndarray[Any, Any] | None:
@@ -150,3 +152,7 @@ def _around(graph: Any) -> list[Any]:
         graphs.append(graph)
         graph = getattr(graph, "outer_graph", None)
     return graphs
+
+
+def _clip(vector: Array, one: Array, other: Array) -> Array:
+    return np.clip(vector, np.minimum(one, other), np.maximum(one, other))

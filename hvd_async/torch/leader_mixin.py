@@ -59,7 +59,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
     @torch.no_grad()
     def _async_before_mix(self, worker: FollowWorker) -> None:
         own = self._async_statistics()
-        averaged = None if own is None else worker.settle_statistics(own)
+        averaged = None if own is None else worker.settle_statistics(own, _clip)
         if averaged is not None:
             averages = self._async_averaged()
             for tensor, part in zip(averages, averaged.split([t.numel() for t in averages]), strict=True):
@@ -87,3 +87,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
         names, sums = super()._async_fingerprint(resumed)
         elements = sum(t.numel() for t in self._async_averaged())
         return [f"{elements} batch-norm statistics of named_buffers", *names], [0, *sums]
+
+
+def _clip(vector: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(vector, torch.minimum(one, other), torch.maximum(one, other))

@@ -35,11 +35,18 @@ class SpiedLog(list[Any]):
         self.receiver, self.sent, self.taken = receiver, dict[int, Array](), list[tuple[int, Array]]()
         settle = receiver.settle
 
-        def spied(own: torch.Tensor, step: int) -> Any:
-            averaged = settle(own, step)
-            if averaged is not None:
+        def spied(own: torch.Tensor, step: int, clip: Any) -> Any:
+            averages: list[Any] = []
+
+            def seen(vector: Any, one: Any, other: Any) -> Any:
+                averages.append(other)
+                return clip(vector, one, other)
+
+            settled = settle(own, step, seen)
+            if settled is not None:
+                averaged = averages[0] if averages else settled
                 self.taken.append((step, averaged.double().numpy().copy()))
-            return averaged
+            return settled
 
         receiver.settle = spied
 
@@ -82,7 +89,10 @@ def test_in_step_each_pull_averages_over_its_ranks_and_the_next_step_takes_it_up
     means, come = np.zeros((4, 2)), list[Any]([None] * 4)
     for step in range(1, 24):
         for rank in range(4):
-            own = means[rank] + [2.0**rank, 0.25 * step] if come[rank] is None else come[rank]
+            moved = np.array([2.0**rank, 0.25 * step])
+            own = means[rank] + moved
+            if come[rank] is not None:  # with this step's move, but not beyond what it would have been
+                own = np.clip(come[rank] + moved, np.minimum(own, come[rank]), np.maximum(own, come[rank]))
             means[rank], come[rank] = own, None
             np.testing.assert_allclose(paths[rank][step - 1], own, rtol=1e-6, err_msg=f"rank {rank}, step {step}")
         local = [group for group in following.groups if following is PAIRS and step % 3 == 0]

@@ -230,7 +230,7 @@ def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     news = machine.news()
     assert news is not None
-    assert "no rank has a finite mean loss, so nobody leads and nobody is pulled; look at what record_loss()" in news
+    assert "has a finite mean loss, so nobody leads it and nobody is pulled; look at what record_loss()" in news
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     assert machine.news() is None
     assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [Pull(7, 1, ALL, 0)]
