@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hvd_async import leaders
+from hvd_async.errors import ReplicaMismatchError
 from hvd_async.events import LeaderConfig, Standing
 from hvd_async.following import FollowWorker, Kept
 from hvd_async.leaders import Strengths
@@ -164,6 +166,8 @@ class LeaderWrapped(LocalWrapped):
             state.stats_before, state.steps_before = self.stats(), state.worker.steps
         group_set = state.sharers.process_set
         groups = [tuple(state.sharers.ranks[place] for place in places) for places in state.config.groups]
+        if group_set is None:
+            self._async_compare_groups(engine)
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]
             group_set = engine.collectives.subset(several, make=group_set is None) if several else None
@@ -178,6 +182,21 @@ class LeaderWrapped(LocalWrapped):
             state.restored,
             state.steps_before,
         )
+
+    def _async_compare_groups(self, engine: Any) -> None:
+        """Before process sets are made, which ranks with others would wait for without end. Waits for all ranks.
+
+        Raises:
+            ReplicaMismatchError: the ranks do not have the same groups.
+        """
+        own = json.dumps(self._async.config.groups).encode()
+        everyone = engine.collectives.gather_bytes(own, "hvd_async.follow.groups")
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ReplicaMismatchError(
+                    f"the ranks wrapped their optimizers differently: rank 0 has the groups {everyone[0].decode()}, "
+                    f"rank {rank} has {other.decode()}. Pass the same group on every rank."
+                )
 
     def _async_offer_to(self, worker: FollowWorker) -> None:
         worker.keep = self

@@ -126,7 +126,11 @@ class _Meeting:
 
 
 class Switchboard:
-    """Where the in-memory collectives of all ranks meet, by name."""
+    """Where the in-memory collectives of all ranks meet, by name.
+
+    Attributes:
+        count: of the collectives of tensors that are over.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -142,6 +146,7 @@ class Switchboard:
         part: Any,
         combine: Callable[[list[Any]], Any],
         members: Sequence[int] | None = None,
+        tensor: bool = True,
     ) -> _Meeting:
         ranks = range(self._size) if members is None else members
         with self._lock:
@@ -152,7 +157,7 @@ class Switchboard:
             last = len(meeting.parts) == len(ranks)
             if last:
                 del self._open[name]
-                self.count += 1
+                self.count += tensor
         if last:
             meeting.result = combine([meeting.parts[r] for r in ranks])
             meeting.complete.set()
@@ -240,7 +245,7 @@ class MemoryCollectives:
         return next((list(ranks) for ranks in groups if self.rank in ranks), None)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        meeting = self._board.join(self.rank, name, payload, list)
+        meeting = self._board.join(self.rank, name, payload, list, tensor=False)
         if not meeting.complete.wait(60.0):
             raise InjectedError(f"{name}: not all ranks came")
         return list(meeting.result)

@@ -103,6 +103,7 @@ def test_what_cannot_be_is_refused_on_every_rank(job: RunJob, setting: Setting) 
         assert "global_pull" in errors["strength"]
         assert "lsgd has no use for it" in errors["not lsgd's"]
         assert "wrapped their optimizers differently" in errors["different"]
+        assert "rank 0 has the groups [[0, 1], [2, 3]], rank 1 has [[0, 1, 2, 3]]" in errors["groups"]
         assert "record_loss(loss)" in errors["silent"]
 
 

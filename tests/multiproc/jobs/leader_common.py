@@ -124,6 +124,11 @@ def refused(report: Report, rank: int, size: int, make: Callable[..., Trainer]) 
         different.step(rank, 1)
     except Exception as error:  # noqa: BLE001  (of the binding)
         errors["different"] = str(error)
+    groups = make(told=told, group=size if rank else 2)  # (process sets are made before the ranks meet)
+    try:
+        groups.step(rank, 1)
+    except Exception as error:  # noqa: BLE001
+        errors["groups"] = str(error)
     silent = make(told=lambda x, rank, step: None, global_period=1, group=size)
     try:
         silent.step(rank, 1)
