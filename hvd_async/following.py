@@ -242,11 +242,12 @@ class FollowWorker(Worker):
         self._waited, self._done_at = self._waited + time.perf_counter() - self._done_at, None
         self._leader, self._centre, total = drained.standing.leader, self.receiver.centre, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
-        if not drained.flushed:
-            self._kept = Kept(self.receiver.come(), self._losses.recorded, self._before, drained.standing)
-        elif total != self._total or self._kept is not None:
+        moved = total != self._total or self._kept is not None  # (since all ranks had the same weights)
+        if moved and drained.flushed:
             self._end(True)
             self._total, self.keep, self._kept = total, None, None
+        elif moved:
+            self._kept = Kept(self.receiver.come(), self._losses.recorded, self._before, drained.standing)
         self.engine.post(self.receiver.resume)
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
