@@ -258,6 +258,12 @@ class LeaderWrapped(LocalWrapped):
                 f"this state after cut() is of {follows}, and this optimizer is of {self._async_follows()}: take the "
                 f"same, or save it after drain()"
             )
+        statistics = self._async_statistics()
+        counted = 0 if statistics is None else len(statistics)
+        sizes = {"statistics": counted - 1, "sent": counted}
+        wrong = [name for name, copy in copies.items() if len(copy) != sizes.get(name, len(self._async_read()))]
+        if wrong:
+            raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
         come = Come(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))

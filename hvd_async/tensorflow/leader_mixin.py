@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
+from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.feed import is_finite
 from hvd_async.tensorflow.flat import Flat
 from hvd_async.tensorflow.local_mixin import LocalMixin, statistics
@@ -96,7 +97,8 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
         super()._async_prepare(variables)
         state = self._async
         if state.statistics is None and state.model is not None and state.config.buffers == "average":
-            averaged = statistics(state.model)
+            frozen = {id(raw(v)) for layer in state.model._flatten_layers() for v in layer._trainable_variables}
+            averaged = [v for v in statistics(state.model) if id(v) not in frozen]
             state.statistics = Flat(averaged) if averaged else None
 
     def _async_before_mix(self) -> list[tf.Tensor]:

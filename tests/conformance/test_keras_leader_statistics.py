@@ -230,3 +230,19 @@ def test_statistics_travel_on_where_keras_puts_moving_averages_in_place(graph):
         return one.step(5.0 + 2 * rank)
 
     assert Cluster(2).run(train) == [[6.0, 6.0]] * 2
+
+
+def test_weights_of_frozen_layers_are_no_statistics():
+    """They would travel with every pull, though they never move."""
+
+    def train(rank: int) -> int:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
+                                  keras.layers.Dense(1)])  # fmt: skip
+        model.layers[0].trainable = False
+        opt = hvd.LeaderOptimizer(sgd(0.1), model=model, group=1)
+        opt.build(model.trainable_variables)
+        opt.drain()
+        elements: int = opt._async.statistics.elements
+        return elements
+
+    assert Cluster(1).run(train) == [16]

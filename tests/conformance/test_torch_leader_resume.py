@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
@@ -311,3 +312,24 @@ def test_strengths_by_step_go_on_from_a_drained_state():
 
     assert Cluster(2).run(second) == [1, 1]
     assert set(seen) == {6}
+
+
+def test_a_cut_state_of_another_model_is_refused():
+    """Before anything is taken over."""
+    following = Following("lsgd", several(1, 1), 1, 1)
+
+    def first(rank: int) -> dict[str, Any]:
+        trainer = LeaderTrainer(least_squares(1, MOMENTUM), rank, following).train(2)
+        trainer.opt.cut()
+        return saved(trainer)
+
+    (state,) = Cluster(1).run(first)
+    state["opt"]["hvd_async"]["copies"]["target.-1"] = torch.zeros(3)
+
+    def second(rank: int) -> None:
+        opt = LeaderTrainer(least_squares(1, MOMENTUM), rank, following).opt
+        with pytest.raises(ValueError, match=r"of another model: target\.-1"):
+            opt.load_state_dict(state["opt"])
+        opt.drain()
+
+    Cluster(1).run(second)
