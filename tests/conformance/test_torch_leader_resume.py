@@ -17,7 +17,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import reference
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
-from tests.conformance.leader_drive import Seen, check, wait_for_pulls
+from tests.conformance.leader_drive import Seen, check, go_on, wait_for_pulls
 from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_gossip_ranks import GossipTrainer, resume, saved
 from tests.conformance.torch_leader_ranks import LeaderTrainer
@@ -44,16 +44,6 @@ class Normed(LeaderTrainer):
     def weights(self) -> Any:
         """The statistics too."""
         return np.concatenate([super().weights(), self.norm.running_mean.double().numpy()])
-
-
-def go_on(trainer: LeaderTrainer, steps: int, first: int = 0) -> list[bytes]:
-    """Several steps of ranks in step, with ``first`` pulls of an earlier job."""
-    path = []
-    for _ in range(steps):
-        trainer.step()
-        path.append(trainer.weights().tobytes())
-        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, trainer.steps) - first)
-    return path
 
 
 @pytest.mark.parametrize("done", [3, 16, 17, 32])
