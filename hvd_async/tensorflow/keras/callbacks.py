@@ -277,7 +277,7 @@ class LearningRateScheduleCallback(_Draining):
         before = float(raw(optimizer.learning_rate))
         optimizer.learning_rate.assign(rate)
         ours = our_optimizer(self.model)
-        if isinstance(ours, GossipMixin) and self.momentum_correction and before > 0:  # (no rounds: done here and now)
+        if isinstance(ours, LocalMixin) and self.momentum_correction and before > 0:  # (no rounds: done here and now)
             for velocity in getattr(ours, "momentums", None) or []:
                 velocity.assign(raw(velocity) * (rate / before))
 
