@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvd_async.following import FollowWorker
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.feed import is_finite
@@ -36,9 +37,9 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     _async: Settings
 
-    def _async_offer_to(self, worker: Any) -> None:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
         self._async_need_built()
-        super()._async_offer_to(worker)
+        return super()._async_make(engine, finish)
 
     # -- losses -----------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow as hvd
@@ -34,6 +36,11 @@ class LeaderTrainer(GossipTrainer):
         self.following = following
         super().__init__(problem, rank, **{**following.options(), **options})
 
+    @property
+    def steps(self) -> int:
+        """So far, those of an earlier job included."""
+        return len(self.path)
+
     def _logged(self, make: Callable[..., Any], *arguments: Any) -> Any:
         return make(*arguments)
 
@@ -53,6 +60,27 @@ class LeaderTrainer(GossipTrainer):
         """The optimizer's; the first call meets the other ranks."""
         worker: FollowWorker = self.opt._async_worker()
         return worker
+
+
+Trained = TypeVar("Trained", bound=GossipTrainer)
+
+
+def saved(trainer: GossipTrainer) -> dict[str, Any]:
+    """What a script would save, through a file without pickles."""
+    file = io.BytesIO()
+    np.savez(file, weights=trainer.weights(), **trainer.opt.get_state())
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def resume(state: dict[str, Any], trainer: Trained, done: int = 0) -> Trained:
+    """A trainer that has taken up what was saved after so many steps."""
+    own = dict(state)
+    trainer.assign(own.pop("weights"))
+    trainer.opt.set_state(own)
+    trainer.path = [np.empty(0)] * done
+    return trainer
 
 
 def run(

@@ -90,6 +90,24 @@ def wait_for_pulls(worker: FollowWorker, count: int) -> None:
     worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
 
 
+def go_on(trainer: Any, steps: int, first: int = 0) -> list[bytes]:
+    """Several steps of ranks in step.
+
+    Args:
+        trainer: a ``Trainer`` with ``rank``, ``steps`` so far and its ``following``.
+        first: pulls of an earlier job.
+
+    Returns:
+        The weights after each, bit by bit.
+    """
+    path = []
+    for _ in range(steps):
+        trainer.step()
+        path.append(trainer.weights().tobytes())
+        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, trainer.steps) - first)
+    return path
+
+
 def run(
     make: Callable[[int], Trainer],
     following: Following,

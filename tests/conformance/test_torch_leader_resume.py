@@ -17,7 +17,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import reference
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
-from tests.conformance.leader_drive import Seen, check, wait_for_pulls
+from tests.conformance.leader_drive import Seen, check, go_on, wait_for_pulls
 from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_gossip_ranks import GossipTrainer, resume, saved
 from tests.conformance.torch_leader_ranks import LeaderTrainer, NormedTrainer
@@ -27,16 +27,6 @@ MOMENTUM, ADAM = CASES[1], CASES[6]
 PAIRS = Following("lsgd", several(4, 2), 8, 16, loss_window=3)
 ELASTIC = Following("easgd", global_period=8)
 BY_STEP = dataclasses.replace(PAIRS, local_pull=lambda step: 0.9 / step, global_prox=lambda step: step / 100)
-
-
-def go_on(trainer: LeaderTrainer, steps: int, first: int = 0) -> list[bytes]:
-    """Several steps of ranks in step, with ``first`` pulls of an earlier job."""
-    path = []
-    for _ in range(steps):
-        trainer.step()
-        path.append(trainer.weights().tobytes())
-        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, trainer.steps) - first)
-    return path
 
 
 @pytest.mark.parametrize("done", [3, 7, 16, 17])
