@@ -90,6 +90,14 @@ def wait_for_pulls(worker: FollowWorker, count: int) -> None:
     worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
 
 
+def renumbered(log: Sequence[Any], before: int) -> list[Any]:
+    """A log whose steps count from those before an earlier drain, as the reference has it: from 1."""
+    return [
+        (entry[0], entry[1] - before, *entry[2:]) if entry[0] in ("taken", "shown", "averaged") else entry
+        for entry in log
+    ]
+
+
 def go_on(trainer: Any, steps: int, first: int = 0) -> list[bytes]:
     """Several steps of ranks in step.
 

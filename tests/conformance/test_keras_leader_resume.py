@@ -20,7 +20,7 @@ from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_gossip_ranks import GossipTrainer, least_squares
 from tests.conformance.keras_leader_ranks import LeaderTrainer, resume, saved
 from tests.conformance.keras_ranks import Scalar, plain
-from tests.conformance.leader_drive import TIMEOUT, Seen, check, go_on
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, go_on, renumbered
 from tests.conformance.leader_reference import Following, replay, several
 
 MOMENTUM, ADAM = CASES[1], CASES[6]
@@ -157,7 +157,7 @@ def test_rank_0s_drained_state_resumes_at_any_size(algorithm, size):
     resumed = dataclasses.replace(
         problem, start=np.tile(state["weights"], (size, 1)), states=(reference.State(4, *held),) * size
     )
-    check(replay(resumed, following, [own.log for own in seen]), seen)
+    check(replay(resumed, following, [renumbered(own.log, 4) for own in seen]), seen)
 
 
 @pytest.mark.parametrize("before", ["leader", "gossip", "eager"])

@@ -17,7 +17,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import reference
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
-from tests.conformance.leader_drive import Seen, check, go_on, wait_for_pulls
+from tests.conformance.leader_drive import Seen, check, go_on, renumbered, wait_for_pulls
 from tests.conformance.leader_reference import Following, replay, several
 from tests.conformance.torch_gossip_ranks import GossipTrainer, resume, saved
 from tests.conformance.torch_leader_ranks import LeaderTrainer, NormedTrainer
@@ -138,9 +138,7 @@ def test_rank_0s_drained_state_resumes_at_any_size(algorithm, size):
     resumed = dataclasses.replace(
         problem, start=np.tile(weights, (size, 1)), states=(reference.State(4, *held),) * size
     )
-    for own in seen:  # (steps are counted on from before; the reference begins anew)
-        own.log = [(kind, number - 4 * (kind in ("taken", "shown")), *rest) for kind, number, *rest in own.log[:-1]]
-    check(replay(resumed, following, [[*own.log, ("drained",)] for own in seen]), seen)
+    check(replay(resumed, following, [renumbered(own.log, 4) for own in seen]), seen)
 
 
 def test_a_state_after_cut_goes_to_its_own_rank_and_size_only():
