@@ -3,7 +3,11 @@
 Every rank has biased weights x and a push-sum weight w, 1 at first; the model holds z = x / w. What a rank sends leaves
 its x and w, what it takes in joins them, each times the weight that the plan gives the edge: so the sums of x and of w
 over the ranks and the messages on their way never change, whatever comes late, is compressed, or stays unsent because
-a rank is done. SGP and OSGP: Assran et al., ICML 2019. D-PSGD: Lian et al., NeurIPS 2017; its w stays 1 by itself.
+a rank is done. SGP and OSGP: Assran et al., ICML 2019.
+
+D-PSGD: Lian et al., NeurIPS 2017; its w stays 1 by itself. It sends the weights before an update, so they go at the end
+of the step before, and travel while the gradient is computed. When all ranks are done, messages of a step that none of
+them took are left aside at both ends.
 """
 
 from __future__ import annotations
@@ -38,6 +42,17 @@ class Kept(NamedTuple):
     """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
     base: int
     """Steps since the last drain, of the rank that took most."""
+
+
+class _Gift(NamedTuple):
+    """What a step's messages take with them."""
+
+    x: Vector
+    """As the receivers decode it."""
+    share: float
+    """Of x and of the push-sum weight, given away in all."""
+    weight: float
+    """That this share is of."""
 
 
 class GossipWorker(Worker):
@@ -75,8 +90,12 @@ class GossipWorker(Worker):
         self._base = self._longest = 0
         """Steps between the last drain and the last cut, of the rank that took most of them at each cut, so that all
         ranks count alike; and of that rank since (engine thread)."""
-        self._offered = self._taken = 0
-        """Steps whose messages were offered; messages taken in."""
+        self._offered = self._taken = self._aside = 0
+        """Steps whose messages were offered; messages taken in, and left aside."""
+        self._ahead = 0
+        """The step whose messages were offered before it was taken; 0 if there is none."""
+        self._gift: _Gift | None = None
+        """What these messages take with them, once that step is taken."""
         self._averagings = 0
         self._stepped = 0
         """Steps of all ranks before the last drain or cut (engine thread)."""
@@ -110,8 +129,8 @@ class GossipWorker(Worker):
 
     @property
     def wants_before(self) -> bool:
-        """Whether ``mix`` wants the weights as they were before the update."""
-        return self.config.algorithm == "dpsgd"
+        """Whether ``mix`` wants the weights as they were before the update: D-PSGD, if they have not gone yet."""
+        return self.config.algorithm == "dpsgd" and not self._ahead
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -139,14 +158,23 @@ class GossipWorker(Worker):
         self._check_drained()
         # (a rank that waits for nobody must not run away from what it sends)
         self._await(lambda: self._offered - self._mail.gone <= 1 + self.config.max_staleness)
+        message = before if self.wants_before else after
         self._step += 1
-        x = after if self.config.algorithm == "allreduce" else self._send(before if self.wants_before else after, after)
+        x = after if self.config.algorithm == "allreduce" else self._send(message, after)
         self._due |= {(sender, self._step) for sender, _ in self._into(self._place, self._step)}
         self._await_messages()
         x = self._take_in(x)
         if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
             x = self._average(x)
+        if self._sends_ahead:
+            self._ahead = self._step + 1
+            self._gift = self._offer(self._ahead, x)
         return x if self._weight == 1.0 else x * (1.0 / self._weight)
+
+    @property
+    def _sends_ahead(self) -> bool:
+        """Whether a step's messages go at the end of the step before."""
+        return self.config.algorithm == "dpsgd" and self.config.local_size == 1
 
     def _out(self, place: int, step: int) -> list[tuple[int, float]]:
         """As ``Plan.out``, of a step since the last drain or cut."""
@@ -157,10 +185,23 @@ class GossipWorker(Worker):
         return self.plan.into(place, self._base + step)
 
     def _send(self, message: Vector, x: Vector) -> Vector:
-        """Offer this step's messages; returns x without what was given away."""
-        step = self._step
-        out = [(to, p) for to, p in self._out(self._place, step) if step <= self._retired.get(to, step)]
-        weight, given = self._weight, sum(p for _, p in out)
+        """Offer this step's messages, if they have not gone ahead; returns x without what is given away."""
+        gift = self._gift if self._ahead else self._offer(self._step, message)
+        self._ahead, self._gift = 0, None
+        return self._give(x, gift)
+
+    def _give(self, x: Vector, gift: _Gift | None) -> Vector:
+        """x without what has been given away."""
+        if gift is None:
+            return x
+        self._weight -= gift.share * gift.weight
+        # (the message must stay as it is until it has gone: x may share its memory)
+        return x * (1.0 - gift.share) if gift.x is x else self._post.add(x, gift.x, -gift.share)
+
+    def _offer(self, step: int, message: Vector) -> _Gift | None:
+        """Offer a step's messages; None if they take nothing with them."""
+        out = [(to, p) for to, p in self._out(self._place, step) if step <= self._last(to, step)]
+        weight, gift = self._weight, None
         letters: list[Letter] = []
         if out and weight < LEAST_WEIGHT and self._is_short(step):
             empty, weight = self._post.encode(self._post.zeros()), 0.0
@@ -168,20 +209,25 @@ class GossipWorker(Worker):
         elif out:
             data, sent = self._known.encode(self._edge("out", step), message)
             letters = [Letter(to, data) for to, _ in out]
-            # (the message must stay as it is until it has gone: x may share its memory)
-            x = x * (1.0 - given) if sent is x else self._post.add(x, sent, -given)
-            self._weight -= given * weight
+            gift = _Gift(sent, sum(p for _, p in out), weight)
         number = self._opened_number()
         self._offered += 1
         self.engine.post(lambda: self._mail.offer(number, step, letters, weight))
-        return x
+        return gift
+
+    def _last(self, place: int, step: int) -> int:
+        """The last step of which this rank sends messages, or gets them; ``step`` if it goes on."""
+        if place not in self._retired:
+            return step
+        last = self._retired[place]
+        return last + 1 if last and self._sends_ahead else last
 
     def _is_short(self, step: int) -> bool:
         """Whether this rank cannot count on getting back what it gives."""
         senders = self.plan.senders(
             self._place
         )  # (also those of other phases: it may give in this one, and get in none)
-        return self._short or any(step > self._retired.get(sender, step) for sender in senders)
+        return self._short or any(step > self._last(sender, step) for sender in senders)
 
     def _edge(self, end: int | str, step: int) -> str:
         """The name of what a sender is known by ("out": this rank itself)."""
@@ -193,7 +239,7 @@ class GossipWorker(Worker):
         return {
             sender
             for sender, step in self._due
-            if step <= last and (sender, step) not in self._come and step <= self._retired.get(sender, step)
+            if step <= last and (sender, step) not in self._come and step <= self._last(sender, step)
         }
 
     def _await_messages(self) -> None:
@@ -223,9 +269,7 @@ class GossipWorker(Worker):
             x = self._post.add(x, self._known.decode(self._edge(sender, step), data), p)
             self._weight += p * weight
         self._taken += len(messages)
-        self._due = {
-            (sender, step) for sender, step in self._due.difference(here) if step <= self._retired.get(sender, step)
-        }
+        self._due = {(sender, step) for sender, step in self._due.difference(here) if step <= self._last(sender, step)}
         if self.log is not None:
             self.log.append((self._step, [(sender, step) for sender, step, weight, _ in messages if weight]))
         return x
@@ -299,6 +343,8 @@ class GossipWorker(Worker):
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
         self._together = flush
+        if self._sends_ahead:
+            weights = self._end_ahead(weights)
         if not flush:
             if self._come:  # (else the weights stay as they are, to the bit)
                 x = self._take_in(weights * self._weight, all_=True)
@@ -310,6 +356,21 @@ class GossipWorker(Worker):
         self._weight = 1.0
         self._known.begin(z)
         return z
+
+    def _end_ahead(self, weights: Vector) -> Vector:
+        """Take leave of z of what has gone ahead for a step that other ranks took, and leave aside what is for none."""
+        if self._ahead and self._ahead <= self._longest:
+            x = self._give(weights * self._weight, self._gift)
+            weights = x * (1.0 / self._weight)
+        self._ahead, self._gift = 0, None
+        with self.engine.changed:
+            aside = sorted(key for key in self._come if key[1] > self._longest)
+            messages = [(*key, *self._come.pop(key)) for key in aside]
+        self._aside += len(messages)
+        for sender, step, weight, data in messages:
+            if weight:
+                self._known.decode(self._edge(sender, step), data)  # (its sender counts on it)
+        return weights
 
     def consensus(self, x: Vector) -> Vector:
         """The mean over all ranks of what has been taken in; a collective, right after a drain or cut.
@@ -350,6 +411,7 @@ class GossipWorker(Worker):
             exchanges=mail.landed,
             messages_sent=mail.sent,
             messages_taken=self._taken,
+            messages_left=self._aside,
             averagings=self._averagings,
             staleness=dict(sorted(self._staleness.items())),
             wait_s=self._wait_s,

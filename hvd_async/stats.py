@@ -60,7 +60,9 @@ class GossipStats:
     Attributes:
         steps: of this rank.
         exchanges: that this rank has seen land; one carries messages of several ranks.
-        messages_sent, messages_taken: of this rank; equally many in all when all ranks have drained.
+        messages_sent, messages_taken, messages_left: of this rank; when all ranks have drained, as many in all were
+            sent as were taken in or left aside. D-PSGD sends its messages a step ahead, and leaves aside those of a
+            step that no rank took.
         averagings: AD-PSGD: how often this rank was averaged with a neighbour. Else: averages over all ranks.
         staleness: how many messages were taken in how many steps after the step of the sender.
         wait_s: seconds this rank's training thread waited in ``step()`` and ``drain()``.
@@ -74,6 +76,7 @@ class GossipStats:
     exchanges: int = 0
     messages_sent: int = 0
     messages_taken: int = 0
+    messages_left: int = 0
     averagings: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     wait_s: float = 0.0
@@ -92,6 +95,7 @@ class GossipStats:
             exchanges=exchanges,
             messages_sent=self.messages_sent + later.messages_sent,
             messages_taken=self.messages_taken + later.messages_taken,
+            messages_left=self.messages_left + later.messages_left,
             averagings=self.averagings + later.averagings,
             staleness=dict(sorted((Counter(self.staleness) + Counter(later.staleness)).items())),
             wait_s=self.wait_s + later.wait_s,

@@ -65,7 +65,7 @@ say "Horovod $HOROVOD for Python $(py -V | cut -d' ' -f2), torch ${torch:-none},
 
 # -- 2. already there? --------------------------------------------------------------------------------------
 tag=$(py -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-key="horovod-$HOROVOD-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl}"
+key="horovod-$HOROVOD-p1-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -88,6 +88,16 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   # Today's torch and TensorFlow headers want C++17; TensorFlow's no longer have what the XLA ops include.
   sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$src/CMakeLists.txt" "$src/horovod/torch/CMakeLists.txt"
   sed -i '/xla_mpi_ops\.cc/d' "$src/horovod/tensorflow/CMakeLists.txt"
+  # Gloo's alltoallv asks for a peer's message after it has begun to send it its own, over the same connection: the
+  # question waits behind all of that, and two ranks that exchange messages take turns. Here it asks first.
+  alltoallv=$src/third_party/gloo/gloo/alltoallv.cc
+  sed -i -e '/^    in->send($/,/;$/d' -e '/^    in->waitSend(/i\
+    int sendRank = (myRank + i) % worldSize;\
+    in->send(sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);\
+  }\
+\
+  for (int i = 1; i < worldSize; i++) {' "$alltoallv"
+  [ "$(grep -c 'for (int i = 1; i < worldSize; i++)' "$alltoallv")" = 3 ] || die "Gloo's alltoallv is not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")

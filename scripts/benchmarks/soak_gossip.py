@@ -40,7 +40,7 @@ def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Ro
         steps=sum(own["steps"] for own in stats),
         averagings=sum(own["averagings"] for own in stats),
         produced=sum(own["messages_sent"] for own in stats),
-        applied=sum(own["messages_taken"] for own in stats),
+        applied=sum(own["messages_taken"] + own["messages_left"] for own in stats),
         graphs=block["graphs_used"],
         weights_off=max(block["weights_off"]),
         staleness_mean=sum(k * n for k, n in late.items()) / sum(late.values()) if late else None,

@@ -5,7 +5,8 @@ of ``reference.py``), g the gradient at z, ``W[i, j]`` the weight that receiver 
 matrix of phase (k - 1) % period), m the decoded form of what was sent: x itself unless messages are compressed.
     sgp, osgp:  x <- U(x, g);  send m = x;  x <- x - sum_i W[i, j] m, w <- w - sum_i W[i, j] w (both as sent);
                 for each message (s, q) taken in: x <- x + W^(q)[j, s] m_s, w <- w + W^(q)[j, s] w_s
-    dpsgd:      the same, but m = x from before U (Lian et al., 2017: x_i <- sum_j W_ij x_j - eta g_i(x_i))
+    dpsgd:      the same, but m = x from before U (Lian et al., 2017: x_i <- sum_j W_ij x_j - eta g_i(x_i)), which is
+                sent a step ahead: also by a rank that is done, of a step that others take
     averaging:  at the end of a step, x <- sum x / A, w <- sum w / A over the A ranks that take this step
     drain:      everything in flight is taken in;  z <- sum x / sum w
     adpsgd:     a shadow y;  step: y <- y + U(p, g(p)) - p at the parameters p, then p <- y;
@@ -167,6 +168,7 @@ def gossip(
         takes: what a run recorded, also how many steps each rank took; none: each step's messages in that step.
         algorithm: "sgp" (osgp with ``takes``) or "dpsgd".
         sends: for ranks that left edges out (to a retired rank): that weight stays with the sender. None: all edges.
+            D-PSGD's of a rank's last step plus one are last.
         max_staleness: refuse a log in which a message is taken in more steps late, or not at all.
         average_every: steps, 0 for never.
         encode: compresses messages; may have a memory, so a new one for each run.
@@ -195,13 +197,11 @@ def gossip(
                 g = problem.gradient(x[rank] / w[own], rank, step)
                 x[rank], states[rank] = problem.update(x[rank], g, states[rank])
             new[own] = x[members[own]].mean(axis=0)
-            content, weight = before if algorithm == "dpsgd" else new[own], w[own]
-            for receiver in _receivers(weights, own, step, sends):
-                share = float(weights[receiver, own])
-                message = content if encode is None else encode(content, receiver, own, step)
-                flying[receiver, own, step] = share * message, share * weight
-                new[own] = new[own] - share * message
-                w[own] -= share * weight
+            content = before if algorithm == "dpsgd" else new[own]
+            new[own] = _send(content, new[own], w, weights, (own, step), sends, encode, flying)
+        for own in range(hosts):
+            if algorithm == "dpsgd" and local_size == 1 and len(takes[own]) == step - 1 > 0:
+                x[own] = _send(x[own], x[own], w, weights, (own, step), sends, encode, flying)
         for own in active:
             for sender, sent in takes[own][step - 1]:
                 part_x, part_w = _take(flying, taken, (own, sender, sent), step)
@@ -219,6 +219,28 @@ def gossip(
                 path[rank].append(new[own] / w[own])
     flying = {edge: (local_size * part_x, local_size * part_w) for edge, (part_x, part_w) in flying.items()}
     return Outcome(x, np.repeat(w, local_size), path, tuple(states), flying)
+
+
+def _send(
+    content: Array,
+    x: Array,
+    w: Array,
+    weights: Array,
+    of: tuple[int, int],
+    sends: Sends | None,
+    encode: Encode | None,
+    flying: dict[Edge, tuple[Array, float]],
+) -> Array:
+    """Have a rank's messages of a step fly; returns x without what they take with them. ``of``: (rank, step)."""
+    own, step = of
+    weight = w[own]
+    for receiver in _receivers(weights, own, step, sends):
+        share = float(weights[receiver, own])
+        message = content if encode is None else encode(content, receiver, own, step)
+        flying[receiver, own, step] = share * message, share * weight
+        x = x - share * message
+        w[own] -= share * weight
+    return x
 
 
 sgp = functools.partial(gossip, algorithm="sgp")

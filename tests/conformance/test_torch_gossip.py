@@ -48,7 +48,8 @@ def check(outcome: Outcome, seen: Sequence[Seen], tolerance: float = 1e-5) -> No
         assert own.drained.tobytes() == seen[0].drained.tobytes()
         assert own.stats.push_sum_weight == 1.0
     np.testing.assert_allclose(seen[0].drained, outcome.drained(), rtol=0, atol=tolerance)
-    assert sum(own.stats.messages_sent for own in seen) == sum(own.stats.messages_taken for own in seen)
+    stats = [own.stats for own in seen]
+    assert sum(s.messages_sent for s in stats) == sum(s.messages_taken + s.messages_left for s in stats)
 
 
 def replayed(problem: Problem, options: dict[str, Any], seen: Sequence[Seen], **more: Any) -> Outcome:
@@ -202,7 +203,7 @@ def test_compressed_messages(algorithm, name, late, compression):
     check(replayed(problem, options, seen, encode=encode), seen)
     plain = replayed(problem, options, seen).drained()
     assert np.abs(seen[0].drained - plain).max() < {"fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2}[compression]
-    assert STEPS - 2 * late <= len(seen[0].sent) <= STEPS
+    assert STEPS - 2 * late <= len(seen[0].sent) <= STEPS + (algorithm == "dpsgd")
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])

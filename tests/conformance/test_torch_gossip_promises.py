@@ -56,7 +56,8 @@ def check_mean(start: Any, seen: list[Seen]) -> None:
     np.testing.assert_allclose(seen[0].drained, start.mean(axis=0) + moved / len(seen), rtol=0, atol=2e-5)
     for own in seen:
         assert own.drained.tobytes() == seen[0].drained.tobytes()
-    assert sum(own.stats.messages_sent for own in seen) == sum(own.stats.messages_taken for own in seen)
+    stats = [own.stats for own in seen]
+    assert sum(s.messages_sent for s in stats) == sum(s.messages_taken + s.messages_left for s in stats)
 
 
 @by_options(
@@ -337,7 +338,7 @@ def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(options, v
             trainer.opt.step()
         finally:
             assert trainer.opt.stats().steps == 2
-            assert trainer.opt._async.worker._offered <= 2
+            assert trainer.opt._async.worker._offered <= 3
             for call in (trainer.opt.step, trainer.opt.drain, trainer.opt.cut, trainer.opt.consensus_distance):
                 with pytest.raises(
                     ReplicaStateError, match=r"broken off: FloatingPointError.*restart from a checkpoint"

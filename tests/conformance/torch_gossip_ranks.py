@@ -65,7 +65,7 @@ class Seen:
         """To whom it gave something at each step: to all of its neighbours, or at the end, when others were done and it
         had little left, to none."""
         others = [[int(i) for i in np.flatnonzero(phase[:, rank]) if i != rank] for phase in weights]
-        return [others[step % len(others)] if step + 1 in self.sent else [] for step in range(len(self.path))]
+        return [others[step % len(others)] if step + 1 in self.sent else [] for step in range(len(self.path) + 1)]
 
 
 class GossipTrainer:
@@ -125,7 +125,8 @@ class GossipTrainer:
     def watch(self) -> Seen:
         """Meet the other ranks, and record from now on what this one does."""
         worker, seen = self.opt._async_worker(), Seen()
-        mix, encode = worker.mix, worker._known.encode
+        mix, offer, encode = worker.mix, worker._offer, worker._known.encode
+        step = 0
 
         def spied_mix(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
             held = worker.weight * self.before
@@ -135,12 +136,17 @@ class GossipTrainer:
             seen.weights.append(worker.weight)
             return mixed
 
+        def spied_offer(of: int, message: torch.Tensor) -> Any:
+            nonlocal step
+            step = of
+            return offer(of, message)
+
         def spied_encode(edge: str, vector: torch.Tensor) -> Any:
             data, decoded = encode(edge, vector)
-            seen.sent[worker._step] = decoded.double().numpy().copy()
+            seen.sent[step] = decoded.double().numpy().copy()
             return data, decoded
 
-        worker.mix, worker._known.encode = spied_mix, spied_encode
+        worker.mix, worker._offer, worker._known.encode = spied_mix, spied_offer, spied_encode
         seen.log = worker.log = []
         return seen
 

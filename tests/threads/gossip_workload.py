@@ -200,7 +200,7 @@ def check_sums(one: Job, records: Sequence[Record]) -> None:
             assert len({segment.z.tobytes() for segment in segments}) == 1, "drained, and not the same everywhere"
             assert (weights == 1.0).all()
     stats = [record.stats for record in records]
-    assert sum(s.messages_sent for s in stats) == sum(s.messages_taken for s in stats)
+    assert sum(s.messages_sent for s in stats) == sum(s.messages_taken + s.messages_left for s in stats)
     assert len({s.exchanges for s in stats}) == 1
     for place, each in enumerate(stats):
         assert each.steps == sum(counts[place] for counts in one.steps)

@@ -63,7 +63,7 @@ def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer])
         consensus=consensus,
         drained=trainer.weights(),
         sent=stats.messages_sent,
-        taken=stats.messages_taken,
+        taken=stats.messages_taken + stats.messages_left,
         averagings=stats.averagings,
         bytes=stats.bytes_sent,
         weight_after=stats.push_sum_weight,
