@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,56 @@ class Cluster:
         for host in self.hosts:
             _do("tc", "qdisc", "replace", "dev", host.outer, *shape)
             _do("ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.inner, *shape)
+
+    def cut(self, host: int) -> None:
+        """Cut a host's link: whatever it sends, or is sent, is lost until ``restore``. Connections last a while."""
+        _do("ip", "link", "set", self.hosts[host].outer, "down")
+
+    def restore(self, host: int) -> None:
+        """Mend a host's link."""
+        _do("ip", "link", "set", self.hosts[host].outer, "up")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A link that is cut while a job runs.
+
+    Attributes:
+        host: whose.
+        after: seconds from the job's start.
+        seconds: until it is restored.
+    """
+
+    host: int
+    after: float
+    seconds: float
+
+    @classmethod
+    def parse(cls, text: str) -> Cut:
+        """``HOST:AFTER:SECONDS``."""
+        try:
+            host, after, seconds = text.split(":")
+            cut = cls(int(host), float(after), float(seconds))
+            if min(cut.after, cut.seconds) < 0:
+                raise ValueError(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not HOST:AFTER:SECONDS, such as 1:5:2.5") from None
+        return cut
+
+
+@contextlib.contextmanager
+def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
+    """Cut links, and restore them, at their times, for as long as this goes on."""
+    timers = [threading.Timer(cut.after, cluster.cut, (cut.host,)) for cut in cuts]
+    timers += [threading.Timer(cut.after + cut.seconds, cluster.restore, (cut.host,)) for cut in cuts]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()  # (it may be at work: the links are removed next)
 
 
 @contextlib.contextmanager
@@ -226,11 +277,23 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="virtual hosts (default: %(default)s)")
     parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each (default: %(default)s)")
     parser.add_argument("--mbit", type=float, metavar="X", help="Mbit/s of each host's link (default: no limit)")
+    parser.add_argument(
+        "--cut",
+        type=Cut.parse,
+        action="append",
+        default=[],
+        metavar="HOST:AFTER:SECONDS",
+        help="cut a host's link (0 is the first) so many seconds after the start, and restore it so many later; "
+        "may be given several times",
+    )
     parser.add_argument("--clean", action="store_true", help="only remove what runs have left behind that were killed")
     parser.add_argument("command", nargs="*", help="what each rank runs, after --")
     args = parser.parse_args()
     if not args.command and not args.clean:
         parser.error("say what the ranks are to run, after --")
+    for cut in args.cut:
+        if not 0 <= cut.host < args.hosts:
+            parser.error(f"--cut: there is no host {cut.host}: take 0 to {args.hosts - 1}")
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -241,7 +304,7 @@ def main() -> int:
         if args.clean:
             remove_stale()
             return 0
-        with virtual_cluster(args.hosts, args.mbit) as cluster:
+        with virtual_cluster(args.hosts, args.mbit) as cluster, cutting(cluster, args.cut):
             return run_on(cluster, args.command, args.per_host)
     except ClusterError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -84,10 +86,48 @@ def test_nothing_is_left_of_a_run_that_is_ended(number):
     assert process.wait(30) != 0
     if number == signal.SIGKILL:
         for child in children:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     else:
         assert not [name for name in left() if str(process.pid) in name]
     assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+CALLS = r"""
+import os, re, socket, time
+port = 5000
+if os.environ["HOROVOD_RANK"] == "1":
+    with socket.create_server(("", port)) as server:
+        while server.accept()[0].recv(1) != b"e":
+            pass
+else:
+    other = re.findall(r"^(\S+) hva\d+-1$", open("/etc/hosts").read(), re.MULTILINE)[0]
+    for number in range(24):
+        try:
+            with socket.create_connection((other, port), timeout=0.3) as call:
+                call.send(b"e" if number == 23 else b"c")
+            print(True, flush=True)
+        except OSError:
+            print(False, flush=True)
+        time.sleep(0.2)
+"""
+
+
+def test_a_link_can_be_cut_and_restored():
+    done = run("--hosts", "2", "--cut", "1:1.5:2", "--", sys.executable, "-c", CALLS)
+    assert done.returncode == 0, done.stderr
+    heard = [line == "True" for line in done.stdout.split()]
+    first = heard.index(True)  # (the other has to start)
+    assert [known for known, _ in itertools.groupby(heard[first:])] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("cut", "why"), [("5:1:1", "take 0 to 1"), ("1:-1:1", "HOST:AFTER:SECONDS"), ("here", "HOST:AFTER:SECONDS")]
+)
+def test_a_cut_that_cannot_be_is_refused(cut, why):
+    done = run("--hosts", "2", "--cut", cut, "--", "true")
+    assert done.returncode == 2
+    assert why in done.stderr
 
 
 def test_what_cannot_be_says_what_to_do():
