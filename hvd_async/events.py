@@ -176,6 +176,13 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     optimizer: int
 
 
+class Starved(msgspec.Struct, frozen=True, tag=True):
+    """This rank waits for a message that was in none of the first ``seen`` exchanges, and has none to offer."""
+
+    optimizer: int
+    seen: int
+
+
 class Averaged(msgspec.Struct, frozen=True, tag=True):
     """This rank is in its average number ``index`` over all ranks, with this push-sum weight, and waits for it."""
 
@@ -342,7 +349,9 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-OptimizerEvent: TypeAlias = Opened | Stepped | Arrived | Took | Offered | Wanted | Averaged | Iterated | Landed | Done
+OptimizerEvent: TypeAlias = (
+    Opened | Stepped | Arrived | Took | Offered | Wanted | Starved | Averaged | Iterated | Landed | Done
+)
 Event: TypeAlias = Hello | OptimizerEvent | Failed | Leaving
 OptimizerCommand: TypeAlias = Agreed | Go | Settle | Exchange | Average | Pull | Retired | Drained | Refused
 Command: TypeAlias = Welcome | OptimizerCommand | Lost | Bye

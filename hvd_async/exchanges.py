@@ -3,8 +3,10 @@
 The laws it keeps:
 
 1. *One exchange at a time*, each one collective of all ranks. The next goes when the last has landed and every active
-   rank has something for it, or when the first that has waits for as long as an exchange takes: waiting longer would
-   cost more than a second exchange, waiting less would make many small ones of one.
+   rank has something for it, or waits itself for a message that was in none so far. Else it goes when it could have
+   gone for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting less would
+   make many small ones of one. (AD-PSGD, where nobody is held up by an exchange: when its first rank has waited so
+   long.)
 2. *In order.* A rank's messages go in the order in which it offered them, one an exchange.
 3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
    waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
@@ -19,6 +21,7 @@ The laws it keeps:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ from hvd_async.events import (
     Opened,
     OptimizerEvent,
     Retired,
+    Starved,
     Wanted,
 )
 from hvd_async.machine import Machine
@@ -64,6 +68,8 @@ class Exchanges(Machine[GossipConfig]):
         self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
         self._wants: dict[int, float] = {}
         """Ranks that want to be averaged, in order, and since when."""
+        self._starved: dict[int, int] = {}
+        """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """The last exchange in which a rank was averaged."""
         self._averages: dict[int, dict[int, float]] = {}
@@ -76,6 +82,8 @@ class Exchanges(Machine[GossipConfig]):
         self._flight: _Flight | None = None
         self._duration = 0.0
         """Mean seconds of an exchange."""
+        self._free_since = -math.inf
+        """When the last exchange landed."""
         self._wake_at: float | None = None
 
     def tick(self, now: float) -> list[Command]:
@@ -83,7 +91,7 @@ class Exchanges(Machine[GossipConfig]):
         return self._advance(now)
 
     def deadline(self) -> float | None:
-        """When the first that waits has waited as long as an exchange takes."""
+        """When an exchange goes, whoever is in it."""
         return self._wake_at
 
     def _waiting(self) -> tuple[str, frozenset[int]] | None:
@@ -108,6 +116,9 @@ class Exchanges(Machine[GossipConfig]):
                 self._offered(rank, event, key, now)
             case Wanted():
                 self._wanted(rank, event, now)
+            case Starved(_, seen):
+                self._running(rank, event)
+                self._starved[rank] = seen
             case Averaged(_, index, weight):
                 self._running(rank, event)
                 if index != self._average + 1 or rank in self._averages.get(index, {}):
@@ -126,6 +137,7 @@ class Exchanges(Machine[GossipConfig]):
             raise ProtocolError(f"rank {rank} offered message {key} although it is done")
         if any(offer.key == key for offer in self._offers[rank]):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
+        self._starved.pop(rank, None)
         self._offers[rank].append(_Offer(key, now))
 
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
@@ -139,7 +151,7 @@ class Exchanges(Machine[GossipConfig]):
         if self._flight is not None and self._flight.round == number:
             took = now - self._flight.started
             self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
-            self._flight = None
+            self._flight, self._free_since = None, now
 
     # -- what goes --------------------------------------------------------------------------------------------
 
@@ -152,8 +164,11 @@ class Exchanges(Machine[GossipConfig]):
         if self._flight is not None or not waits:
             return commands
         there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
-        if not self._active() <= there and now < min(waits) + self._duration:
-            self._wake_at = min(waits) + self._duration
+        there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
+        there.update(*self._averages.values())
+        since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
+        if not self._active() <= there and now < since + self._duration:
+            self._wake_at = since + self._duration
             return commands
         exchange = self._next(now)
         if exchange is None:
@@ -212,6 +227,7 @@ class Exchanges(Machine[GossipConfig]):
         if self._config is None:
             return []  # (others may not have opened: they are told when all have)
         self._wants.pop(rank, None)
+        self._starved.pop(rank, None)
         return [self._retired(rank), *self._advance(now)]
 
     def _retired(self, rank: int) -> Retired:
@@ -220,6 +236,7 @@ class Exchanges(Machine[GossipConfig]):
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Send what has been offered."""
         self._wants.clear()
+        self._starved.clear()
         commands: list[Command] = []
         while any(self._offers.values()):
             exchange = self._next(now)

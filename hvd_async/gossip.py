@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hvd_async.averages import Averages
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
-from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired
+from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired, Starved
 from hvd_async.knowledge import Knowledge
 from hvd_async.mail import Letter, Mail, Post
 from hvd_async.plan import Plan
@@ -75,7 +75,7 @@ class GossipWorker(Worker):
         self.plan, self._post = plan, post
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
-        self._mail = Mail(engine, post, self._deliver, self._snapshot)
+        self._mail = Mail(engine, post, self._deliver, self._snapshot, self._tell_starved)
         self._averages = Averages(engine, post)
         self._known = Knowledge(post, plan.config.graph)
         self._come: dict[tuple[int, int], tuple[float, Vector]] = {}
@@ -83,7 +83,8 @@ class GossipWorker(Worker):
         self._retired: dict[int, int] = {}
         """Ranks that are done (by place), and their last step."""
         self._due: set[tuple[int, int]] = set()
-        """Messages that this rank's steps so far call for, and that were not taken yet."""
+        """Messages that this rank's steps so far call for, and that were not taken yet. (The engine may be looking at
+        it: it is replaced, never changed.)"""
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
@@ -161,7 +162,7 @@ class GossipWorker(Worker):
         message = before if self.wants_before else after
         self._step += 1
         x = after if self.config.algorithm == "allreduce" else self._send(message, after)
-        self._due |= {(sender, self._step) for sender, _ in self._into(self._place, self._step)}
+        self._due = self._due | {(sender, self._step) for sender, _ in self._into(self._place, self._step)}
         self._await_messages()
         x = self._take_in(x)
         if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
@@ -244,6 +245,8 @@ class GossipWorker(Worker):
 
     def _await_messages(self) -> None:
         waited = self._wait_s
+        if self._missing():
+            self.engine.post(self._tell_starved)
         while missing := self._missing():
             self._await(
                 lambda before=missing: self._missing() != before,  # type: ignore[misc]
@@ -315,7 +318,7 @@ class GossipWorker(Worker):
         self._step = 0
         self._averages.restart()
         self._short = False
-        self._due.clear()
+        self._due = set()
         self.engine.post(self._mail.resume)
 
     def orphaned(self) -> None:
@@ -448,6 +451,13 @@ class GossipWorker(Worker):
         """A message has come; whoever waits for it is told when all of its exchange are here."""
         with self.engine.changed:
             self._come[sender, key] = (weight, data)
+
+    def _tell_starved(self) -> None:
+        """If the training thread waits for a message, say that this rank has nothing for the next exchange."""
+        with self.engine.changed:
+            starved = bool(self._missing())
+        if starved:
+            self.engine.send(Starved(self._opened_number(), self._mail.landed))
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")

@@ -81,6 +81,7 @@ class Mail:
         post: how messages look.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
         snapshot: the encoded vector with which this rank is averaged with the partner at this place (AD-PSGD).
+        after: called when all messages of an exchange were delivered.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Mail:
         post: Post,
         deliver: Callable[[int, int, float, Vector], None],
         snapshot: Callable[[int, int], Vector],
+        after: Callable[[], None],
     ) -> None:
-        self._engine, self._post, self._deliver, self._snapshot = engine, post, deliver, snapshot
+        self._engine, self._post = engine, post
+        self._deliver, self._snapshot, self._after = deliver, snapshot, after
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._outbox: dict[int, _Outgoing] = {}
@@ -169,6 +172,7 @@ class Mail:
             self.gone += any(sender == own for sender, _ in command.mail)
             if own == first:
                 self._engine.send(Landed(command.optimizer, command.round))
+            self._after()
             self._try_held()
 
         self._engine.submit(

@@ -19,6 +19,7 @@ from benchmarks import (
     hetero,
     independence,
     memory,
+    network,
     plot,
     pull,
     race,
@@ -30,7 +31,7 @@ from benchmarks.launch import JobError
 
 MODULES = (
     *(straggler, skew, balanced, activation, memory, accuracy, hard),
-    *(hetero, independence, exchange, pull, race, soak),
+    *(hetero, independence, exchange, network, pull, race, soak),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

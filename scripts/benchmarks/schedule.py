@@ -20,7 +20,11 @@ ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
 LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
-RIVALS = ("horovod", "ddp")
+LOCAL_RIVALS = ("post-local-sgd", "decent-dp")
+"""torch's own post-local SGD, and D-PSGD as the package decent-dp has it: their ranks' weights differ."""
+RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
+REDUCED = ("fp16", "bf16")
+"""How gradients may be compressed."""
 
 
 def quorum_of(arm: str) -> str | int | float:
@@ -42,6 +46,12 @@ def quorum_of(arm: str) -> str | int | float:
     return fraction
 
 
+def compression_of(arm: str) -> tuple[str, str]:
+    """(The arm without it, compression): of ``horovod-fp16`` that is ("horovod", "fp16"), of others "none"."""
+    base, dash, compression = arm.rpartition("-")
+    return (base, compression) if dash and compression in COMPRESSIONS[1:] else (arm, "none")
+
+
 def gossip_of(arm: str) -> tuple[str, str] | None:
     """(algorithm, compression of its messages) of an arm such as ``sgp`` or ``dpsgd-int8``; None of one that is none.
 
@@ -56,9 +66,16 @@ def gossip_of(arm: str) -> tuple[str, str] | None:
     return algorithm, compression or "none"
 
 
+def reductions_of(base: str) -> tuple[str, ...]:
+    """How an arm that sends gradients may have them compressed: Horovod knows fp16 alone."""
+    if base in (*LOCAL_RIVALS, *LEADERS):
+        return ()
+    return ("fp16",) if base == "horovod" else REDUCED
+
+
 def eager(arm: str) -> bool:
     """Whether an arm is partial allreduce of ours, with a quorum."""
-    return arm not in (*RIVALS, *LEADERS) and gossip_of(arm) is None
+    return compression_of(arm)[0] not in (*RIVALS, *LEADERS) and gossip_of(arm) is None
 
 
 def waits_for_nobody(arm: str) -> bool:
@@ -81,7 +98,12 @@ def named_arms(text: str, known: Sequence[str]) -> list[str]:
 
 
 def parse_arms(
-    text: str, ranks: int, rivals: tuple[str, ...] = RIVALS, gossip: bool = False, leaders: bool = False
+    text: str,
+    ranks: int,
+    rivals: tuple[str, ...] = ("horovod", "ddp"),
+    gossip: bool = False,
+    leaders: bool = False,
+    reduced: bool = False,
 ) -> list[str]:
     """The arms of a command line's list, each once.
 
@@ -91,6 +113,7 @@ def parse_arms(
         rivals: those that the case has.
         gossip: whether it has those that gossip.
         leaders: whether it has those that follow a leader, or a centre.
+        reduced: whether it has those whose gradients are compressed.
 
     Raises:
         ValueError: an arm that cannot be with so many ranks, or in this case.
@@ -99,14 +122,16 @@ def parse_arms(
     if not arms:
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
-        how = gossip_of(arm)
-        if (arm in RIVALS and arm not in rivals) or (how and not gossip) or (arm in LEADERS and not leaders):
+        how, (base, compression) = gossip_of(arm), compression_of(arm)
+        if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
         if how:
             make_plan(ranks, how[0], compression=how[1])
+        elif compression != "none" and not (reduced and compression in reductions_of(base)):
+            raise ValueError(f"the arm {arm!r} is not there in this case: {base} is not compressed so")
         if not eager(arm):
             continue
-        quorum = quorum_of(arm)
+        quorum = quorum_of(base)
         if isinstance(quorum, int) and quorum > ranks:
             raise ValueError(f"the arm {arm!r} wants {quorum} of {ranks} ranks")
     return arms

@@ -20,6 +20,7 @@ from hvd_async.events import (
     Opened,
     OptimizerEvent,
     Retired,
+    Starved,
     Wanted,
 )
 
@@ -58,6 +59,9 @@ class GossipLedger:
         self.durations: list[float] = []
         self.partial = self.whole = 0
         """Exchanges that some active rank had nothing for; that all had something for."""
+        self.starved: dict[int, int] = {}
+        """Ranks that wait for a message, and how many exchanges they had seen."""
+        self.freed = 0.0
         self._flight: tuple[int, float] | None = None
 
     def active(self) -> set[int]:
@@ -71,6 +75,9 @@ class GossipLedger:
                 self.opened.add(rank)
             case Offered(_, key):
                 self.offers[rank].append((key, now))
+                self.starved.pop(rank, None)
+            case Starved(_, seen):
+                self.starved[rank] = seen
             case Wanted():
                 self.wants.setdefault(rank, now)
             case Averaged(_, _, weight):
@@ -78,7 +85,7 @@ class GossipLedger:
             case Landed(_, number):
                 if self._flight is not None and self._flight[0] == number:
                     self.durations.append(now - self._flight[1])
-                    self._flight = None
+                    self._flight, self.freed = None, now
             case Done(_, (steps,), flush):
                 self.done.add(rank)
                 self.wants.pop(rank, None)
@@ -122,11 +129,15 @@ class GossipLedger:
         assert not self.done
 
     def _there(self) -> set[int]:
-        return {rank for rank, offers in self.offers.items() if offers} | self.wants.keys()
+        """Ranks that offer something, or cannot before the next exchange has landed."""
+        offering = {rank for rank, offers in self.offers.items() if offers}
+        starving = {rank for rank, seen in self.starved.items() if seen == self.exchanges}
+        return offering | starving | self.wants.keys() | self.inside.keys()
 
     def _first(self) -> float:
-        """When the first that waits came."""
-        return min([offers[0][1] for offers in self.offers.values() if offers] + list(self.wants.values()))
+        """Since when it could have gone; in AD-PSGD, when the first that waits came."""
+        first = min([offers[0][1] for offers in self.offers.values() if offers] + list(self.wants.values()))
+        return first if self.neighbours else max(first, self.freed)
 
     def _can_go(self) -> bool:
         active = self.active()
@@ -142,6 +153,7 @@ class GossipLedger:
         assert deadline <= self._first() + max(self.durations) + EPSILON
 
     def _check_exchange(self, exchange: Exchange, ending: bool, now: float) -> None:
+        all_there = self._there() >= self.active()
         self.exchanges += 1
         assert exchange.round == self.exchanges
         assert exchange.mail or exchange.pairs, "an exchange of nothing"
@@ -150,7 +162,6 @@ class GossipLedger:
             assert not exchange.pairs
         else:
             assert self._flight is None, "two exchanges at once"
-            all_there = self._there() >= self.active()
             assert all_there or now >= self._first() + min(self.durations, default=0.0) - EPSILON, "too early"
             self.whole += all_there
             self.partial += not all_there

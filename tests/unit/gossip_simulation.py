@@ -28,6 +28,7 @@ from hvd_async.events import (
     Opened,
     OptimizerEvent,
     Retired,
+    Starved,
     Stepped,
     Wanted,
 )
@@ -83,6 +84,8 @@ class Rank:
     retired: dict[int, int] = field(default_factory=dict)
     come: list[tuple[int, int]] = field(default_factory=list)
     """Messages that are here: (sender, key)."""
+    owed: list[tuple[int, int]] = field(default_factory=list)
+    """Messages that its training thread waits for."""
     averages: set[int] = field(default_factory=set)
     landed: int = 0
     gone: int = 0
@@ -119,6 +122,8 @@ class Simulation:
         self.carried: dict[int, list[tuple[int, int, list[int]]]] = {}
         self.log: list[Command] = []
         self.illegal_tried = 0
+        self.ahead = self.config.algorithm == "dpsgd"
+        """Whether a step's messages are offered at the end of the step before."""
 
     # -- training threads -------------------------------------------------------------------------------------
 
@@ -151,20 +156,41 @@ class Simulation:
         late = self.config.max_staleness
         yield from self._until(rank, lambda: rank.offered - rank.gone <= 1 + late)
         if self.config.algorithm != "allreduce":
-            out = [to for to, _ in self.plan.out(rank.index, step) if step <= rank.retired.get(to, step)]
-            rank.letters[step] = out
-            self.sent += [(end, to, rank.index, step) for to in out]
-            rank.offered += 1
-            rank.outbox.append(Offered(0, step))
-            owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.into(rank.index, k)]
-            yield from self._until(rank, lambda: all(self._is_here(rank, *message) for message in owed))
+            if step == 1 or not self.ahead:
+                self._offer(rank, end, step)
+            rank.owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.into(rank.index, k)]
+            self._tell_starved(rank)
+            yield from self._until(rank, lambda: self._is_fed(rank))
+            rank.owed = []
         if self.config.average_every and step % self.config.average_every == 0:
             number = step // self.config.average_every
             rank.outbox.append(Averaged(0, number, 1.0 + rank.index))
             yield from self._until(rank, lambda: number in rank.averages)
+        if self.ahead:
+            self._offer(rank, end, step + 1)
 
-    def _is_here(self, rank: Rank, sender: int, step: int) -> bool:
-        return (sender, step) in rank.come or step > rank.retired.get(sender, step)
+    def offers(self, steps: int) -> range:
+        """The steps whose messages a rank offers that takes so many."""
+        return range(1, steps + 1 + (self.ahead and steps > 0))
+
+    def _offer(self, rank: Rank, end: int, step: int) -> None:
+        out = [to for to, _ in self.plan.out(rank.index, step) if step <= self._last(rank, to, step)]
+        rank.letters[step] = out
+        self.sent += [(end, to, rank.index, step) for to in out]
+        rank.offered += 1
+        rank.outbox.append(Offered(0, step))
+
+    def _last(self, rank: Rank, other: int, step: int) -> int:
+        """The last step of which another rank sends messages, as far as is known."""
+        last = rank.retired.get(other, step)
+        return last + 1 if self.ahead and 0 < last < step else last
+
+    def _is_fed(self, rank: Rank) -> bool:
+        return all((s, step) in rank.come or step > self._last(rank, s, step) for s, step in rank.owed)
+
+    def _tell_starved(self, rank: Rank) -> None:
+        if not self._is_fed(rank):
+            rank.outbox.append(Starved(0, rank.landed))
 
     def _pair(self, rank: Rank) -> Iterator[None]:
         """A step of AD-PSGD."""
@@ -250,6 +276,7 @@ class Simulation:
         first = exchange.mail[0][0] if exchange.mail else exchange.pairs[0][0]
         if first == rank.number:
             rank.outbox.append(Landed(0, exchange.round))
+        self._tell_starved(rank)
 
     def _obey(self, rank: Rank) -> None:
         command = rank.inbox.popleft()

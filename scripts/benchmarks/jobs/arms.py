@@ -1,4 +1,4 @@
-"""A torch model trained by one of the arms: Horovod's, torch's DDP, ours with a quorum, by gossip, after a leader."""
+"""A torch model trained by one of the arms: a rival's, ours with a quorum, by gossip, after a leader."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 
 import hvd_async.torch as hvd
 from hvd_async.pulls import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import LEADERS, gossip_of, quorum_of
+from ..schedule import LEADERS, LOCAL_RIVALS, RIVALS, compression_of, gossip_of, quorum_of
+from . import rivals
 from .common import Job, counted
 
 POLL = 0.0005
@@ -76,25 +76,25 @@ class Arm:
         self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, **own: Any
     ) -> None:
         self.name, self.model, self.gossip = name, model, gossip_of(name)
-        self.ours = name not in ("horovod", "ddp")
+        base, compression = compression_of(name)
+        self.ours, self._base = base not in RIVALS, base
         self.optimizer: Any = optimizer
+        reduced = getattr(hvd.Compression, compression) if self.ours or base == "horovod" else None
         self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
         self._before: dict[str, Any] = {}
-        if name == "horovod":
-            self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        elif name == "ddp":
-            _start_ddp(job)
-            self.model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        if base == "horovod":
+            named = model.named_parameters()
+            self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=reduced)
+        elif not self.ours:
+            self.model, self.optimizer = rivals.wrap(base, compression, model, optimizer, job)
         else:
             own |= {"named_parameters": model.named_parameters(), "named_buffers": model.named_buffers()}
             if name in LEADERS:
                 self.optimizer = hvd.LeaderOptimizer(optimizer, algorithm=name, **own)
             elif self.gossip is None:
-                self.optimizer = hvd.EagerOptimizer(optimizer, quorum=quorum_of(name), **own)
+                self.optimizer = hvd.EagerOptimizer(optimizer, quorum=quorum_of(base), compression=reduced, **own)
             else:
-                algorithm, compression = self.gossip
-                own |= {"algorithm": algorithm, "compression": getattr(hvd.Compression, compression)}
-                self.optimizer = hvd.GossipOptimizer(optimizer, **own)
+                self.optimizer = hvd.GossipOptimizer(optimizer, algorithm=base, compression=reduced, **own)
 
     def train(self, loss: Loss, delay: float = 0.0) -> None:
         """One step; ``delay`` s of sleep stand for computation, before the gradients are there."""
@@ -106,9 +106,9 @@ class Arm:
             time.sleep(delay)
         started = time.perf_counter()
         value.backward()
-        if self.name == "ddp":
-            self._waited += time.perf_counter() - started  # where DDP waits for its allreduces
-        if self.name == "horovod":
+        if not self.ours and self._base != "horovod":
+            self._waited += time.perf_counter() - started  # where DDP and decent-dp wait
+        if self._base == "horovod":
             started = time.perf_counter()
             self.optimizer.synchronize()
             self._waited += time.perf_counter() - started
@@ -154,6 +154,10 @@ class Arm:
         if self.ours:
             self.optimizer.drain()
             return
+        if self._base in LOCAL_RIVALS:
+            with torch.no_grad():
+                for number, parameter in enumerate(self.model.parameters()):
+                    hvd.allreduce_(parameter.data, name=f"bench.parameter.{number}")
         for name, buffer in self._buffers.items():
             if buffer.is_floating_point():
                 hvd.allreduce_(buffer, name=f"bench.buffer.{name}")
@@ -177,11 +181,3 @@ class Arm:
         """Collective: whether all ranks have the same weights, bit for bit."""
         flat = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
         return len(set(self._job.gather(hashlib.sha256(flat.numpy().tobytes()).hexdigest()))) == 1
-
-
-def _start_ddp(job: Job) -> None:
-    """torch's own process group, beside Horovod's, once."""
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{job.folder / 'ddp'}", rank=job.rank, world_size=job.size
-        )

@@ -88,3 +88,10 @@ def difference(after: Any, before: Any) -> Any:
 def resident_mb() -> float:
     """This process's memory, in MB (10^6 bytes)."""
     return float(psutil.Process().memory_info().rss) / 1e6
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes that this host's network interfaces have received and sent, the loopback aside."""
+    lines = [line.split() for line in Path("/proc/net/dev").read_text().replace(":", ": ").splitlines()[2:]]
+    counts = [(int(line[1]), int(line[9])) for line in lines if line[0] != "lo:"]
+    return sum(received for received, _ in counts), sum(sent for _, sent in counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import hvd_async.torch as hvd
 
 from ..schedule import LEADERS
 from . import arms
-from .common import Job
+from .common import Job, traffic
 
 POLL = 0.0005
 """Seconds between two looks at whether something has come. (Horovod's own waiting keeps a core busy.)"""
@@ -111,13 +110,6 @@ class Plain:
         if value != expected:
             raise ValueError(f"{self._kind} on rank {self._job.rank}: {value} in place of {expected}")
         return seconds
-
-
-def traffic() -> tuple[int, int]:
-    """Bytes that this rank's network interfaces have received and sent, the loopback aside."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().replace(":", ": ").splitlines()[2:]]
-    counted = [(int(line[1]), int(line[9])) for line in lines if line[0] != "lo:"]
-    return sum(received for received, _ in counted), sum(sent for _, sent in counted)
 
 
 def watched(job: Job, action: Callable[[], Any]) -> dict[str, float]:

@@ -1,0 +1,100 @@
+"""The job of ``network``: trainings on virtual hosts whose links are slow; seconds and bytes of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from . import arms
+from .accuracy import accuracy, batches, digits, fold
+from .common import Job, difference, traffic
+
+WARM_UP = 3
+"""Steps before the clock starts: ranks meet, buckets are ordered, the first exchange has nothing to hide under."""
+FOLD = 0
+"""The images to test on."""
+
+
+def network(megabytes: float) -> torch.nn.Module:
+    """A classifier of digits whose weights, float32, have so many MB."""
+    nn = torch.nn
+    inputs, classes = 64, 10
+    side = round(math.sqrt(megabytes * 1e6 / 4 + (inputs + classes) ** 2 / 4) - (inputs + classes) / 2)
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(inputs, side), nn.ReLU()),
+        *(nn.Linear(side, side), nn.ReLU(), nn.Linear(side, classes)),
+    )
+
+
+def work_seconds(job: Job, block: dict[str, Any]) -> float:
+    """What the real work of a step takes when all ranks are at it, which is part of a step's computation."""
+    model = network(block["megabytes"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9)
+    x, y = digits()[0][: block["batch"]], torch.from_numpy(digits()[1])[: block["batch"]]
+    seconds = []
+    for _ in range(2 * WARM_UP):
+        job.barrier()
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+    return statistics.fmean(job.gather(statistics.median(seconds)))
+
+
+def run_block(job: Job, block: dict[str, Any]) -> None:
+    """One training."""
+    slept = max(0.0, block["compute"] - work_seconds(job, block))
+    torch.manual_seed(block["repetition"])
+    model = network(block["megabytes"])
+    images, labels = digits()[0], torch.from_numpy(digits()[1])
+    train, test = fold(FOLD)
+    block_of_data = {**block, "seed": block["repetition"], "split": "even"}
+    epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
+    arm = arms.Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
+    steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
+    losses, ends, sent, waited = [], [], [], []
+    before: dict[str, Any] = {}
+    job.barrier()
+    for number, indices in enumerate(steps, start=1):
+        x, y = images[indices], labels[indices]
+
+        def loss(trained: torch.nn.Module, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            value = torch.nn.functional.cross_entropy(trained(x), y)
+            losses.append(float(value.detach()))
+            return value
+
+        arm.train(loss, slept)
+        ends.append(time.perf_counter())
+        sent.append(traffic()[1])
+        waited.append(arm.waited)
+        if number == WARM_UP:
+            before = arm.stats()
+    own: dict[str, Any] = {
+        "seconds": [b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :])],
+        "sent": sent[-1] - sent[WARM_UP - 1],
+        "waited": waited[-1] - waited[WARM_UP - 1],
+        "loss": losses,
+        "stats": difference(arm.stats(), before),
+    }
+    arm.drain()
+    own |= {"identical": arm.identical(), "accuracy": accuracy(model, test) if job.rank == 0 else None}
+    arm.close()
+    job.record(block, own)
+
+
+def main() -> None:
+    """Run the plan's blocks."""
+    job = arms.start()
+    for block in job.plan["blocks"]:
+        run_block(job, block)
+    arms.finish(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Rivals that go through torch's own process group on Gloo: DDP, its post-local SGD, and decent-dp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from .common import Job
+
+PERIOD = 4
+"""Steps between two averages of post-local SGD: that of torch's own example."""
+TOPOLOGY = "one-peer-exp"
+"""Of decent-dp."""
+
+
+def wrap(
+    name: str, compression: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job
+) -> tuple[torch.nn.Module, Any]:
+    """A rival's model and optimizer.
+
+    Args:
+        name: ``ddp``, ``post-local-sgd`` or ``decent-dp``.
+        compression: of DDP's gradients: "none", "fp16" or "bf16".
+        model: the same on all ranks.
+        optimizer: of its parameters, in one group.
+        job: this rank.
+
+    Raises:
+        ModuleNotFoundError: decent-dp is not installed.
+    """
+    if not torch.distributed.is_initialized():
+        where = f"file://{job.folder / 'ddp'}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
+    if name == "decent-dp":
+        return _decent_dp(model, optimizer)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    if name == "post-local-sgd":
+        state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(PERIOD))
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    if compression in hooks:
+        wrapped.register_comm_hook(None, hooks[compression])
+    return wrapped, optimizer
+
+
+class _InBackward:
+    """decent-dp updates during the backward pass: there is no step to take, and its optimizers are made in the first.
+
+    Args:
+        model: decent-dp's.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all its optimizers."""
+        return [group for optimizer in self._model._optims for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """It has done so."""
+
+    def step(self) -> None:
+        """It has done so."""
+
+
+def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
+    try:
+        from decent_dp.ddp import DecentralizedDataParallel
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the arm decent-dp needs its package: pip install decent-dp") from error
+
+    def make(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+        return type(optimizer)([p for _, p in named], **optimizer.defaults)
+
+    wrapped = DecentralizedDataParallel(model, make, topology=TOPOLOGY, _local_world_size=1)
+    return wrapped, _InBackward(wrapped)

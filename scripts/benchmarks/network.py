@@ -1,0 +1,265 @@
+"""Every rank is on a virtual host of its own (needs root) whose link is slow: who trains how fast, and how well.
+
+Computation takes a quarter of what an allreduce takes on the wire, so communication dominates; what the real work
+leaves of that is slept. What a step costs at least follows from the bytes that it must send: an allreduce 2(P-1)/P
+times the weights, a message to one peer once the weights; whether these travel while the next step computes is the
+algorithm's. Each run trains a small network on the real digits, for as many steps in all arms, and its accuracy stands
+beside its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from . import plot
+from .accuracy import BATCH
+from .intervals import mean_interval, quantile, spread
+from .jobs.network import WARM_UP
+from .launch import Block, Progress, Say, repetitions
+from .launch import run as run_job
+from .report import Column, Goal, Report, Row, row
+from .schedule import LEADERS, RIVALS, compression_of, gossip_of, parse_arms
+from .timed import START
+
+HELP = "8 virtual hosts with slow links: seconds and bytes a step of every algorithm, with accuracy"
+ARMS = (
+    *("horovod", "ddp", "post-local-sgd", "decent-dp", "solo"),
+    *("sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"),
+    *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
+)
+COLUMNS = (
+    Column("Mbit/s", "setting.bandwidth_mbit", "g"),
+    Column("arm", "arm"),
+    Column("ms/step", "value", ".0f"),
+    Column("low", "low", ".0f"),
+    Column("high", "high", ".0f"),
+    Column("90% below", "p90", ".0f"),
+    Column("bytes allow", "least_ms", ".0f"),
+    Column("over that", "over_least", ".3f"),
+    Column("speed-up", "speedup", ".2f"),
+    Column("bound", "bound", ".2f"),
+    Column("MB/step", "sent_mb", ".2f"),
+    Column("waited ms", "wait_ms", ".0f"),
+    Column("accuracy", "accuracy", ".3f"),
+    Column("95% from", "accuracy_low", ".3f"),
+    Column("to", "accuracy_high", ".3f"),
+)
+PAYLOAD = 0.956
+"""Of what travels on Ethernet in TCP's packets: 1448 of 1514 bytes."""
+SHARE = 0.25
+"""Computation over an allreduce's time on the wire."""
+OVER = 1.1
+"""How much longer than its bytes allow a step of ours may take."""
+LEAST = {"sgp": 1.37, "osgp": 1.95, "dpsgd": 1.95}
+"""Speed-ups over Horovod that are wanted."""
+BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
+"""Speed-ups over decent-dp that are wanted: it is the same algorithm."""
+PERIODS = {"post-local-sgd": 4}
+"""Steps between two messages."""
+BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
+"""Of an element in a message; int8 has a scale for every 2,048 elements."""
+
+
+class Need(NamedTuple):
+    """What a step of an arm must send, and whether it travels while a step computes."""
+
+    megabytes: float
+    hidden: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The case's own options."""
+    parser.set_defaults(ranks=8, arms=",".join(ARMS), repetitions=3)
+    parser.add_argument(
+        "--mbit", type=float, nargs="+", default=[50.0, 200.0, 1000.0], metavar="X", help="of each link"
+    )
+    parser.add_argument("--megabytes", type=float, default=8.0, metavar="MB", help="of weights, in float32")
+    parser.add_argument(
+        "--compute", type=float, metavar="S", help="slept in each step; not given: a quarter of an allreduce"
+    )
+    parser.add_argument("--steps", type=int, default=24, help="of each training, after some that are not timed")
+    parser.add_argument("--batch-size", type=int, default=BATCH, metavar="N", help="samples a rank and step")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate, of all arms")
+
+
+def run(args: argparse.Namespace, say: Say) -> Report:
+    """Measure and judge."""
+    if args.quick:
+        args.mbit, args.repetitions, args.steps = [max(args.mbit)], 1, min(args.steps, 8)
+    arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
+    if min(args.mbit) <= 0 or args.steps < 1:
+        raise ValueError("--mbit and --steps: take numbers above 0")
+    found: list[Block] = []
+    progress = Progress(len(arms) * args.repetitions * len(args.mbit), say)
+
+    def on_block(block: Block) -> None:
+        progress(f"{block['bandwidth_mbit']:g} Mbit/s, {block['arm']}: {1e3 * step_seconds(block):.0f} ms a step")
+
+    for mbit in args.mbit:
+        blocks = blocks_of(args, arms, mbit)
+        longest = sum((WARM_UP + args.steps) * (b["compute"] + wire_seconds(2 * args.megabytes, mbit)) for b in blocks)
+        limit = args.limit * 60 if args.limit else START + 2 * longest + 20 * len(blocks)
+        env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+        found += run_job("network", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block, env=env, mbit=mbit)
+    report = Report("network", args.ranks, rows_of(found), COLUMNS, draw=draw)
+    judge(report)
+    report.notes += crossings(report.rows)
+    return report
+
+
+def blocks_of(args: argparse.Namespace, arms: Sequence[str], mbit: float) -> list[Block]:
+    """Every arm at one bandwidth, in alternation."""
+    allreduce = wire_seconds(2 * (args.ranks - 1) / args.ranks * args.megabytes, mbit)
+    common = {
+        "bandwidth_mbit": mbit,
+        "megabytes": args.megabytes,
+        "compute": SHARE * allreduce if args.compute is None else args.compute,
+        "steps": args.steps,
+        "batch": args.batch_size,
+        "lr": args.lr,
+    }
+    return [{**common, "arm": arm, "repetition": repetition} for repetition, arm in repetitions(arms, args.repetitions)]
+
+
+def wire_seconds(megabytes: float, mbit: float) -> float:
+    """How long so many megabytes of payload travel."""
+    return 8 * megabytes / mbit / PAYLOAD
+
+
+def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
+    """What a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
+    base, compression = compression_of(arm)
+    share = BYTES[compression] / BYTES["none"]
+    if base in LEADERS or base == "adpsgd":
+        return None
+    if gossip_of(arm) or base == "decent-dp":
+        return Need(share * megabytes, base != "sgp")
+    return Need(share * 2 * (ranks - 1) / ranks * megabytes / PERIODS.get(base, 1), hidden=False)
+
+
+def least_seconds(arm: str, ranks: int, block: Block) -> float:
+    """A step takes no less: computation and messages, one after the other or at a time."""
+    need = need_of(arm, ranks, block["megabytes"])
+    if need is None:
+        return float(block["compute"])
+    wire = wire_seconds(need.megabytes, block["bandwidth_mbit"])
+    return max(block["compute"], wire) if need.hidden else float(block["compute"] + wire)
+
+
+def step_seconds(block: Block) -> float:
+    """Mean seconds of a timed step, of the rank for which they took longest."""
+    return max(statistics.fmean(own["seconds"]) for own in block["by_rank"])
+
+
+def rows_of(blocks: list[Block]) -> list[Row]:
+    """One row a bandwidth and arm."""
+    groups: dict[tuple[float, str], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((block["bandwidth_mbit"], block["arm"]), []).append(block)
+    rows = []
+    for (mbit, arm), mine in groups.items():
+        first, ranks, steps = mine[0], len(mine[0]["by_rank"]), mine[0]["steps"]
+        ms = spread([1e3 * step_seconds(block) for block in mine])
+        least = 1e3 * least_seconds(arm, ranks, first)
+        rival = groups.get((mbit, "horovod"))
+        scores = mean_interval([block["by_rank"][0]["accuracy"] for block in mine])
+        everywhere = [own for block in mine for own in block["by_rank"]]
+        names = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
+        rows.append(
+            row(
+                arm,
+                {**{name: first[name] for name in names}, "seed": "the run's number"},
+                *(ms.value, "ms a step, of the slowest rank", ms.low, ms.high),
+                speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
+                bound=1e3 * least_seconds("horovod", ranks, first) / least,
+                accuracy=scores.value,
+                accuracy_low=scores.low if math.isfinite(scores.low) else None,
+                accuracy_high=scores.high if math.isfinite(scores.high) else None,
+                least_ms=least,
+                over_least=ms.value / least,
+                p90=quantile([1e3 * seconds for own in everywhere for seconds in own["seconds"]], 0.9),
+                sent_mb=statistics.fmean(own["sent"] for own in everywhere) / steps / 1e6,
+                wait_ms=1e3 * statistics.fmean(own["waited"] for own in everywhere) / steps,
+                identical=all(own["identical"] for own in everywhere),
+            )
+        )
+    return rows
+
+
+def judge(report: Report) -> None:
+    """Add what must show where the links are slowest, that is where the wire decides, and not this machine's cores."""
+    slowest = min(each["setting"]["bandwidth_mbit"] for each in report.rows)
+    by_arm = {each["arm"]: each for each in report.rows if each["setting"]["bandwidth_mbit"] == slowest}
+    for arm, each in by_arm.items():
+        need = need_of(arm, report.ranks, each["setting"]["megabytes"])
+        if gossip_of(arm) and need is not None:
+            goal(report, f"{arm}'s step over what its bytes allow", each["over_least"], "<=", OVER)
+        if arm in LEAST and each["speedup"] is not None:
+            goal(report, f"{arm}'s speed-up over horovod", each["speedup"], ">=", LEAST[arm])
+        if arm in BESIDE and "decent-dp" in by_arm:
+            goal(
+                report,
+                f"{arm}'s speed-up over decent-dp",
+                by_arm["decent-dp"]["value"] / each["value"],
+                ">=",
+                BESIDE[arm],
+            )
+
+
+def goal(report: Report, what: str, value: float, how: str, limit: float) -> None:
+    """Add a goal: ``value`` must be "<=" or ">=" ``limit``."""
+    met = value <= limit if how == "<=" else value >= limit
+    report.goals.append(Goal(what, value, f"{how} {limit:g}", met))
+
+
+def crossings(rows: Sequence[Row]) -> list[str]:
+    """From which bandwidth on Horovod's allreduce is quicker, for each arm; between two measured ones in proportion of
+    the logarithms."""
+    notes = []
+    for arm in dict.fromkeys(each["arm"] for each in rows if each["arm"] != "horovod" and each["speedup"] is not None):
+        points = sorted((each["setting"]["bandwidth_mbit"], each["speedup"]) for each in rows if each["arm"] == arm)
+        at = crossing(points)
+        if len(points) > 1:
+            notes.append(f"{arm} and horovod are level at {at:.0f} Mbit/s" if at else f"{arm}: {_ahead(points)}")
+    return notes
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> float | None:
+    """Where speed-ups, by bandwidth, fall below 1; None if they do not."""
+    for (slow, better), (fast, worse) in itertools.pairwise(points):
+        if better >= 1 > worse:
+            way = math.log(better) / (math.log(better) - math.log(worse))
+            return math.exp(math.log(slow) + way * (math.log(fast) - math.log(slow)))
+    return None
+
+
+def _ahead(points: Sequence[tuple[float, float]]) -> str:
+    return "quicker than horovod at all of these" if points[-1][1] >= 1 else "slower than horovod at all of these"
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    """Seconds a step and what the bytes allow; accuracy; a group of bars a bandwidth."""
+    ms, scores = figure.subplots(2, 1, height_ratios=(2, 1))
+    groups = [f"{mbit:g} Mbit/s" for mbit in sorted({each["setting"]["bandwidth_mbit"] for each in rows})]
+    base = {each["setting"]["bandwidth_mbit"]: each["value"] for each in rows if each["arm"] == "horovod"}
+
+    def group_of(each: Row) -> str:
+        return f"{each['setting']['bandwidth_mbit']:g} Mbit/s"
+
+    def relative(each: Row, keys: Sequence[str]) -> Row:
+        over = base.get(each["setting"]["bandwidth_mbit"], 1.0)
+        return each | {key: each[key] / over for key in keys}
+
+    keys: Callable[[Row], Row] = lambda each: relative(each, ("value", "low", "high", "least_ms"))  # noqa: E731
+    shown = [keys(each) for each in rows]
+    plot.bars(ms, shown, groups, group_of)
+    plot.marks(ms, shown, groups, group_of, "least_ms", "D", "what the bytes allow")
+    plot.label(ms, "a step", "", "of Horovod's" if base else "ms")
+    plot.bars(scores, rows, groups, group_of, "accuracy")
+    plot.label(scores, "accuracy after as many steps", "", "share of test images")
+    plot.legend(figure, ms)
