@@ -26,7 +26,10 @@ CLIPS = tf.TensorSpec([None], tf.int64)
 
 
 class Lstm(keras.layers.Layer):
-    """TensorFlow's LSTM of all steps as one operator; on a CPU Keras' own is a loop of many small ones."""
+    """TensorFlow's LSTM of all steps as one operator; on a CPU Keras' own is a loop of many small ones.
+
+    (``BlockLSTM``: the gradient of ``BlockLSTMV2`` is not that of what it computes, in TensorFlow 2.21 on a CPU.)
+    """
 
     def build(self, shape: tuple[int | None, ...]) -> None:
         """As Keras asks for."""
@@ -37,7 +40,7 @@ class Lstm(keras.layers.Layer):
         """[clips, frames, pixels] to [clips, frames, units]."""
         by_time = tf.transpose(frames, [1, 0, 2])
         start, no_peephole = tf.zeros([tf.shape(frames)[0], HIDDEN]), tf.zeros([HIDDEN])
-        outputs = tf.raw_ops.BlockLSTMV2(
+        outputs = tf.raw_ops.BlockLSTM(
             seq_len_max=tf.shape(frames, tf.int64)[1],
             x=by_time,
             cs_prev=start,
@@ -49,6 +52,7 @@ class Lstm(keras.layers.Layer):
             b=self.bias,
             use_peephole=False,
             cell_clip=0.0,
+            forget_bias=1.0,
         )
         return tf.transpose(outputs.h, [1, 0, 2])
 
