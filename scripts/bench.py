@@ -18,6 +18,7 @@ from benchmarks import (
     hard,
     hetero,
     independence,
+    lengths,
     memory,
     network,
     plot,
@@ -30,7 +31,7 @@ from benchmarks import (
 from benchmarks.launch import JobError
 
 MODULES = (
-    *(straggler, skew, balanced, activation, memory, accuracy, hard),
+    *(straggler, skew, balanced, activation, memory, accuracy, hard, lengths),
     *(hetero, independence, exchange, network, pull, race, soak),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}

@@ -89,8 +89,8 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
                 slowest_rank_s=work,
                 synchronous_s=synchronous_seconds(times) / len(times),
                 fresh_per_s=statistics.median(timed.fresh_per_second(block) for block in mine),
-                staleness=_median([timed.mean_staleness(block) for block in mine]),
-                contributors=_median([timed.mean_contributors(block) for block in mine]),
+                staleness=timed.median([timed.mean_staleness(block) for block in mine]),
+                contributors=timed.median([timed.mean_contributors(block) for block in mine]),
                 wait_s=statistics.median(timed.wait_seconds(block) for block in mine),
                 identical=all(own["identical"] for block in mine for own in block["by_rank"]),
                 repetitions=[timed.step_seconds(block) for block in mine],
@@ -149,8 +149,3 @@ def draw(figure: Any, rows: list[Row]) -> None:
 def _bound(block: Block, times: Schedule) -> float:
     how = {"seed": block["seed"], "first_round": 1 + block["by_rank"][0]["rounds_before"]}
     return synchronous_seconds(times) / replay(times, block["arm"], **how).seconds
-
-
-def _median(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None

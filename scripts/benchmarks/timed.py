@@ -91,6 +91,12 @@ def held_seconds(block: Block) -> float | None:
     return sum(held) / len(block["by_rank"]) / steps_of(block) if held else None
 
 
+def median(values: list[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
 def judge_auto(fresh: dict[str, float], where: str) -> tuple[str, float] | None:
     """What is said of ``auto``: its fresh gradients a second against the best fixed quorum's; None without one."""
     fixed = {arm: value for arm, value in fresh.items() if arm not in ("auto", "horovod", "ddp")}

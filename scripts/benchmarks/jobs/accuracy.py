@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,21 +13,15 @@ from unittest import mock
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from sklearn.model_selection import StratifiedKFold
 
 from hvd_async.eager import EagerWorker
 from hvd_async.events import Command, Go
 from hvd_async.protocols import Vector
 
+from ..digits import fold, images
 from ..schedule import eager
 from . import arms
-from .common import Job
-
-FOLDS = 5
-FOLD_SEED = 7
-WARM_UP = 0.1
-"""Share of the steps in which the learning rate rises from 0; then it falls as a cosine."""
+from .common import Job, rate
 
 
 class Forgetful(EagerWorker):
@@ -98,18 +91,8 @@ def plain() -> torch.nn.Module:
 @functools.cache
 def digits() -> tuple[torch.Tensor, NDArray[np.int64]]:
     """All 1,797 images, [n, 1, 8, 8], normalised, and their labels."""
-    raw = load_digits()
-    return torch.from_numpy(((raw.images / 16 - 0.305) / 0.376).astype(np.float32))[:, None], raw.target.astype(
-        np.int64
-    )
-
-
-def fold(number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(train, test) indices."""
-    labels = digits()[1]
-    splits = StratifiedKFold(FOLDS, shuffle=True, random_state=FOLD_SEED).split(labels, labels)
-    train, test = list(splits)[number]
-    return train, test
+    pixels, labels = images()
+    return torch.from_numpy(pixels)[:, None], labels
 
 
 def batches(
@@ -166,30 +149,22 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
 
 def fit(job: Job, arm: arms.Arm, block: dict[str, Any], train: NDArray[np.int64], delays: list[float]) -> None:
     """Train for as many steps as there are delays, epoch by epoch."""
-    images, labels = digits()[0], torch.from_numpy(digits()[1])
+    pixels, labels = digits()[0], torch.from_numpy(digits()[1])
     arm.model.train()
     epochs = (batches(block, train, job.rank, job.size, epoch) for epoch in itertools.count())
     for step, (delay, indices) in enumerate(zip(delays, itertools.chain.from_iterable(epochs), strict=False)):
-        x, y = images[indices], labels[indices]
+        x, y = pixels[indices], labels[indices]
         for group in arm.optimizer.param_groups:
             group["lr"] = rate(block["lr"], step, len(delays))
         arm.train(lambda model, x=x, y=y: torch.nn.functional.cross_entropy(model(x), y), delay)  # type: ignore[misc]
 
 
-def rate(highest: float, step: int, steps: int) -> float:
-    """The learning rate of a step: up in a line, then down as a cosine."""
-    up = WARM_UP * steps
-    if step < up:
-        return highest * (step + 1) / up
-    return highest * 0.5 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
-
-
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, test: NDArray[np.int64]) -> float:
     """The share of the test images that the model classifies correctly."""
-    images, labels = digits()
+    pixels, labels = digits()
     model.eval()
-    found = model(images[test]).argmax(dim=1).numpy()
+    found = model(pixels[test]).argmax(dim=1).numpy()
     return float((found == labels[test]).mean())
 
 

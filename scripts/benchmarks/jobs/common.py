@@ -6,7 +6,9 @@ The binding's module (``hvd_async.torch`` or ``hvd_async.tensorflow``) is handed
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from typing import Any
 import psutil
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # to see where a job hangs
+WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises from 0; then it falls as a cosine."""
 
 
 class Job:
@@ -45,6 +49,10 @@ class Job:
         """Rank 0's value, on every rank."""
         return self._hvd.broadcast_object(value, root_rank=0, name="bench.agree")
 
+    def same(self, content: bytes) -> bool:
+        """Collective: whether all ranks have the same, bit for bit."""
+        return len(set(self.gather(hashlib.sha256(content).hexdigest()))) == 1
+
     def record(self, block: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
         """Write a block: what it was, and what every rank found. Returns the latter."""
         found = self.gather(own)
@@ -58,6 +66,14 @@ class Job:
         self.barrier()
         if self.rank == 0:
             (self.folder / "unfinished").unlink()
+
+
+def rate(highest: float, step: int, steps: int) -> float:
+    """The learning rate of a step: up in a line, then down as a cosine."""
+    up = WARM_UP * steps
+    if step < up:
+        return highest * (step + 1) / up
+    return highest * 0.5 * (1 + math.cos(math.pi * (step - up) / (steps - up)))
 
 
 def counted(stats: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ..digits import fold
 from . import arms
-from .accuracy import accuracy, batches, digits, fold
+from .accuracy import accuracy, batches, digits
 from .common import Job, difference, traffic
 
 WARM_UP = 3

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..digits import fold
 from ..leadership import Clock
 from ..schedule import LEADERS, eager, waits_for_nobody
 from . import arms
-from .accuracy import accuracy, batches, digits, fold, rate, resnet
-from .common import Job
+from .accuracy import accuracy, batches, digits, resnet
+from .common import Job, rate
 
 FOLD = 0
 """The images to test on."""
