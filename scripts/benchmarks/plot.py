@@ -16,6 +16,10 @@ WIDTH = 0.85
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
+FAMILIES = (("horovod", "ddp"), (), ("sgp", "osgp", "dpsgd", "adpsgd"), ("lsgd", "easgd"))
+STYLES = ("-", "--", "-.", ":")
+"""Of their lines; partial allreduce, with its quorums, is the second."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
 
@@ -28,6 +32,15 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
     return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
+
+
+def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
+    """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
+    fill, hatch = colour(arm, arms)
+    family = next((number for number, named in enumerate(FAMILIES) if arm.partition("-")[0] in named), 1)
+    marker = MARKERS[HATCHES.index(hatch)]
+    look = {"color": fill, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
+    return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}
 
 
 def bars(
@@ -93,6 +106,19 @@ def label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def near_one(axes: Any) -> None:
+    """Shares, on a scale on which those near 1 are told apart: evenly spaced in the logarithm of what is left to 1."""
+    import numpy as np
+
+    whole = 1.005  # (so that 1 itself has a place)
+    axes.set_yscale(
+        "function", functions=(lambda y: -np.log10(np.maximum(whole - y, 1e-9)), lambda z: whole - 10.0**-z)
+    )
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
 
 
 def legend(figure: Any, *axes: Any) -> None:

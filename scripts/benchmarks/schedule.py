@@ -21,6 +21,8 @@ GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
 LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
 RIVALS = ("horovod", "ddp")
+MUTANT = "drops_late"
+"""Of ``solo``: late gradients are lost."""
 
 
 def quorum_of(arm: str) -> str | int | float:
