@@ -14,6 +14,7 @@ from benchmarks import (
     accuracy,
     activation,
     balanced,
+    convergence,
     exchange,
     hard,
     hetero,
@@ -29,7 +30,7 @@ from benchmarks import (
 from benchmarks.launch import JobError
 
 MODULES = (
-    *(straggler, skew, balanced, activation, memory, accuracy, hard),
+    *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence),
     *(hetero, independence, exchange, pull, race, soak),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}

@@ -190,7 +190,7 @@ def test_command_line():
     assert isinstance(args, argparse.Namespace)
     assert (args.ranks, args.delay, args.repetitions) == (4, [0.1, 0.2], 3)
     assert set(module.CASES) == {
-        *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "soak"),
+        *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "convergence", "soak"),
         *("hetero", "independence", "exchange", "pull", "race"),
     }
     for name in module.CASES:
