@@ -221,8 +221,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
         fill, _ = plot.colour(each["arm"], names)
         shift = np.linspace(-0.15, 0.15, len(each["pairs"]))
         axes[0].plot(place + shift, [100 * pair for pair in each["pairs"]], ".", color=fill, markeredgecolor="black")
-        middle, low, high = (100 * each[key] for key in ("difference", "difference_low", "difference_high"))
-        axes[0].errorbar(place + 0.3, middle, [[middle - low], [high - middle]], fmt="D", color="black", capsize=5)
+        interval = (each[key] for key in ("difference", "difference_low", "difference_high"))
+        middle, sides = 100 * each["difference"], 100 * np.array(plot.sides(*interval))
+        axes[0].errorbar(place + 0.3, middle, sides, fmt="D", color="black", capsize=5)
     within = [GOSSIP_POINTS if gossip_of(name) else 1.0 for name in names[1:]]
     for points in sorted(set(within)):
         axes[0].axhspan(-points, points, color="#56B4E9", alpha=0.2, label=f"within {points:g} point(s)")
@@ -233,7 +234,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     plot.legend(figure, axes[0])
     for place, each in enumerate(rows):
         fill, hatch = plot.colour(each["arm"], names)
-        sides = [[each["value"] - each["low"]], [each["high"] - each["value"]]]
+        sides = plot.sides(each["value"], each["low"], each["high"])
         edge = "white" if fill == "#000000" else "black"
         axes[1].bar(place, each["value"], 0.7, yerr=sides, color=fill, hatch=hatch, edgecolor=edge, capsize=4)
     axes[1].set_xticks(range(len(names)), names)

@@ -148,7 +148,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
         plot.near_one(axes)
     for axes in panels[2:, 0]:
         axes.set_ylabel("training loss (log scale)")
-        axes.set_yscale("log")
+        plot.logarithmic(axes)
     plot.legend(figure, panels[0][0])
 
 

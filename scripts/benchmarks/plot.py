@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +123,49 @@ def near_one(axes: Any) -> None:
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
 
 
+def logarithmic(axes: Any) -> None:
+    """Values on a logarithmic scale, with readable numbers at 1, 2 and 5 of each power of ten where there are few."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def legend(figure: Any, *axes: Any) -> None:
-    """One legend for the figure, below it, of all that these axes name."""
-    named: dict[str, Any] = {}
+    """One legend for the figure, below it, of all that these axes name; what has lines and bars is shown as both."""
+    from matplotlib.legend_handler import HandlerTuple
+
+    named: dict[str, dict[type, Any]] = {}
     for one in axes:
-        handles, labels = one.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named, loc="outside lower center", ncols=min(6, len(named)), frameon=False)
+        for handle, text in zip(*one.get_legend_handles_labels(), strict=True):
+            named.setdefault(text, {})[type(handle)] = handle
+    looks = [tuple(kinds.values()) if len(kinds) > 1 else next(iter(kinds.values())) for kinds in named.values()]
+    side_by_side = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.4)}}
+    figure.legend(looks, named, loc="outside lower center", ncols=min(6, len(named)), frameon=False, **side_by_side)
+
+
+def sides(value: float, low: float | None, high: float | None) -> list[list[float]]:
+    """Of an error bar, as matplotlib wants them; a side that is endless, in JSON null, is not drawn."""
+    return [[math.nan if end is None else max(0.0, sign * (value - end))] for sign, end in ((1, low), (-1, high))]
 
 
 def save(report: Report, path: Path) -> None:
     """Draw a report and write it as PNG."""
     assert report.draw is not None
-    title = f"{report.case}: {report.ranks} ranks, {report.transport}, one machine"
-    picture(path, title, report.draw, report.rows)
+    redraw(json.loads(report.json()), report.draw, path)
 
 
-def picture(
-    path: Path, title: str, draw: Callable[[Any, list[Row]], None], rows: list[Row], height: float = 5.0
-) -> None:
-    """Draw rows and write them as PNG, ``height`` inches high."""
+def redraw(content: Mapping[str, Any], draw: Callable[[Any, list[Row]], None], path: Path) -> None:
+    """Draw a report's JSON and write it as PNG."""
+    title = f"{content['case']}: {content['ranks']} ranks, {content['transport']}, one machine"
+    picture(path, title, draw, content["rows"])
+
+
+def picture(path: Path, title: str, draw: Callable[[Any, Any], None], rows: Any, height: float = 5.0) -> None:
+    """Draw rows and write them as PNG, ``height`` inches high unless ``draw`` wants another size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")
