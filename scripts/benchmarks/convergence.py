@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
-    quick(args, epochs=3)
+    quick(args, epochs=2)
     if args.groups < 1 or args.ranks % args.groups:
         raise ValueError(f"--groups {args.groups}: {args.ranks} ranks cannot be parted into so many")
     blocks = blocks_of(args)

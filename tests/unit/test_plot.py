@@ -200,6 +200,15 @@ def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path, case, one):
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "first.png").read_bytes()
 
 
+def test_a_report_is_drawn_from_its_json(tmp_path):
+    drawn = []
+    rows = [row("solo", {1: (2, 3)}, float("inf"), "s")]
+    report = Report("race", 4, rows, (), draw=lambda _, given: drawn.extend(given))
+    drawing.save(report, tmp_path / "x.png")
+    assert drawn == json.loads(report.json())["rows"]
+    assert (drawn[0]["value"], drawn[0]["setting"]) == (None, {"1": [2, 3]})
+
+
 # -- what cannot be drawn -------------------------------------------------------------------------------------
 
 
