@@ -14,6 +14,7 @@ from benchmarks import (
     accuracy,
     activation,
     balanced,
+    convergence,
     exchange,
     hard,
     hetero,
@@ -31,7 +32,7 @@ from benchmarks import (
 from benchmarks.launch import JobError
 
 MODULES = (
-    *(straggler, skew, balanced, activation, memory, accuracy, hard, lengths),
+    *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence, lengths),
     *(hetero, independence, exchange, network, pull, race, soak),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}

@@ -1,70 +1,88 @@
 #!/usr/bin/env python
-"""Pictures of a run: `scripts/plot.py LOG_DIR/leaders.csv --plot leaders.png` draws who led when."""
+"""Pictures of runs and of benchmarks.
+
+Runs: give the runners' --log-dir folders (or CSV files of them, or --summary files), one or several to be compared.
+Drawn is what they tell: loss and accuracy over epochs and over time, how step times are spread, waits by rank, how far
+ranks were apart, staleness, who led when. Runs are named by their quorum or algorithm, or by their folders where these
+are the same or unknown.
+
+A benchmark: give the JSON file that scripts/bench.py --json has written, by itself; it is drawn as --plot draws it.
+"""
 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import leadership
+from bench import CASES
+from benchmarks import panels, plot, runs
 
-Pull = tuple[float, int, int]
+EXAMPLES = """\
+examples:
+  scripts/plot.py logs --plot run.png
+  scripts/plot.py logs/solo logs/sgp logs/lsgd --plot compared.png
+  scripts/plot.py logs/leaders.csv --ranks 8 --plot leaders.png
+  scripts/plot.py convergence.json --plot convergence.png
+"""
 
 
-def read_leaders(path: Path) -> list[Pull]:
-    """The pulls in a runner's `leaders.csv`: seconds; group, or -1 for all ranks; leader.
+def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
+    """Draw a benchmark's JSON.
 
     Raises:
-        ValueError: it is no such file, or one of EASGD, whose ranks follow no leader.
+        ValueError: there is no such case, or its rows are not what the case draws.
     """
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if rows.fieldnames != ["time_s", "group", "leader"]:
-            raise ValueError(f"{path} is no leaders.csv of a run with --algorithm lsgd --log-dir: give one")
-        pulls = [(float(row["time_s"]), int(row["group"] or -1), int(row["leader"] or -1)) for row in rows]
-    if not pulls or any(leader < 0 for _, _, leader in pulls):
-        raise ValueError(f"{path}: nobody led in that run (easgd has a centre, and pulls of lsgd come by its periods)")
-    return pulls
+    case = CASES.get(content["case"])
+    if case is None:
+        raise ValueError(f"{path} is of a case {content['case']!r} that is not there: give one of {', '.join(CASES)}")
+    try:
+        plot.redraw(content, case.draw, picture)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: its rows are not those of {content['case']} ({told}): run the case again") from error
 
 
-def draw_leaders(pulls: Sequence[Pull], ranks: int, path: Path) -> None:
-    """Draw who led when.
+def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
+    """Draw runs.
 
-    Args:
-        pulls: as ``read_leaders``.
-        ranks: of the job.
-        path: a PNG.
+    Raises:
+        ValueError: something cannot be read, or has nothing that could be drawn.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    groups = 1 + max(group for _, group, _ in pulls)
-    figure, axes = plt.subplots(figsize=(11, 1.4 + 0.45 * ranks), layout="constrained")
-    leadership.draw(axes, pulls, ranks, ranks // groups if groups else ranks, max(time for time, _, _ in pulls) or 1.0)
-    axes.set_xlabel("seconds since the first pull")
-    axes.set_title("who led when")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    found = runs.read(paths, ranks)
+    named = dict(zip(runs.labels(found), found, strict=True))
+    sizes = sorted({run.ranks for run in found})
+    title = f"{', '.join(named)}: {' and '.join(map(str, sizes))} ranks"
+    plot.picture(picture, title, panels.draw, named)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """As the command line says."""
-    parser = argparse.ArgumentParser(prog="scripts/plot.py", description="Draw who led when in a run with lsgd.")
-    parser.add_argument("leaders", type=Path, metavar="LEADERS_CSV", help="leaders.csv, of a runner's --log-dir")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: as far as the leaders go)")
-    parser.add_argument("--plot", type=Path, default=Path("leaders.png"), metavar="FILE", help="(default: leaders.png)")
+    parser = argparse.ArgumentParser(
+        prog="scripts/plot.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a folder or a file, as above")
+    parser.add_argument("--plot", type=Path, default=Path("plot.png"), metavar="FILE", help="a PNG (default: plot.png)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of the job, where only leaders.csv is given (default: as far as leaders go)",
+    )
     given = parser.parse_args(argv)
     try:
-        pulls = read_leaders(given.leaders)
-        least = 1 + max(leader for _, _, leader in pulls)
-        if given.ranks is not None and given.ranks < least:
-            raise ValueError(f"--ranks {given.ranks}: rank {least - 1} led in that run; give {least} or more")
-        draw_leaders(pulls, given.ranks or least, given.plot)
+        contents = {path: runs.read_json(path) for path in given.files if path.suffix == ".json" and path.is_file()}
+        benchmarks = [path for path, content in contents.items() if "case" in content and "rows" in content]
+        if benchmarks and len(given.files) > 1:
+            raise ValueError(f"{benchmarks[0]} is a benchmark's: give it by itself")
+        if benchmarks:
+            draw_benchmark(benchmarks[0], contents[benchmarks[0]], given.plot)
+        else:
+            draw_runs(given.files, given.ranks, given.plot)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"wrote {given.plot}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -19,3 +22,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write CSV, whole or not at all."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    write_atomically(path, lambda place: place.write_text(text.getvalue(), newline=""))

@@ -331,7 +331,13 @@ def _output_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the last checkpoint of --checkpoint-dir; start afresh if there is none yet",
     )
-    add("--log-dir", type=Path, metavar="DIR", help="write metrics.csv and TensorBoard events there (default: none)")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="write metrics.csv and TensorBoard events there, epoch by epoch; at the end summary.json, step_times.csv "
+        "and, after leaders, leaders.csv. scripts/plot.py draws them (default: none)",
+    )
     add("--summary", type=Path, metavar="FILE", help="write the run's figures there, as JSON (default: none)")
     add(
         "--progress",

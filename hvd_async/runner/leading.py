@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from .files import write_atomically
+from .files import write_rows
 
 Pull = tuple[float, int, int]
 """Unix time in s; group, or -1 for all ranks; leader, or -1 for the centre."""
@@ -26,10 +24,8 @@ def write_leaders(path: Path, histories: Sequence[Sequence[Pull]]) -> None:
         pulls += [pull for pull in history if pull[1] not in told]
         told |= {group for _, group, _ in history}
     first = min((time for time, _, _ in pulls), default=0.0)
-    text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(["time_s", "group", "leader"])
-    for time, group, leader in sorted(pulls):
-        rows.writerow([f"{time - first:.6f}", "" if group < 0 else group, "" if leader < 0 else leader])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda place: place.write_text(text.getvalue(), newline=""))
+    rows = [
+        (f"{time - first:.6f}", "" if group < 0 else group, "" if leader < 0 else leader)
+        for time, group, leader in sorted(pulls)
+    ]
+    write_rows(path, [("time_s", "group", "leader"), *rows])

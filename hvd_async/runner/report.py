@@ -23,8 +23,9 @@ BAR_COLUMNS = 100
 class EpochRow:
     """One line of metrics.csv, of one epoch.
 
-    Over all ranks: train_loss, test_accuracy, images_per_sec, consensus_distance (of gossip, at the epoch's end),
-    counted; rank 0's own: the rest. In the file the columns of COUNTED take the place of `counted`.
+    Over all ranks: train_loss, test_accuracy, seconds (of training, by the slowest rank), images_per_sec,
+    consensus_distance (of gossip, at the epoch's end), counted; rank 0's own: the rest. In the file the columns of
+    COUNTED take the place of `counted`.
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class EpochRow:
     learning_rate: float
     train_loss: float | None
     test_accuracy: float | None
+    seconds: float
     images_per_sec: float
     step_time_p50: float | None
     step_time_p95: float | None
@@ -53,6 +55,8 @@ COUNTED = (
     "bytes_sent",
 )
 """What the logs have of Totals, by its attributes' names; peak_bytes is not an epoch's own. By rank: wait_s, held_s."""
+AT_THE_END = ("summary.json", "step_times.csv", "leaders.csv")
+"""What a run that came to its end leaves beside metrics.csv."""
 
 
 class Reporter:
@@ -158,6 +162,9 @@ class MetricsFile:
     def __init__(self, path: Path, resumed: bool) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not resumed:  # what is said of an earlier run must not be taken for this one's
+            for name in AT_THE_END:
+                path.with_name(name).unlink(missing_ok=True)
         if not (resumed and path.exists()):
             with path.open("w", newline="") as file:
                 csv.writer(file).writerow([*self._own_names(), *COUNTED])

@@ -22,6 +22,7 @@ from .figures import Figures, Learned, Outcome, Replicas, Totals
 from .files import write_atomically
 from .leading import write_leaders
 from .options import Options
+from .pace import write_step_times
 from .report import EpochRow, Reporter
 from .stopping import asked_by_signal
 from .summary import describe, straggler_lines, summarise, write_summary
@@ -169,6 +170,7 @@ class Run:
             rate,
             self._learned.train_loss,
             accuracy,
+            seconds,
             total / seconds if seconds else 0.0,
             float(np.percentile(times, 50)) if times else None,
             float(np.percentile(times, 95)) if times else None,
@@ -293,11 +295,20 @@ class Run:
         summary = summarise(self.options, ranks, replicas, self._learned)
         first = self._first_step or 0
         reporter.note(describe(summary, straggler_lines(ranks, self.options.injector, first), self._learned))
-        if self.options.log_dir is not None and self.world.rank == 0 and self.options.follows:
-            write_leaders(self.options.log_dir / "leaders.csv", [figures.outcome.leaders for figures in ranks])
-        if self.options.summary is not None and self.world.rank == 0:
-            write_summary(self.options.summary, summary)
+        if self.world.rank == 0:
+            self._write(ranks, summary)
         return summary
+
+    def _write(self, ranks: list[Figures], summary: dict[str, Any]) -> None:
+        """What is known at the end, where the options want it."""
+        folder = self.options.log_dir
+        if folder is not None:
+            write_summary(folder / "summary.json", summary)
+            write_step_times(folder / "step_times.csv", [figures.step_times for figures in ranks])
+        if folder is not None and self.options.follows:
+            write_leaders(folder / "leaders.csv", [figures.outcome.leaders for figures in ranks])
+        if self.options.summary is not None:
+            write_summary(self.options.summary, summary)
 
 
 def start(options: Options, world: World) -> Run:

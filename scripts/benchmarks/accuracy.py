@@ -13,7 +13,7 @@ from .intervals import Interval, mean_interval, spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import gossip_of, one_random, own_pace, parse_arms
+from .schedule import MUTANT, gossip_of, one_random, own_pace, parse_arms, waits_for_nobody
 
 HELP = "test accuracy with delays, all digits, 5 folds x 3 seeds: difference to synchronous with its 95%% interval"
 COLUMNS = (
@@ -35,6 +35,8 @@ RATIOS = (2 / 3, 1.0, 4 / 3)
 TRAIN = 1437
 """Images in the training part of a fold, at the least."""
 BATCH = 16
+WORK = 0.02
+"""Seconds a step takes beside what is slept, where ranks share cores: a job may take five times as long."""
 POINT = 0.01
 GOSSIP_POINTS = 1.5
 """Within which gossip must stay; others within 1."""
@@ -74,10 +76,10 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def quick(args: argparse.Namespace) -> None:
+def quick(args: argparse.Namespace, epochs: int = 6) -> None:
     """Make it small if that is wanted."""
     if args.quick:
-        args.folds, args.repetitions, args.epochs = 1, 1, min(args.epochs, 6)
+        args.folds, args.repetitions, args.epochs = 1, 1, min(args.epochs, epochs)
 
 
 def steps_of(args: argparse.Namespace) -> int:
@@ -88,15 +90,15 @@ def steps_of(args: argparse.Namespace) -> int:
 def block_of(
     args: argparse.Namespace, arm: str, fold: int, seed: int, model: str, split: str, times: Any
 ) -> dict[str, Any]:
-    """One training, as ``jobs/accuracy.py`` reads it.
+    """One training, as ``jobs/accuracy.py`` reads it, with one evaluation at its end.
 
-    AD-PSGD has no steps that all ranks take: each takes as many as it can in the same time, all together as many as in
-    other arms. (With as many each, the slowest would go on by itself when the others are at the end of theirs.)
+    Where nobody waits for others there are no steps that all ranks take: each takes as many as it can in the same time,
+    all together as many as in other arms. (With as many each, the slowest would go on by itself when the others are at
+    the end of theirs.)
     """
     times = np.asarray(times)
-    how = gossip_of(arm)
     return {
-        "steps": own_pace(times) if how and how[0] == "adpsgd" else [len(times)] * times.shape[1],
+        "steps": own_pace(times) if waits_for_nobody(arm) else [len(times)] * times.shape[1],
         "arm": arm,
         "fold": fold,
         "seed": seed,
@@ -104,23 +106,22 @@ def block_of(
         "split": split,
         "batch": BATCH,
         "epochs": args.epochs,
+        "evaluations": 1,
         "lr": args.lr,
         "times": times.tolist(),
     }
 
 
-def measure(args: argparse.Namespace, blocks: list[Block], say: Say) -> list[Block]:
+def measure(args: argparse.Namespace, blocks: list[Block], say: Say, env: dict[str, str] | None = None) -> list[Block]:
     """Run the trainings in one job."""
     progress = Progress(len(blocks), say)
 
     def on_block(block: Block) -> None:
-        progress(
-            f"fold {block['fold'] + 1}, seed {block['seed']}, {block['arm']}: {block['by_rank'][0]['accuracy']:.4f}"
-        )
+        progress(f"fold {block['fold'] + 1}, seed {block['seed']}, {block['arm']}: {score(block):.4f}")
 
-    longest = sum(sum(max(row) for row in block["times"]) for block in blocks)
+    longest = sum(sum(WORK + max(row) for row in block["times"]) for block in blocks)
     limit = args.limit * 60 if args.limit else 300 + 5 * longest
-    return run_job("accuracy", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+    return run_job("accuracy", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block, env=env)
 
 
 def rows_of(blocks: list[Block], setting: dict[str, Any], baseline: str) -> list[Row]:
@@ -133,8 +134,8 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], baseline: str) -> list
     seconds = {arm: statistics.median(step_seconds(b) for b in mine.values()) for arm, mine in by_arm.items()}
     rows = []
     for arm, mine in by_arm.items():
-        found = [block["by_rank"][0]["accuracy"] for block in mine.values()]
-        pairs = [block["by_rank"][0]["accuracy"] - score(by_arm[baseline][key]) for key, block in mine.items()]
+        found = [score(block) for block in mine.values()]
+        pairs = [score(block) - score(by_arm[baseline][key]) for key, block in mine.items()]
         gap = mean_interval(pairs) if arm != baseline else Interval(0.0, 0.0, 0.0)
         ends = spread(found)
         mean = statistics.fmean(found)
@@ -180,6 +181,12 @@ def score(block: Block) -> float:
     return float(block["by_rank"][0]["accuracy"])
 
 
+def curve_of(block: Block) -> list[list[float]]:
+    """(Seconds, training loss, test accuracy) at the end of each share of a training."""
+    curve: list[list[float]] = block["by_rank"][0]["curve"]
+    return curve
+
+
 def step_seconds(block: Block) -> float:
     """Seconds a step of the slowest rank."""
     steps = block["epochs"] * (TRAIN // (BATCH * len(block["by_rank"])))
@@ -192,7 +199,7 @@ def judge(report: Report, baseline: str, gossip: bool = True) -> None:
         if each["arm"] == baseline:
             value = each["value"]
             report.goals.append(Goal(f"{baseline}'s accuracy", value, ">= 0.95", value >= 0.95))
-        elif each["arm"] != "drops_late" and (gossip or not gossip_of(each["arm"])):
+        elif each["arm"] != MUTANT and (gossip or not gossip_of(each["arm"])):
             judge_close(report, each, baseline)
 
 
@@ -214,8 +221,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
         fill, _ = plot.colour(each["arm"], names)
         shift = np.linspace(-0.15, 0.15, len(each["pairs"]))
         axes[0].plot(place + shift, [100 * pair for pair in each["pairs"]], ".", color=fill, markeredgecolor="black")
-        middle, low, high = (100 * each[key] for key in ("difference", "difference_low", "difference_high"))
-        axes[0].errorbar(place + 0.3, middle, [[middle - low], [high - middle]], fmt="D", color="black", capsize=5)
+        interval = (each[key] for key in ("difference", "difference_low", "difference_high"))
+        middle, sides = 100 * each["difference"], 100 * np.array(plot.sides(*interval))
+        axes[0].errorbar(place + 0.3, middle, sides, fmt="D", color="black", capsize=5)
     within = [GOSSIP_POINTS if gossip_of(name) else 1.0 for name in names[1:]]
     for points in sorted(set(within)):
         axes[0].axhspan(-points, points, color="#56B4E9", alpha=0.2, label=f"within {points:g} point(s)")
@@ -226,7 +234,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     plot.legend(figure, axes[0])
     for place, each in enumerate(rows):
         fill, hatch = plot.colour(each["arm"], names)
-        sides = [[each["value"] - each["low"]], [each["high"] - each["value"]]]
+        sides = plot.sides(each["value"], each["low"], each["high"])
         edge = "white" if fill == "#000000" else "black"
         axes[1].bar(place, each["value"], 0.7, yerr=sides, color=fill, hatch=hatch, edgecolor=edge, capsize=4)
     axes[1].set_xticks(range(len(names)), names)

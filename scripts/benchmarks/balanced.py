@@ -151,7 +151,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     for place, each in enumerate(rows):
         fill, _ = plot.colour(each["arm"], names)
         ratio = each["ratio"]
-        sides = [[max(0.0, ratio - each["ratio_low"])], [max(0.0, each["ratio_high"] - ratio)]]
+        sides = plot.sides(ratio, each["ratio_low"], each["ratio_high"])
         style = {"color": fill, "markeredgecolor": "black", "ecolor": "black", "capsize": 5, "markersize": 9}
         axes[0].errorbar(place, ratio, yerr=sides, fmt="o", **style)
     axes[0].axhspan(0.97, 1.03, color="#56B4E9", alpha=0.2, label="within 3%")

@@ -15,10 +15,9 @@ from . import accuracy
 from .accuracy import POINT, block_of, draw, measure, quick, rows_of, steps_of
 from .launch import Say, repetitions
 from .report import Goal, Report
-from .schedule import parse_arms
+from .schedule import MUTANT, parse_arms
 
 HELP = "classes split over ranks, the only rank with two of them always late; with a mutant that drops late gradients"
-MUTANT = "drops_late"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ WIDTH = 0.85
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
+FAMILIES = (("horovod", "ddp"), (), ("sgp", "osgp", "dpsgd", "adpsgd"), ("lsgd", "easgd"))
+STYLES = ("-", "--", "-.", ":")
+"""Of their lines; partial allreduce, with its quorums, is the second."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
 
@@ -28,6 +34,15 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
     return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
+
+
+def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
+    """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
+    fill, hatch = colour(arm, arms)
+    family = next((number for number, named in enumerate(FAMILIES) if arm.partition("-")[0] in named), 1)
+    marker = MARKERS[HATCHES.index(hatch)]
+    look = {"color": fill, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
+    return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}
 
 
 def bars(
@@ -95,26 +110,62 @@ def label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
+def near_one(axes: Any) -> None:
+    """Shares, on a scale on which those near 1 are told apart: evenly spaced in the logarithm of what is left to 1."""
+    import numpy as np
+
+    whole = 1.005  # (so that 1 itself has a place)
+    axes.set_yscale(
+        "function", functions=(lambda y: -np.log10(np.maximum(whole - y, 1e-9)), lambda z: whole - 10.0**-z)
+    )
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def logarithmic(axes: Any) -> None:
+    """Values on a logarithmic scale, with readable numbers at 1, 2 and 5 of each power of ten where there are few."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def legend(figure: Any, *axes: Any) -> None:
-    """One legend for the figure, below it, of all that these axes name."""
-    named: dict[str, Any] = {}
+    """One legend for the figure, below it, of all that these axes name; what has lines and bars is shown as both."""
+    from matplotlib.legend_handler import HandlerTuple
+
+    named: dict[str, dict[type, Any]] = {}
     for one in axes:
-        handles, labels = one.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named, loc="outside lower center", ncols=min(6, len(named)), frameon=False)
+        for handle, text in zip(*one.get_legend_handles_labels(), strict=True):
+            named.setdefault(text, {})[type(handle)] = handle
+    looks = [tuple(kinds.values()) if len(kinds) > 1 else next(iter(kinds.values())) for kinds in named.values()]
+    side_by_side = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.4)}}
+    figure.legend(looks, named, loc="outside lower center", ncols=min(6, len(named)), frameon=False, **side_by_side)
+
+
+def sides(value: float, low: float | None, high: float | None) -> list[list[float]]:
+    """Of an error bar, as matplotlib wants them; a side that is endless, in JSON null, is not drawn."""
+    return [[math.nan if end is None else max(0.0, sign * (value - end))] for sign, end in ((1, low), (-1, high))]
 
 
 def save(report: Report, path: Path) -> None:
     """Draw a report and write it as PNG."""
     assert report.draw is not None
-    title = f"{report.case}: {report.ranks} ranks, {report.transport}, one machine"
-    picture(path, title, report.draw, report.rows)
+    redraw(json.loads(report.json()), report.draw, path)
 
 
-def picture(
-    path: Path, title: str, draw: Callable[[Any, list[Row]], None], rows: list[Row], height: float = 5.0
-) -> None:
-    """Draw rows and write them as PNG, ``height`` inches high."""
+def redraw(content: Mapping[str, Any], draw: Callable[[Any, list[Row]], None], path: Path) -> None:
+    """Draw a report's JSON and write it as PNG."""
+    title = f"{content['case']}: {content['ranks']} ranks, {content['transport']}, one machine"
+    picture(path, title, draw, content["rows"])
+
+
+def picture(path: Path, title: str, draw: Callable[[Any, Any], None], rows: Any, height: float = 5.0) -> None:
+    """Draw rows and write them as PNG, ``height`` inches high unless ``draw`` wants another size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")

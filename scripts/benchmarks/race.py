@@ -40,6 +40,8 @@ COLUMNS = (
     Column("pulls", "pulls", "g"),
     Column("seconds", "seconds", ".1f"),
 )
+FOLD = 0
+"""The images to test on."""
 LESS = 1.0
 """Percentage points that an arm's accuracy may be below Horovod's in the same time."""
 
@@ -107,7 +109,7 @@ def blocks_of(args: argparse.Namespace, size: int) -> list[Block]:
     arms = parse_arms(args.arms, size, gossip=True, leaders=True)
     names = ("seconds", "every", "compute", "lr", "local_period", "global_period")
     common = {name: getattr(args, name) for name in names}
-    common |= {"batch": BATCH, "split": "even", "group": size // args.groups}
+    common |= {"batch": BATCH, "split": "even", "model": "resnet", "fold": FOLD, "group": size // args.groups}
     return [
         {**common, "arm": arm, "seed": seed, "delay": delay}
         for delay in dict.fromkeys(args.delay)
@@ -192,14 +194,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
     parts = sorted({_where(each) for each in rows})
     panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
     names = list(dict.fromkeys(each["arm"] for each in rows))
-    styles = ("-", "--", "-.", ":")
     for axes, (ranks, delay) in zip(panels, parts, strict=True):
         for each in (each for each in rows if _where(each) == (ranks, delay)):
-            fill, _ = plot.colour(each["arm"], names)
-            style = styles[names.index(each["arm"]) % len(styles)]
             for number, curve in enumerate(each["curves"]):
                 named = {"label": each["arm"]} if not number else {}
-                axes.plot(*zip(*curve, strict=True), style, color=fill, linewidth=1.2, alpha=0.85, **named)
+                axes.plot(*zip(*curve, strict=True), alpha=0.85, **named, **plot.line(each["arm"], names))
         axes.axhline(rows[0]["setting"]["target"], color="#555555", linewidth=0.8, label="target")
         text = f"rank {ranks - 1} {delay:g} s late" if delay else "no rank late"
         plot.label(axes, f"{ranks} ranks, {text}", "seconds of training", "")

@@ -83,10 +83,14 @@ class Report:
             "rows": self.rows,
         }
 
+    def json(self) -> str:
+        """That as JSON."""
+        return json.dumps(finite(self.content()), indent=2) + "\n"
+
     def write(self, path: Path) -> None:
         """Write the JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(finite(self.content()), indent=2) + "\n")
+        path.write_text(self.json())
 
 
 def row(

@@ -25,6 +25,8 @@ LOCAL_RIVALS = ("post-local-sgd", "decent-dp")
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 REDUCED = ("fp16", "bf16")
 """How gradients may be compressed."""
+MUTANT = "drops_late"
+"""Of ``solo``: late gradients are lost."""
 
 
 def quorum_of(arm: str) -> str | int | float:

@@ -190,8 +190,8 @@ def test_command_line():
     assert isinstance(args, argparse.Namespace)
     assert (args.ranks, args.delay, args.repetitions) == (4, [0.1, 0.2], 3)
     assert set(module.CASES) == {
-        *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "soak"),
-        *("hetero", "independence", "exchange", "pull", "race", "lengths"),
+        *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "convergence", "soak"),
+        *("hetero", "independence", "exchange", "network", "pull", "race", "lengths"),
     }
     for name in module.CASES:
         assert parser.parse_args([name]).ranks > 1

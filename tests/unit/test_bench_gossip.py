@@ -218,6 +218,7 @@ def soaked(arm, **changes):
         "averagings": 250,
         "messages_sent": 250,
         "messages_taken": 250,
+        "messages_left": 0,
         "staleness": {"0": 3, "2": 1},
     }
     own = {"elapsed": 10.0, "identical": True, "stats": stats, "memory": notes}

@@ -8,7 +8,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from hvd_async.runner.figures import Outcome, Totals
 from hvd_async.runner.files import write_atomically
-from hvd_async.runner.report import EpochRow, Reporter
+from hvd_async.runner.report import AT_THE_END, EpochRow, Reporter
 
 
 def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
@@ -16,7 +16,7 @@ def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
         Outcome(4, 3, 4, 0.5, {0: 2, 3: 1}, 1, {1: 3, 2: 1}, (0.25, 1.5), 100, 0.5, 7),
         Outcome(4, 2, 4, 0.125, {0: 1}, 0, {1: 3, 2: 1}, (0.25, 1.5), 60, 1.5, 8),
     ]
-    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 100.0, 0.01, 0.02, 0.0, distance, Totals.of(ranks))
+    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 4.0, 100.0, 0.01, 0.02, 0.0, distance, Totals.of(ranks))
 
 
 def scalars_in(folder):
@@ -114,6 +114,14 @@ COUNTED = {
     "bytes_sent": 160,
 }
 BY_RANK = {"wait_s": (0.5, 0.125), "held_s": (0.25, 1.5)}
+
+
+def test_a_new_run_does_not_keep_the_end_of_an_earlier_one(tmp_path):
+    for resumed, left in ((True, AT_THE_END), (False, ())):
+        for name in AT_THE_END:
+            (tmp_path / name).touch()
+        Reporter(enabled=True, epochs=1, log_dir=tmp_path, resumed=resumed).close()
+        assert [name for name in AT_THE_END if (tmp_path / name).exists()] == list(left)
 
 
 def test_tensorboard_has_what_the_optimizers_counted(tmp_path):

@@ -201,6 +201,7 @@ def test_measuring_the_distance_is_no_training_time(tmp_path):
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["images_per_sec"]) for row in rows] == pytest.approx([1438 / 3] * 3)
+    assert [float(row["seconds"]) for row in rows] == pytest.approx([3] * 3), "of the slower rank"
     assert [float(row["consensus_distance"]) for row in rows] == [0.5, 0.25, 0.125]
 
 
@@ -244,6 +245,16 @@ def test_tests_come_every_so_often_and_at_the_end(tmp_path):
 def test_the_summary_is_written_by_rank_0(tmp_path):
     summaries, _ = run_all(2, "--epochs", "1", "--batch-size", "719", "--summary", str(tmp_path / "s.json"))
     assert json.loads((tmp_path / "s.json").read_text()) == summaries[0]
+
+
+def test_the_logs_end_with_the_summary_and_the_step_times(tmp_path):
+    line = ["--epochs", "1", "--batch-size", "719", "--inject", "rank:1:2", "--log-dir", str(tmp_path)]
+    summaries, _ = run_all(2, *line)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summaries[0]
+    with (tmp_path / "step_times.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 101
+    assert {float(row["rank1"]) - float(row["rank0"]) for row in rows} == {2.0}
 
 
 @pytest.mark.parametrize(

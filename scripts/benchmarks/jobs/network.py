@@ -12,8 +12,8 @@ import torch
 
 from ..digits import fold
 from . import arms
-from .accuracy import accuracy, batches, digits
 from .common import Job, difference, traffic
+from .digits import accuracy, batches, digits
 
 WARM_UP = 3
 """Steps before the clock starts: ranks meet, buckets are ordered, the first exchange has nothing to hide under."""

@@ -1,0 +1,83 @@
+"""A training on the real digits, in stretches: between two of them the clock stops for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..digits import fold
+from ..leadership import Clock
+from ..schedule import LEADERS, MUTANT, eager
+from . import arms
+from .common import Job
+from .digits import batches, digits, plain, resnet
+
+
+class Training:
+    """One rank's part in a training.
+
+    Args:
+        job: this rank.
+        block: what is to be trained how: ``arm``, ``seed``, ``model``, ``fold``, ``lr``, ``batch`` and ``split``; of
+            those that follow a leader also their periods and groups.
+
+    Attributes:
+        arm: the model and its optimizer.
+        clock: seconds of all stretches.
+        steps: that this rank has taken.
+        train, test: indices of the images.
+    """
+
+    def __init__(self, job: Job, block: dict[str, Any]) -> None:
+        torch.manual_seed(block["seed"])
+        model = resnet() if block["model"] == "resnet" else plain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
+        name = "solo" if block["arm"] == MUTANT else block["arm"]
+        self.arm = arms.Arm(name, model, optimizer, job, **_own(name, block))
+        self.clock, self.steps = Clock(), 0
+        self.train, self.test = fold(block["fold"])
+        self._job, self._images, self._labels = job, digits()[0], torch.from_numpy(digits()[1])
+        epochs = (batches(block, self.train, job.rank, job.size, epoch) for epoch in itertools.count())
+        self._batches = itertools.chain.from_iterable(epochs)
+        model.train()
+
+    @contextlib.contextmanager
+    def stretch(self) -> Iterator[Callable[[], float]]:
+        """Collective: steps are taken in it; it ends with the last rank's last one. Yields what the clock shows."""
+        self._job.barrier()
+        began, unix = time.perf_counter(), time.time()
+        yield lambda: self.clock.now + time.perf_counter() - began
+        if self.arm.gossip:
+            self.arm.optimizer.cut()  # (whoever waits for this rank hears that it has stopped)
+        self._job.barrier()
+        self.clock.went(unix, self._job.agree(time.perf_counter() - began))
+
+    def step(self, rate: float, compute: float) -> None:
+        """One step at this learning rate, ``compute`` s of it slept."""
+        for group in self.arm.optimizer.param_groups:
+            group["lr"] = rate
+        indices = next(self._batches)
+        x, y = self._images[indices], self._labels[indices]
+        self.arm.train(lambda model: torch.nn.functional.cross_entropy(model(x), y), compute)
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[torch.nn.Module]:
+        """Collective: yields the model with what stands for all ranks; afterwards the training may go on."""
+        with self.arm.consensus():
+            yield self.arm.model
+            self.arm.model.train()
+
+
+def _own(arm: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Further arguments of the arm's optimizer."""
+    if arm == "lsgd":
+        return {name: block[name] for name in ("local_period", "global_period", "group")}
+    if arm in LEADERS:
+        return {"global_period": block["global_period"]}
+    return {"seed": block["seed"]} if eager(arm) else {}
