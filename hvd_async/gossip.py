@@ -20,8 +20,10 @@ from hvd_async.averages import Averages
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired, Starved
+from hvd_async.giving import Gift, Giving, edge
 from hvd_async.knowledge import Knowledge
-from hvd_async.mail import Letter, Mail, Post
+from hvd_async.letters import Letters
+from hvd_async.mail import Mail, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
 from hvd_async.stats import GossipStats
@@ -29,9 +31,6 @@ from hvd_async.worker import Worker
 
 WEIGHT_TOLERANCE = 1e-6
 """Relative, of the sum of push-sum weights."""
-LEAST_WEIGHT = 0.75
-"""Push-sum weight below which a rank gives nothing away where senders to it are done, or have nothing to give: it would
-go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
 
 
 class Kept(NamedTuple):
@@ -42,17 +41,6 @@ class Kept(NamedTuple):
     """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
     base: int
     """Steps since the last drain, of the rank that took most."""
-
-
-class _Gift(NamedTuple):
-    """What a step's messages take with them."""
-
-    x: Vector
-    """As the receivers decode it."""
-    share: float
-    """Of x and of the push-sum weight, given away in all."""
-    weight: float
-    """That this share is of."""
 
 
 class GossipWorker(Worker):
@@ -78,24 +66,19 @@ class GossipWorker(Worker):
         self._mail = Mail(engine, post, self._deliver, self._snapshot, self._tell_starved)
         self._averages = Averages(engine, post)
         self._known = Knowledge(post, plan.config.graph)
-        self._come: dict[tuple[int, int], tuple[float, Vector]] = {}
-        """Messages that were not taken yet, by (sender's place, its step)."""
-        self._retired: dict[int, int] = {}
-        """Ranks that are done (by place), and their last step."""
-        self._due: set[tuple[int, int]] = set()
-        """Messages that this rank's steps so far call for, and that were not taken yet. (The engine may be looking at
-        it: it is replaced, never changed.)"""
+        self._letters = Letters(engine, plan.config.max_staleness, self._sends_ahead)
+        self._giving = Giving(engine, plan, self._place, post, self._mail, self._known, self._letters)
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
         self._base = self._longest = 0
         """Steps between the last drain and the last cut, of the rank that took most of them at each cut, so that all
         ranks count alike; and of that rank since (engine thread)."""
-        self._offered = self._taken = self._aside = 0
-        """Steps whose messages were offered; messages taken in, and left aside."""
+        self._taken = self._aside = 0
+        """Messages taken in, and left aside."""
         self._ahead = 0
         """The step whose messages were offered before it was taken; 0 if there is none."""
-        self._gift: _Gift | None = None
+        self._gift: Gift | None = None
         """What these messages take with them, once that step is taken."""
         self._averagings = 0
         self._stepped = 0
@@ -106,8 +89,6 @@ class GossipWorker(Worker):
         """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
         self._waited_for = [0.0] * len(self._ranks)
-        self._short = False
-        """Whether an empty message has come since the last drain or cut."""
         self._total = 0
         """Steps of all ranks until the last drain."""
         self.keep: object = None
@@ -158,11 +139,11 @@ class GossipWorker(Worker):
         self._opened_number()
         self._check_drained()
         # (a rank that waits for nobody must not run away from what it sends)
-        self._await(lambda: self._offered - self._mail.gone <= 1 + self.config.max_staleness)
+        self._await(lambda: self._giving.offered - self._mail.gone <= 1 + self.config.max_staleness)
         message = before if self.wants_before else after
         self._step += 1
         x = after if self.config.algorithm == "allreduce" else self._send(message, after)
-        self._due = self._due | {(sender, self._step) for sender, _ in self._into(self._place, self._step)}
+        self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
         self._await_messages()
         x = self._take_in(x)
         if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
@@ -177,10 +158,6 @@ class GossipWorker(Worker):
         """Whether a step's messages go at the end of the step before."""
         return self.config.algorithm == "dpsgd" and self.config.local_size == 1
 
-    def _out(self, place: int, step: int) -> list[tuple[int, float]]:
-        """As ``Plan.out``, of a step since the last drain or cut."""
-        return self.plan.out(place, self._base + step)
-
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
         """As ``Plan.into``, of a step since the last drain or cut."""
         return self.plan.into(place, self._base + step)
@@ -191,7 +168,7 @@ class GossipWorker(Worker):
         self._ahead, self._gift = 0, None
         return self._give(x, gift)
 
-    def _give(self, x: Vector, gift: _Gift | None) -> Vector:
+    def _give(self, x: Vector, gift: Gift | None) -> Vector:
         """x without what has been given away."""
         if gift is None:
             return x
@@ -199,80 +176,34 @@ class GossipWorker(Worker):
         # (the message must stay as it is until it has gone: x may share its memory)
         return x * (1.0 - gift.share) if gift.x is x else self._post.add(x, gift.x, -gift.share)
 
-    def _offer(self, step: int, message: Vector) -> _Gift | None:
-        """Offer a step's messages; None if they take nothing with them."""
-        out = [(to, p) for to, p in self._out(self._place, step) if step <= self._last(to, step)]
-        weight, gift = self._weight, None
-        letters: list[Letter] = []
-        if out and weight < LEAST_WEIGHT and self._is_short(step):
-            empty, weight = self._post.encode(self._post.zeros()), 0.0
-            letters = [Letter(to, empty) for to, _ in out]
-        elif out:
-            data, sent = self._known.encode(self._edge("out", step), message)
-            letters = [Letter(to, data) for to, _ in out]
-            gift = _Gift(sent, sum(p for _, p in out), weight)
-        number = self._opened_number()
-        self._offered += 1
-        self.engine.post(lambda: self._mail.offer(number, step, letters, weight))
-        return gift
-
-    def _last(self, place: int, step: int) -> int:
-        """The last step of which this rank sends messages, or gets them; ``step`` if it goes on."""
-        if place not in self._retired:
-            return step
-        last = self._retired[place]
-        return last + 1 if last and self._sends_ahead else last
-
-    def _is_short(self, step: int) -> bool:
-        """Whether this rank cannot count on getting back what it gives."""
-        senders = self.plan.senders(
-            self._place
-        )  # (also those of other phases: it may give in this one, and get in none)
-        return self._short or any(step > self._last(sender, step) for sender in senders)
-
-    def _edge(self, end: int | str, step: int) -> str:
-        """The name of what a sender is known by ("out": this rank itself)."""
-        return f"{end} {self.plan.phase(self._base + step)}"
-
-    def _missing(self) -> set[int]:
-        """Ranks (by place) whose messages this step has to wait for."""
-        last = self._step - self.config.max_staleness
-        return {
-            sender
-            for sender, step in self._due
-            if step <= last and (sender, step) not in self._come and step <= self._last(sender, step)
-        }
+    def _offer(self, step: int, message: Vector) -> Gift | None:
+        return self._giving.offer(self._opened_number(), step, self._base + step, message, self._weight)
 
     def _await_messages(self) -> None:
-        waited = self._wait_s
-        if self._missing():
+        def told() -> str:
+            return f"messages of {ranks_text(self._ranks[place] for place in missing_now())} in step {self._step}"
+
+        waited, missing_now = self._wait_s, self._letters.missing
+        if missing_now():
             self.engine.post(self._tell_starved)
-        while missing := self._missing():
-            self._await(
-                lambda before=missing: self._missing() != before,  # type: ignore[misc]
-                lambda: (
-                    f"messages of {ranks_text(self._ranks[place] for place in self._missing())} in step {self._step}"
-                ),
-            )
-            for place in missing - self._missing():
+        while missing := missing_now():
+            self._await(lambda before=missing: missing_now() != before, told)  # type: ignore[misc]
+            for place in missing - missing_now():
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s
 
     def _take_in(self, x: Vector, all_: bool = False) -> Vector:
         """Mix in what has come, in one order: of senders' steps up to this one's, or ``all_``."""
-        with self.engine.changed:
-            here = sorted(key for key in self._come if all_ or key[1] <= self._step)
-            messages = [(*key, *self._come.pop(key)) for key in here]
+        messages = self._letters.take(all_)
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
-                self._short = True
+                self._giving.short = True
                 continue
             p = dict(self._into(self._place, step))[sender]
-            x = self._post.add(x, self._known.decode(self._edge(sender, step), data), p)
+            x = self._post.add(x, self._known.decode(edge(sender, self.plan, self._base + step), data), p)
             self._weight += p * weight
         self._taken += len(messages)
-        self._due = {(sender, step) for sender, step in self._due.difference(here) if step <= self._last(sender, step)}
         if self.log is not None:
             self.log.append((self._step, [(sender, step) for sender, step, weight, _ in messages if weight]))
         return x
@@ -317,8 +248,8 @@ class GossipWorker(Worker):
         self._before += self._step
         self._step = 0
         self._averages.restart()
-        self._short = False
-        self._due = set()
+        self._giving.short = False
+        self._letters.restart()
         self.engine.post(self._mail.resume)
 
     def orphaned(self) -> None:
@@ -349,7 +280,7 @@ class GossipWorker(Worker):
         if self._sends_ahead:
             weights = self._end_ahead(weights)
         if not flush:
-            if self._come:  # (else the weights stay as they are, to the bit)
+            if self._letters.come:  # (else the weights stay as they are, to the bit)
                 x = self._take_in(weights * self._weight, all_=True)
                 weights = x * (1.0 / self._weight)
             if self._uneven:  # which edges were left out is known at one end only: both start anew
@@ -366,13 +297,11 @@ class GossipWorker(Worker):
             x = self._give(weights * self._weight, self._gift)
             weights = x * (1.0 / self._weight)
         self._ahead, self._gift = 0, None
-        with self.engine.changed:
-            aside = sorted(key for key in self._come if key[1] > self._longest)
-            messages = [(*key, *self._come.pop(key)) for key in aside]
+        messages = self._letters.take_after(self._longest)
         self._aside += len(messages)
         for sender, step, weight, data in messages:
             if weight:
-                self._known.decode(self._edge(sender, step), data)  # (its sender counts on it)
+                self._known.decode(edge(sender, self.plan, self._base + step), data)  # (its sender counts on it)
         return weights
 
     def consensus(self, x: Vector) -> Vector:
@@ -434,28 +363,25 @@ class GossipWorker(Worker):
             case Average():
                 self._averages.submit(command)
             case Retired(_, rank, step):
-                with self.engine.changed:
-                    self._retired[self._ranks.index(rank)] = step
-                    self.engine.changed.notify_all()
+                self._letters.retire(self._ranks.index(rank), step)
             case Drained():
                 self._mail.pause(command.rounds)
-                known, total = list(self._retired.values()), command.produced[0]
+                known, total = list(self._letters.retired.values()), command.produced[0]
                 steps = {*known, total - self._stepped - sum(known)}  # (all but the last have retired)
                 self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
-                self._retired.clear()
+                self._letters.retired.clear()
                 super().obey(command)
             case _:
                 super().obey(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        """A message has come; whoever waits for it is told when all of its exchange are here."""
-        with self.engine.changed:
-            self._come[sender, key] = (weight, data)
+        """A message has come."""
+        self._letters.deliver(sender, key, weight, data)
 
     def _tell_starved(self) -> None:
         """If the training thread waits for a message, say that this rank has nothing for the next exchange."""
         with self.engine.changed:
-            starved = bool(self._missing())
+            starved = bool(self._letters.missing())
         if starved:
             self.engine.send(Starved(self._opened_number(), self._mail.landed))
 

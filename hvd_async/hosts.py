@@ -18,7 +18,8 @@ from typing import NamedTuple
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import Command, Retired
-from hvd_async.gossip import LEAST_WEIGHT, GossipWorker, Kept
+from hvd_async.giving import LEAST_WEIGHT
+from hvd_async.gossip import GossipWorker, Kept
 from hvd_async.mail import Letter, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -107,13 +108,15 @@ class HostWorker(GossipWorker):
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """As ``GossipWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
         with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
-            self._come = {(host, -i): self._come[host, step] for i, (host, step) in enumerate(sorted(self._come))}
+            self._letters.come = {
+                (host, -i): self._letters.come[host, step] for i, (host, step) in enumerate(sorted(self._letters.come))
+            }
             self._steps.clear()
             self._had.clear()
             self._mixed = 0
         if not flush:
             self._together = False
-            self._split_up = bool(self._come) or self._excess is not None
+            self._split_up = bool(self._letters.come) or self._excess is not None
             return weights
         z = super().gather(weights, flush)
         self._weights = [1.0] * len(self._locals)
@@ -135,9 +138,9 @@ class HostWorker(GossipWorker):
 
     def _with_leftover(self, x: Vector, keep: bool) -> Vector:
         with self.engine.changed:
-            come = [self._come[key] for key in sorted(self._come)]
+            come = [self._letters.come[key] for key in sorted(self._letters.come)]
             if not keep:
-                self._come.clear()
+                self._letters.come.clear()
         x = self._with_excess(x)
         if not come:
             return x
@@ -186,10 +189,10 @@ class HostWorker(GossipWorker):
             self._returned(step, sender - self._locals[0], _Mass(x, weight))
         else:
             host = sender // len(self._locals)
-            self._short = self._short or weight == 0.0
+            self._giving.short |= weight == 0.0
             p = dict(self._into(self._host, step))[host]
             with self.engine.changed:
-                self._come[host, step] = (p * weight, x * p)
+                self._letters.come[host, step] = (p * weight, x * p)
             self._progress()
 
     def _at(self, step: int) -> _Step:
@@ -206,7 +209,7 @@ class HostWorker(GossipWorker):
 
     def _active(self, place: int, step: int) -> bool:
         """Whether a rank takes a step, as far as is known."""
-        return step <= self._retired.get(place, step)
+        return step <= self._letters.retired.get(place, step)
 
     def _goes_on(self, host: int, step: int) -> bool:
         """Whether some rank of a host takes a step, as far as is known."""
@@ -237,13 +240,15 @@ class HostWorker(GossipWorker):
         for mass in masses[1:]:
             x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
         size = len(self._locals)
-        receivers = [(host, p) for host, p in self._out(self._host, number) if self._goes_on(host, number)]
+        receivers = [
+            (host, p) for host, p in self.plan.out(self._host, self._base + number) if self._goes_on(host, number)
+        ]
         if step.before is None or len({mass.weight for mass in masses}) > 1:  # (the owner is done; or after a cut)
             message = x + 0
         else:
             message = step.before * float(len(masses))
         sent, given = weight, sum(p for _, p in receivers)
-        short = self._short or not all(self._goes_on(host, number) for host in self.plan.senders(self._host))
+        short = self._giving.short or not all(self._goes_on(host, number) for host in self.plan.senders(self._host))
         if short and weight < LEAST_WEIGHT * len(masses):
             message, sent, given = message * 0.0, 0.0, 0.0
         data = self._post.encode(message)
@@ -257,11 +262,11 @@ class HostWorker(GossipWorker):
         """With what other hosts have sent; None while a message that has to be waited for is missing."""
         last = number - self.config.max_staleness  # (earlier ones were waited for in earlier steps)
         for host, _ in self._into(self._host, last) if last > 0 else ():
-            if self._goes_on(host, last) and (host, last) not in self._come and (host, last) not in self._had:
+            if self._goes_on(host, last) and (host, last) not in self._letters.come and (host, last) not in self._had:
                 return None
         with self.engine.changed:
-            here = sorted(key for key in self._come if key[1] <= number)
-            come = [self._come.pop(key) for key in here]
+            here = sorted(key for key in self._letters.come if key[1] <= number)
+            come = [self._letters.come.pop(key) for key in here]
         x, weight = mass
         for (_, past), (own_weight, part) in zip(here, come, strict=True):
             x, weight = self._post.add(x, part, 1.0), weight + own_weight

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,6 @@ Encode = Callable[[Array, int, int, int], Array]
 Log = Sequence[Sequence[Sequence[Any]]]
 """For each rank what hit its shadow, in order: ("step", k), ("sent", round, partner), ("landed", round, partner) and
 ("average", n), with k and n from 1."""
-CHUNK = 2048
-"""Elements that share a scale."""
 
 
 # -- what is trained, and what comes out ----------------------------------------------------------------------
@@ -209,7 +207,7 @@ def gossip(
                 w[own] += part_w
         late = [edge for edge in flying if edge[0] in active and edge[2] <= step - (max_staleness or 0)]
         if late and max_staleness is not None:
-            raise ValueError(f"impossible log: {_name(late[0])} is missing at step {step}, {max_staleness=}")
+            raise ValueError(f"impossible log: {name(late[0])} is missing at step {step}, {max_staleness=}")
         if average_every and step % average_every == 0:
             mean, w[active] = np.asarray(np.mean(list(new.values()), axis=0)), w[active].mean()
             new = dict.fromkeys(active, mean)
@@ -273,12 +271,12 @@ def _receivers(weights: Array, own: int, step: int, sends: Sends | None) -> list
 def _take(flying: dict[Edge, tuple[Array, float]], taken: set[Edge], edge: Edge, step: int) -> tuple[Array, float]:
     if edge not in flying:
         why = "has not reached" if edge[2] > step else "has taken in before" if edge in taken else "was never sent"
-        raise ValueError(f"impossible log: rank {edge[0]} takes in at its step {step} what it {why}: {_name(edge)}")
+        raise ValueError(f"impossible log: rank {edge[0]} takes in at its step {step} what it {why}: {name(edge)}")
     taken.add(edge)
     return flying.pop(edge)
 
 
-def _name(edge: Edge) -> str:
+def name(edge: Edge) -> str:
     return f"rank {edge[1]}'s message of step {edge[2]} to rank {edge[0]}"
 
 
@@ -367,46 +365,3 @@ class _Shadows:
         if self.path[rank]:
             self.path[rank][-1] = self.params[rank].copy()
         return True
-
-
-# -- messages of 8 bits ---------------------------------------------------------------------------------------
-
-
-def quantise(values: Array) -> tuple[np.ndarray[Any, np.dtype[np.int8]], Array]:
-    """Codes, and for each element the scale of its chunk: max|v| / 127, and round half to even(v / scale), or 0."""
-    scales = [np.abs(values[first : first + CHUNK]).max() / 127 for first in range(0, len(values), CHUNK)]
-    spread = np.repeat(np.array(scales), CHUNK)[: len(values)]
-    codes = np.rint(np.divide(values, spread, out=np.zeros_like(values), where=spread > 0))
-    return codes.astype(np.int8), spread
-
-
-def int8(values: Array) -> Array:
-    """What a receiver decodes of ``quantise``."""
-    codes, scales = quantise(values)
-    return codes * scales
-
-
-class Choco:
-    """8 bits with error feedback, an ``encode`` for one run. Rounding is not continuous: a run in float32 may fall on
-    the other side of a half, so its own messages are replayed, after a check that they may be so.
-
-    Args:
-        recorded: the decoded differences Q(x - c) that a run sent, by (receiver, sender, step); none: computed here.
-        within: how far a recorded one may be off beyond half its scale.
-    """
-
-    def __init__(self, recorded: Mapping[Edge, Array] | None = None, within: float = 1e-5) -> None:
-        self.recorded, self.within = recorded, within
-        self.copies: dict[tuple[int, int], Array] = {}
-
-    def __call__(self, x: Array, receiver: int, sender: int, step: int) -> Array:
-        copy = self.copies.get((receiver, sender), np.zeros_like(x))
-        difference = int8(x - copy)
-        if self.recorded is not None:
-            difference = np.asarray(self.recorded.get((receiver, sender, step), np.nan), np.float64)
-            allowed = quantise(x - copy)[1] / 2 + self.within
-            if not (np.abs(difference - (x - copy)) <= allowed).all():
-                message = _name((receiver, sender, step))
-                raise ValueError(f"impossible log: {message} was not recorded, or is no rounding of what it stands for")
-        self.copies[receiver, sender] = copy + difference
-        return self.copies[receiver, sender]

@@ -12,7 +12,8 @@ import pytest
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES, Case
-from tests.conformance.gossip_reference import Choco, Outcome, Problem, least_squares, on_time
+from tests.conformance.choco_reference import Choco
+from tests.conformance.gossip_reference import Outcome, Problem, least_squares, on_time
 from tests.conformance.reference import Array
 from tests.conformance.torch_gossip_ranks import Seen, graph, holding, run
 

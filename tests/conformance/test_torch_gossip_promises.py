@@ -338,7 +338,7 @@ def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(options, v
             trainer.opt.step()
         finally:
             assert trainer.opt.stats().steps == 2
-            assert trainer.opt._async.worker._offered <= 3
+            assert trainer.opt._async.worker._giving.offered <= 3
             for call in (trainer.opt.step, trainer.opt.drain, trainer.opt.cut, trainer.opt.consensus_distance):
                 with pytest.raises(
                     ReplicaStateError, match=r"broken off: FloatingPointError.*restart from a checkpoint"

@@ -25,7 +25,7 @@ def steps_of(worker: GossipWorker) -> int:
 
 def missing(worker: GossipWorker) -> tuple[int, set[int]]:
     """Its step, and the ranks whose messages it lacks."""
-    return worker._step, worker._missing()
+    return worker._step, worker._letters.missing()
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def test_a_rank_that_is_done_holds_nobody_up():
 def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
     """Also those of a rank that knows already that it is done: what both ends of an edge know stays the same."""
     one = job(((2, 2, 2), (3, 3, 3)), "osgp", "star", max_staleness=2, compression="int8", cuts=frozenset({0}))
-    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._retired == {1: 2, 2: 2}))
+    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._letters.retired == {1: 2, 2: 2}))
     records = run(one, before_step=before_step)
     check_sums(one, records)
     assert records[0].segments[0].sends == [[1, 2], [1, 2]]
@@ -178,7 +178,7 @@ def test_what_a_rank_waited_for_is_the_message_that_ended_the_wait():
             worker._wait_s += 4 - len(left)  # 1 s, then 2
             left.pop(0)
 
-        worker._missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
+        worker._letters.missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
         worker._await_messages()
         assert worker.stats().waited_for == (0.0, 1.0, 2.0)
 
@@ -201,7 +201,7 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
 
     def tweak(worker: GossipWorker) -> None:
         guarded.append(Guarded(worker))
-        worker._come = guarded[-1]
+        worker._letters.come = guarded[-1]
 
     one = job([4, 4])
     check(one, run(one, tweak=tweak))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from tests.conformance import gossip_reference, reference
 from tests.conformance.cases import CASES, Case
-from tests.conformance.gossip_reference import Choco, Problem, adpsgd, dpsgd, least_squares, on_time, quantise, sgp
+from tests.conformance.choco_reference import Choco, int8, quantise
+from tests.conformance.gossip_reference import Problem, adpsgd, dpsgd, least_squares, on_time, sgp
 
 STILL, PLAIN = Case("still", "sgd", 0.0), Case("plain", "sgd", 0.5)
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -357,7 +358,7 @@ def test_int8_rounds_half_to_even_and_scales_each_chunk_of_2048():
     assert codes[:6].tolist() == [127, 0, 2, 2, 0, -4]
     assert codes[4096:].tolist() == [0, -127, 2]
     assert scales[[0, 2047, 2048, 4095, 4096]].tolist() == [1.0, 1.0, 0.0, 0.0, 0.25]
-    decoded = gossip_reference.int8(values)
+    decoded = int8(values)
     assert (abs(decoded - values) <= scales / 2).all()
     assert decoded[4096:].tolist() == [0.0, -127 / 4, 0.5]
 
@@ -369,7 +370,7 @@ def test_choco_keeps_the_mean_and_agrees(name, size):
     outcome = sgp(problem, matrices, 300, encode=Choco())
     np.testing.assert_allclose(outcome.drained(), problem.start.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(outcome.z, np.tile(problem.start.mean(axis=0), (size, 1)), atol=1e-4)
-    single = sgp(problem, matrices, 300, encode=lambda x, *edge: gossip_reference.int8(x))  # the same without feedback
+    single = sgp(problem, matrices, 300, encode=lambda x, *edge: int8(x))  # the same without feedback
     assert size == 1 or abs(single.z - outcome.z).max() > 1e-3
 
 
