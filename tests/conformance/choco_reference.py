@@ -1,8 +1,9 @@
-"""Messages of 8 bits with error feedback in float64 NumPy: rounding in chunks, and the copies at both ends of an edge."""
+"""Messages of 8 bits with error feedback in float64 NumPy: rounding in chunks, and copies at both ends of an edge."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
