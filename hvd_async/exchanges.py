@@ -7,7 +7,9 @@ The laws it keeps:
    gone for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting less would
    make many small ones of one. (AD-PSGD, where nobody is held up by an exchange: when its first rank has waited so
    long.)
-2. *In order.* A rank's messages go in the order in which it offered them, one an exchange.
+2. *In order.* A rank's messages go in the order in which it offered them, one an exchange; of several ranks' those of
+   the earliest step alone, since in one step of a graph nobody gets more than others, and ranks fall into step so.
+   (Not where hosts gossip: their messages of one step are of three stages.)
 3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
    waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
    exchange at the most. So nobody waits for a neighbour that computes.
@@ -68,6 +70,8 @@ class Exchanges(Machine[GossipConfig]):
         self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
         self._wants: dict[int, float] = {}
         """Ranks that want to be averaged, in order, and since when."""
+        self._gone: dict[int, int] = {}
+        """The last message of each rank that went, since the last drain."""
         self._starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
@@ -160,12 +164,11 @@ class Exchanges(Machine[GossipConfig]):
         if self._config is None:
             return []
         commands = self._due_averages()
-        waits = [offers[0].at for offers in self._offers.values() if offers] + list(self._wants.values())
+        group = self._group()
+        waits = [self._offers[rank][0].at for rank in group] + list(self._wants.values())
         if self._flight is not None or not waits:
             return commands
-        there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
-        there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
-        there.update(*self._averages.values())
+        there = self._accounted(group)
         since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
         if not self._active() <= there and now < since + self._duration:
             self._wake_at = since + self._duration
@@ -175,6 +178,25 @@ class Exchanges(Machine[GossipConfig]):
             return commands
         self._flight = _Flight(exchange.round, now)
         return [*commands, exchange]
+
+    def _group(self) -> list[int]:
+        """The ranks whose first offers go together."""
+        keys = {rank: offers[0].key for rank, offers in self._offers.items() if offers}
+        assert self._config is not None
+        if self._config.local_size > 1:
+            return list(keys)
+        earliest = min(keys.values(), default=0)
+        return [rank for rank, key in keys.items() if key == earliest]
+
+    def _accounted(self, group: Sequence[int]) -> set[int]:
+        """The ranks that are in the next exchange, or cannot be before it has landed."""
+        there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
+        there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
+        there.update(*self._averages.values())
+        if group and self._config is not None and self._config.local_size == 1:
+            earliest = self._offers[group[0]][0].key
+            there |= {rank for rank, key in self._gone.items() if key >= earliest}
+        return there
 
     def _due_averages(self) -> list[Command]:
         due: list[Command] = []
@@ -189,7 +211,8 @@ class Exchanges(Machine[GossipConfig]):
 
     def _next(self, now: float) -> Exchange | None:
         """The next exchange, of all that waits; None if nobody that waits has a partner."""
-        mail = [(rank, offers.popleft().key) for rank, offers in self._offers.items() if offers]
+        mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
+        self._gone |= dict(mail)
         pairs = self._pair()
         if not mail and not pairs:
             return None
@@ -242,6 +265,7 @@ class Exchanges(Machine[GossipConfig]):
             exchange = self._next(now)
             assert exchange is not None
             commands.append(exchange)
+        self._gone.clear()
         self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
         self._averages.clear()
         self._average = 0

@@ -41,6 +41,7 @@ class GossipLedger:
 
     def __init__(self, config: GossipConfig, ranks: Sequence[int]) -> None:
         self.config, self.ranks = config, tuple(ranks)
+        self.hosts = config.local_size > 1
         self.neighbours = {
             rank: {ranks[place] for place in places} for rank, places in zip(ranks, config.neighbours, strict=False)
         }
@@ -61,6 +62,7 @@ class GossipLedger:
         """Exchanges that some active rank had nothing for; that all had something for."""
         self.starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen."""
+        self.gone: dict[int, int] = {}
         self.freed = 0.0
         self._flight: tuple[int, float] | None = None
 
@@ -131,12 +133,20 @@ class GossipLedger:
     def _there(self) -> set[int]:
         """Ranks that offer something, or cannot before the next exchange has landed."""
         offering = {rank for rank, offers in self.offers.items() if offers}
+        if offering and not self.hosts:
+            earliest = min(offers[0][0] for offers in self.offers.values() if offers)
+            offering |= {rank for rank, key in self.gone.items() if key >= earliest}
         starving = {rank for rank, seen in self.starved.items() if seen == self.exchanges}
         return offering | starving | self.wants.keys() | self.inside.keys()
 
+    def _group(self) -> list[int]:
+        """Ranks whose first offers go together."""
+        first = {rank: offers[0][0] for rank, offers in self.offers.items() if offers}
+        return [rank for rank, key in first.items() if self.hosts or key == min(first.values())]
+
     def _first(self) -> float:
         """Since when it could have gone; in AD-PSGD, when the first that waits came."""
-        first = min([offers[0][1] for offers in self.offers.values() if offers] + list(self.wants.values()))
+        first = min([self.offers[rank][0][1] for rank in self._group()] + list(self.wants.values()))
         return first if self.neighbours else max(first, self.freed)
 
     def _can_go(self) -> bool:
@@ -165,10 +175,11 @@ class GossipLedger:
             assert all_there or now >= self._first() + min(self.durations, default=0.0) - EPSILON, "too early"
             self.whole += all_there
             self.partial += not all_there
-        expected = [(rank, offers[0][0]) for rank, offers in self.offers.items() if offers]
-        assert sorted(exchange.mail) == sorted(expected), "not the first offer of every rank that has one"
-        for rank, _ in expected:
+        expected = [(rank, self.offers[rank][0][0]) for rank in self._group()]
+        assert sorted(exchange.mail) == sorted(expected), "not the first offers that are of the earliest step"
+        for rank, key in expected:
             self.offers[rank].popleft()
+            self.gone[rank] = key
         self._check_pairs(exchange.pairs)
         if not ending:
             self._flight = (exchange.round, now)
@@ -224,4 +235,5 @@ class GossipLedger:
         self.done.clear()
         self.announced.clear()
         self.wants.clear()
+        self.gone.clear()
         self.flush, self.average, self._flight = False, 0, None

@@ -148,22 +148,22 @@ def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
         (0.6, 2, Offered(7, 1)),
         (0.7, 1, Offered(7, 2)),
         (0.9, 1, Landed(7, 1)),
-    ) == [[Exchange(7, 1, [(1, 1)])], [], [], [], [Exchange(7, 2, [(0, 1), (1, 2), (2, 1)])]]
+    ) == [[Exchange(7, 1, [(1, 1)])], [], [], [], [Exchange(7, 2, [(0, 1), (2, 1)])]]
     assert machine.deadline() is None
 
 
 def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
     machine = timed()
-    assert play(machine, (10.0, 2, Offered(7, 1)), (11.0, 0, Offered(7, 2))) == [[], []]
+    assert play(machine, (10.0, 2, Offered(7, 2)), (11.0, 0, Offered(7, 2))) == [[], []]
     assert machine.deadline() == 12.0
     assert machine.tick(11.9) == []
-    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (2, 1)])]
+    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (2, 2)])]
     assert machine.deadline() is None
     assert machine.tick(20.0) == []
     assert machine.handle(0, Landed(7, 2), 16.0) == []  # 4 s
-    assert play(machine, (20.0, 1, Offered(7, 1)), (20.1, 0, Offered(7, 3))) == [[], []]
+    assert play(machine, (20.0, 1, Offered(7, 3)), (20.1, 0, Offered(7, 3))) == [[], []]
     assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
-    assert machine.handle(2, Offered(7, 2), 20.2) == [Exchange(7, 3, [(0, 3), (1, 1), (2, 2)])]
+    assert machine.handle(2, Offered(7, 3), 20.2) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
 
 
 def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_that_lands():
@@ -186,18 +186,42 @@ def test_what_pairs_have_waited_during_an_exchange_counts():
 
 def test_a_rank_that_waits_for_a_message_is_not_waited_for():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 1)), (10.2, 2, Starved(7, 0))) == [[]] * 3
-    assert machine.handle(2, Starved(7, 1), 10.3) == [Exchange(7, 2, [(0, 2), (1, 1)])]
+    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2)), (10.2, 2, Starved(7, 0))) == [[]] * 3
+    assert machine.handle(2, Starved(7, 1), 10.3) == [Exchange(7, 2, [(0, 2), (1, 2)])]
     # it may have been fed by that one
-    assert play(machine, (10.4, 0, Offered(7, 3)), (10.5, 1, Offered(7, 2)), (12.0, 0, Landed(7, 2))) == [[]] * 3
-    assert machine.handle(2, Starved(7, 2), 12.1) == [Exchange(7, 3, [(0, 3), (1, 2)])]
-    assert play(machine, (12.2, 2, Offered(7, 1)), (13.0, 0, Landed(7, 3))) == [[], []]
+    assert play(machine, (10.4, 0, Offered(7, 3)), (10.5, 1, Offered(7, 3)), (12.0, 0, Landed(7, 2))) == [[]] * 3
+    assert machine.handle(2, Starved(7, 2), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3)])]
+    assert play(machine, (12.2, 2, Offered(7, 4)), (13.0, 0, Landed(7, 3))) == [[], []]
+
+
+def test_messages_of_one_step_go_together_and_earlier_steps_first():
+    machine = timed()
+    assert play(machine, (10.0, 0, Offered(7, 3)), (10.1, 1, Offered(7, 2))) == [[], []]
+    # rank 0 has no earlier message any more; rank 2 may come
+    assert machine.handle(2, Offered(7, 2), 10.2) == [Exchange(7, 2, [(1, 2), (2, 2)])]
+    assert play(machine, (10.3, 1, Offered(7, 3)), (12.0, 1, Landed(7, 2))) == [[], []]
+    assert machine.handle(2, Offered(7, 3), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
+
+
+def test_a_rank_that_is_ahead_is_not_waited_for():
+    machine = timed()
+    play(machine, *((10.0, rank, Offered(7, 2)) for rank in (0, 1)))
+    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.handle(0, Landed(7, 2), 14.0) == []
+    assert machine.handle(2, Offered(7, 2), 14.1) == [Exchange(7, 3, [(2, 2)])]
+
+
+def test_messages_of_hosts_go_as_they_come():
+    config = make_plan(2, "sgp", local_size=2).config
+    machine = opened(config, 4)
+    play(machine, (0.0, 0, Offered(7, 3)), (0.0, 1, Offered(7, 4)), (0.0, 2, Offered(7, 3)), (0.0, 3, Offered(7, 5)))
+    assert machine.handle(0, Landed(7, 1), 0.0) == [Exchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
 
 
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 1))) == [[], []]
-    assert machine.handle(2, Averaged(7, 1, 1.0), 10.2) == [Exchange(7, 2, [(0, 2), (1, 1)])]
+    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2))) == [[], []]
+    assert machine.handle(2, Averaged(7, 1, 1.0), 10.2) == [Exchange(7, 2, [(0, 2), (1, 2)])]
 
 
 def test_a_rank_sends_one_message_an_exchange_in_its_order():
@@ -211,8 +235,8 @@ def test_a_rank_sends_one_message_an_exchange_in_its_order():
 
 def test_a_rank_that_is_done_is_waited_for_no_longer():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 1))) == [[], []]
-    assert machine.handle(2, Done(7, [0]), 10.2) == [Retired(7, 2, 0), Exchange(7, 2, [(0, 2), (1, 1)])]
+    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2))) == [[], []]
+    assert machine.handle(2, Done(7, [0]), 10.2) == [Retired(7, 2, 0), Exchange(7, 2, [(0, 2), (1, 2)])]
 
 
 def test_retired_counts_steps_since_the_last_drain():
@@ -229,15 +253,15 @@ def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
     assert machine.handle(0, Done(7, [3], False), 0.0) == [Retired(7, 0, 3)]
     assert machine.waiting_for() == ("drain", {1})
     assert machine.handle(1, Done(7, [1], False), 0.0) == [
-        Exchange(7, 2, [(0, 2), (1, 1)]),
-        Exchange(7, 3, [(0, 3)]),
-        Drained(7, 3, [4], 1, False),
+        Exchange(7, 2, [(1, 1)]),
+        Exchange(7, 3, [(0, 2)]),
+        Exchange(7, 4, [(0, 3)]),
+        Drained(7, 4, [4], 1, False),
     ]
     # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
-    assert machine.handle(1, Offered(7, 1), 1.0) == [Exchange(7, 4, [(1, 1)])]
+    assert machine.handle(1, Offered(7, 1), 1.0) == [Exchange(7, 5, [(1, 1)])]
     assert play(machine, (1.1, 0, Offered(7, 1)), (1.2, 0, Landed(7, 1))) == [[], []]
-    assert machine.handle(1, Landed(7, 4), 1.3) == []
-    assert machine.deadline() == pytest.approx(1.6)
+    assert machine.handle(1, Landed(7, 5), 1.3) == [Exchange(7, 6, [(0, 1)])]
 
 
 def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():

@@ -70,7 +70,8 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
             losses.append(float(value.detach()))
             return value
 
-        arm.train(loss, slept)
+        time.sleep(slept)
+        arm.train(loss)
         ends.append(time.perf_counter())
         sent.append(traffic()[1])
         waited.append(arm.waited)
