@@ -25,6 +25,7 @@ from benchmarks import (
     plot,
     pull,
     race,
+    scaling,
     skew,
     soak,
     straggler,
@@ -33,7 +34,7 @@ from benchmarks.launch import JobError
 
 MODULES = (
     *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence, lengths),
-    *(hetero, independence, exchange, network, pull, race, soak),
+    *(hetero, independence, exchange, network, scaling, pull, race, soak),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

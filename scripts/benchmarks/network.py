@@ -13,7 +13,7 @@ import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import plot
@@ -59,8 +59,10 @@ LEAST = {"sgp": 1.37, "osgp": 1.95, "dpsgd": 1.95}
 """Speed-ups over Horovod that are wanted."""
 BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
 """Speed-ups over decent-dp that are wanted: it is the same algorithm."""
-CYCLE_MS = "5"
-"""Of Horovod's background threads, in all arms: at 1 ms those of eight ranks keep two cores busy."""
+ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "5"}
+"""In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy."""
+SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
+"""Of a block, what its rows tell."""
 PERIODS = {"post-local-sgd": 4}
 """Steps between two messages."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
@@ -106,8 +108,9 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         blocks = blocks_of(args, arms, mbit)
         longest = sum((WARM_UP + args.steps) * (b["compute"] + wire_seconds(2 * args.megabytes, mbit)) for b in blocks)
         limit = args.limit * 60 if args.limit else START + 2 * longest + 20 * len(blocks)
-        env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": CYCLE_MS}
-        found += run_job("network", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block, env=env, mbit=mbit)
+        found += run_job(
+            "network", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block, env=ENVIRONMENT, mbit=mbit
+        )
     report = Report("network", args.ranks, rows_of(found), COLUMNS, draw=draw)
     judge(report)
     report.notes += crossings(report.rows)
@@ -140,7 +143,7 @@ def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
     if base in LEADERS or base == "adpsgd":
         return None
     if gossip_of(arm) or base == "decent-dp":
-        return Need(share * megabytes, base != "sgp")
+        return Need(share * megabytes * (ranks > 1), base != "sgp")
     return Need(share * 2 * (ranks - 1) / ranks * megabytes / PERIODS.get(base, 1), hidden=False)
 
 
@@ -171,11 +174,10 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         rival = groups.get((mbit, "horovod"))
         scores = mean_interval([block["by_rank"][0]["accuracy"] for block in mine])
         everywhere = [own for block in mine for own in block["by_rank"]]
-        names = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
         rows.append(
             row(
                 arm,
-                {**{name: first[name] for name in names}, "seed": "the run's number"},
+                {**{name: first[name] for name in SETTING}, "seed": "the run's number"},
                 *(ms.value, "ms a step, of the slowest rank", ms.low, ms.high),
                 speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds("horovod", ranks, first) / least,
@@ -245,23 +247,29 @@ def _ahead(points: Sequence[tuple[float, float]]) -> str:
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
-    """Seconds a step and what the bytes allow; accuracy; a group of bars a bandwidth."""
-    ms, scores = figure.subplots(2, 1, height_ratios=(2, 1))
-    groups = [f"{mbit:g} Mbit/s" for mbit in sorted({each["setting"]["bandwidth_mbit"] for each in rows})]
-    base = {each["setting"]["bandwidth_mbit"]: each["value"] for each in rows if each["arm"] == "horovod"}
-
-    def group_of(each: Row) -> str:
-        return f"{each['setting']['bandwidth_mbit']:g} Mbit/s"
-
-    def relative(each: Row, keys: Sequence[str]) -> Row:
-        over = base.get(each["setting"]["bandwidth_mbit"], 1.0)
-        return each | {key: each[key] / over for key in keys}
-
-    keys: Callable[[Row], Row] = lambda each: relative(each, ("value", "low", "high", "least_ms"))  # noqa: E731
-    shown = [keys(each) for each in rows]
-    plot.bars(ms, shown, groups, group_of)
-    plot.marks(ms, shown, groups, group_of, "least_ms", "D", "what the bytes allow")
-    plot.label(ms, "a step", "", "of Horovod's" if base else "ms")
-    plot.bars(scores, rows, groups, group_of, "accuracy")
-    plot.label(scores, "accuracy after as many steps", "", "share of test images")
-    plot.legend(figure, ms)
+    """Steps over Horovod's and what their bytes allow, a panel a bandwidth; then accuracies."""
+    speeds = sorted({each["setting"]["bandwidth_mbit"] for each in rows})
+    arms = list(dict.fromkeys(each["arm"] for each in rows))
+    panels = figure.subplots(1, len(speeds) + 1, sharey=True)
+    for axes, mbit in zip(panels, speeds, strict=False):
+        mine = [each for each in rows if each["setting"]["bandwidth_mbit"] == mbit]
+        base = next((each["value"] for each in mine if each["arm"] == "horovod"), None)
+        for each in mine:
+            value, low, high, least = (each[key] / (base or 1e3) for key in ("value", "low", "high", "least_ms"))
+            place, (fill, hatch) = arms.index(each["arm"]), plot.colour(each["arm"], arms)
+            look = {"color": fill, "hatch": hatch, "edgecolor": "white" if fill == "#000000" else "black"}
+            axes.barh(place, value, 0.75, xerr=[[value - low], [high - value]], ecolor="#555555", capsize=2, **look)
+            axes.plot(least, place, "D", color="white", markeredgecolor="black", markersize=6)
+            axes.annotate(f"{value:.2f}", (high, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_xlim(right=1.15 * max(each["high"] / (base or 1e3) for each in mine))
+        plot.label(axes, f"{mbit:g} Mbit/s", "a step, of Horovod's" if base else "s a step", "")
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].plot([], [], "D", color="white", markeredgecolor="black", label="what the bytes allow")
+    for mbit, mark in zip(speeds, plot.MARKERS, strict=False):
+        mine = [each for each in rows if each["setting"]["bandwidth_mbit"] == mbit]
+        places = [arms.index(each["arm"]) for each in mine]
+        panels[-1].plot([each["accuracy"] for each in mine], places, mark, markersize=5, label=f"at {mbit:g} Mbit/s")
+    plot.label(panels[-1], "after as many steps", "accuracy (axis cut off)", "")
+    panels[0].set_yticks(range(len(arms)), arms)
+    panels[0].invert_yaxis()
+    plot.legend(figure, *panels)

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from .report import Report, Row
+from .schedule import compression_of
 
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 """Okabe and Ito's: they can be told apart whatever colours one sees. Hatches tell arms apart without colour."""
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
-ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto")
+ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto", "post-local-sgd", "decent-dp")
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
-FAMILIES = (("horovod", "ddp"), (), ("sgp", "osgp", "dpsgd", "adpsgd"), ("lsgd", "easgd"))
+FAMILIES = (
+    ("horovod", "ddp", "post-local-sgd", "decent-dp"),
+    (),
+    ("sgp", "osgp", "dpsgd", "adpsgd"),
+    ("lsgd", "easgd"),
+)
 STYLES = ("-", "--", "-.", ":")
 """Of their lines; partial allreduce, with its quorums, is the second."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -33,13 +39,13 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
         return COLOURS[place], HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
-    return COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
+    return COLOURS[place % len(COLOURS)], HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
 
 
 def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
     """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
     fill, hatch = colour(arm, arms)
-    family = next((number for number, named in enumerate(FAMILIES) if arm.partition("-")[0] in named), 1)
+    family = next((number for number, named in enumerate(FAMILIES) if compression_of(arm)[0] in named), 1)
     marker = MARKERS[HATCHES.index(hatch)]
     look = {"color": fill, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
     return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}

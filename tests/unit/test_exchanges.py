@@ -1,12 +1,8 @@
-"""Gossip's coordinator: its laws under any interleaving, and examples move by move."""
+"""Gossip's coordinator, move by move."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from hvd_async import topology
 from hvd_async.errors import ProtocolError
@@ -32,85 +28,9 @@ from hvd_async.events import (
 )
 from hvd_async.exchanges import SMOOTHING, Exchanges
 from hvd_async.plan import make_plan
-from tests.unit.gossip_simulation import Job, Simulation
 from tests.unit.simulation import snapshot
 
 SGP = make_plan(3).config
-DIRECTED = ["exponential", "ring", "ring-right", "star", "complete"]
-BOTH_WAYS = ["bipartite-exponential", "ring", "star", "complete", "mesh"]
-
-
-# -- any interleaving -----------------------------------------------------------------------------------------
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    size = draw(st.integers(1, 5))
-    algorithm = draw(st.sampled_from(["sgp", "osgp", "dpsgd", "adpsgd", "adpsgd", "allreduce"]))
-    graph = draw(st.sampled_from(DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS))
-    plan = make_plan(
-        size,
-        algorithm,
-        None if algorithm == "allreduce" else graph,
-        weights="metropolis" if algorithm == "dpsgd" else "uniform",
-        max_staleness=draw(st.integers(0, 2)) if algorithm == "osgp" else None,
-        max_local_steps=draw(st.integers(1, 3)) if algorithm == "adpsgd" else 4,
-        average_every=0 if algorithm == "adpsgd" else draw(st.sampled_from([0, 0, 1, 3])),
-    )
-    counts = st.lists(st.integers(0, 5), min_size=size, max_size=size).map(tuple)
-    steps = tuple(draw(st.lists(counts, min_size=1, max_size=3)))
-    ends = [(end, index) for end in range(len(steps)) for index in range(size)]
-    hasty = [index for index in range(size) if not steps[0][index]]
-    first = draw(st.integers(0, 3))
-    return Job(
-        plan,
-        steps,
-        speeds=tuple(draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 5.0]), min_size=size, max_size=size))),
-        ranks=draw(st.sampled_from([tuple(range(size)), tuple(range(first, first + 2 * size, 2))])),
-        seed=draw(st.integers(0, 2**32)),
-        cuts=frozenset(draw(st.sampled_from([set(), set(ends)]) | st.sets(st.sampled_from(ends)))),
-        hasty=frozenset(draw(st.sets(st.sampled_from(hasty)))) if hasty else frozenset(),
-    )
-
-
-IDLE = Job(make_plan(3, "adpsgd", "ring"), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0), (0, 1, 2), hasty=frozenset({0, 2}))
-
-
-@settings(max_examples=120)
-@given(jobs())
-@example(IDLE)
-@example(replace(IDLE, hasty=frozenset({0, 1, 2})))
-def test_laws_hold_under_any_interleaving(job):
-    simulation = Simulation(job).run()
-    exchanges = [command for command in simulation.log if isinstance(command, Exchange)]
-    mail = [message for exchange in exchanges for message in exchange.mail]
-    if job.plan.config.algorithm in ("adpsgd", "allreduce"):
-        assert not mail
-    else:
-        assert len(mail) == sum(len(offers) for counts in job.steps for offers in map(simulation.offers, counts))
-    for index, number in enumerate(job.ranks):
-        keys = [key for sender, key in mail if sender == number]
-        offered = [step for counts in job.steps for step in simulation.offers(counts[index])]
-        assert keys == (offered if mail else [])
-        paired = sum(number in pair for exchange in exchanges for pair in exchange.pairs)
-        assert paired == simulation.ranks[index].averagings
-
-
-def test_the_simulation_has_teeth():
-    """Illegal moves are tried; exchanges go with and without all ranks; ranks are averaged that did not ask."""
-    tried = partial = whole = pairs = 0
-    for seed in range(15):
-        job = Job(make_plan(4), ((5, 3, 4, 5), (1, 0, 2, 2)), (1.0, 1.0, 0.1, 1.0), (0, 1, 2, 3), seed)
-        one = Simulation(job).run()
-        two = Simulation(replace(job, plan=make_plan(4, "adpsgd", "ring"))).run()
-        tried += one.illegal_tried + two.illegal_tried
-        partial += one.ledger.partial
-        whole += one.ledger.whole
-        pairs += sum(rank.averagings for rank in two.ranks)
-    assert min(tried, partial, whole, pairs) > 20
-
-
-# -- move by move ---------------------------------------------------------------------------------------------
 
 
 def opened(config: GossipConfig = SGP, size: int = 3) -> Exchanges:
