@@ -19,6 +19,6 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, "matplotlib", "networkx"],
+        "dev": [*RUNNER, *TOOLS, "decent-dp", "matplotlib", "networkx"],
     },
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from benchmarks import (
@@ -31,6 +32,7 @@ from benchmarks import (
     straggler,
 )
 from benchmarks.launch import JobError
+from benchmarks.report import Report
 
 MODULES = (
     *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence, lengths),
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/bench.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="scripts/bench.py CASE --help lists a case's own options.",
+        epilog="scripts/bench.py CASE --help lists a case's own options; all runs every case.",
     )
     cases = top.add_subparsers(dest="case", required=True, metavar="CASE")
     for name, case in CASES.items():
@@ -71,19 +73,71 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG)")
         case.add_arguments(one)
+    every = cases.add_parser(
+        "all",
+        help="every case, one after the other: a folder of JSON files and plots",
+        description="Every case with its defaults, one after the other. A case that fails does not end the run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    every.add_argument("--quick", action="store_true", help="small runs, to see that they work; judge nothing by them")
+    every.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="for CASE.json and CASE.png")
+    every.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases; not given: all")
     return top
 
 
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_case(args: argparse.Namespace) -> Report:
+    """Run a case as the command line says, print its table, write what is to be written.
+
+    Raises:
+        ValueError: its options cannot be.
+        JobError: a job failed.
+    """
+    report: Report = CASES[args.case].run(args, say)
+    if args.quick:
+        report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
+    print(report.text(), flush=True)
+    if args.json is not None:
+        report.write(args.json)
+    if args.plot is not None:
+        plot.save(report, args.plot)
+    return report
+
+
+def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Run every case; says at the end which goals were met, and which cases failed. 1 if one did."""
+    names = args.only or list(CASES)
+    goals, failed = [], []
+    started = time.monotonic()
+    for number, name in enumerate(names, start=1):
+        say(f"== case {number} of {len(names)}: {name}; {(time.monotonic() - started) / 60:.1f} min so far")
+        print(f"\n== {name}", flush=True)
+        files = [f"--json={args.out / name}.json", f"--plot={args.out / name}.png"]
+        try:
+            report = run_case(command.parse_args([name, *files, *(["--quick"] if args.quick else [])]))
+        except JobError as error:
+            say(str(error))
+            print(f"failed: {str(error).splitlines()[-1]}")
+            failed.append(name)
+        else:
+            goals += [f"{name}: {goal}" for goal in report.goals]
+    minutes = (time.monotonic() - started) / 60
+    print("\n".join(["", f"== all, in {minutes:.1f} min", *goals, *(f"FAILED  {name}" for name in failed)]))
+    return 1 if failed else 0
+
+
 def main() -> int:
-    """Run a case as the command line says; the exit code is 1 if a job failed, 130 after Ctrl-C."""
+    """As the command line says; the exit code is 1 if a job failed, 130 after Ctrl-C."""
     command = parser()
     args = command.parse_args()
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     try:
-        report = CASES[args.case].run(args, say)
+        if args.case == "all":
+            return run_all(command, args)
+        run_case(args)
     except ValueError as error:
         command.error(str(error))
     except JobError as error:
@@ -92,13 +146,6 @@ def main() -> int:
     except KeyboardInterrupt:
         say("interrupted; the job has been ended")
         return 130
-    if args.quick:
-        report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
-    print(report.text())
-    if args.json is not None:
-        report.write(args.json)
-    if args.plot is not None:
-        plot.save(report, args.plot)
     return 0
 
 

@@ -1,0 +1,79 @@
+"""``bench.py all``: every case in turn, whatever becomes of one; files and goals of all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The command with two cases that start no job: one is well, one fails."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    spec = importlib.util.spec_from_file_location("bench", BENCH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    from benchmarks.launch import JobError
+    from benchmarks.report import Column, Goal, Report, row
+
+    def well(args, say):
+        rows = [row("sgp", {"ranks": args.ranks}, 2.0 if args.quick else 3.0, "s")]
+        goals = [Goal("speed", 2.0, ">= 1", met=True)]
+        return Report("well", 4, rows, (Column("arm", "arm"), Column("s", "value", ".1f")), goals, draw=draw)
+
+    def draw(figure, rows):
+        figure.subplots(1, 1).bar([0], [rows[0]["value"]])
+
+    def ill(args, say):
+        raise JobError("much output\nthe job ill ended with exit code 3")
+
+    def case(run):
+        return types.SimpleNamespace(run=run, HELP="help", __doc__="Doc.", add_arguments=lambda one: None)
+
+    monkeypatch.setattr(module, "CASES", {"ill": case(ill), "well": case(well)})
+    return module
+
+
+def run(bench, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    return bench.main()
+
+
+def test_a_case_that_fails_does_not_end_the_run(bench, monkeypatch, tmp_path, capsys):
+    assert run(bench, monkeypatch, "all", "--quick", "--out", str(tmp_path / "new")) == 1
+    out, err = capsys.readouterr()
+    assert "case 2 of 2: well" in err
+    assert "failed: the job ill ended with exit code 3" in out
+    assert out.strip().endswith("well: met     speed: 2 (>= 1)\nFAILED  ill")
+    found = json.loads((tmp_path / "new" / "well.json").read_text())
+    assert (found["rows"][0]["value"], found["notes"]) == (2.0, [found["notes"][0]])
+    assert "a quick run" in found["notes"][0]
+    assert (tmp_path / "new" / "well.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "new" / "ill.json").exists()
+
+
+def test_some_cases_only_and_not_quick(bench, monkeypatch, tmp_path, capsys):
+    assert run(bench, monkeypatch, "all", "--only", "well", "--out", str(tmp_path)) == 0
+    assert json.loads((tmp_path / "well.json").read_text())["rows"][0]["value"] == 3.0
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def test_one_case(bench, monkeypatch, capsys):
+    assert run(bench, monkeypatch, "well") == 0
+    assert "sgp  3.0" in capsys.readouterr().out
+    assert run(bench, monkeypatch, "ill") == 1
+    assert "much output" in capsys.readouterr().err
+
+
+def test_a_case_that_is_not_there_is_refused(bench, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as left:
+        run(bench, monkeypatch, "all", "--only", "nothing")
+    assert left.value.code == 2
+    assert "nothing" in capsys.readouterr().err
