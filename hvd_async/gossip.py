@@ -164,9 +164,7 @@ class GossipWorker(Worker):
 
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages, if they have not gone ahead; returns x without what is given away."""
-        gift = self._gift if self._ahead else self._offer(self._step, message)
-        self._ahead, self._gift = 0, None
-        return self._give(x, gift)
+        return self._give(x, self._gift if self._ahead else self._offer(self._step, message))
 
     def _give(self, x: Vector, gift: Gift | None) -> Vector:
         """x without what has been given away."""

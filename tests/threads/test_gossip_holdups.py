@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.events import Exchange
+from hvd_async.events import Exchange, Starved
 from hvd_async.gossip import GossipWorker
 from hvd_async.pairs import PairWorker
 from hvd_async.testing import Cluster
@@ -68,6 +68,31 @@ def test_a_slow_rank_holds_up_those_that_the_graph_says(algorithm):
     assert [place for place in range(8) if waited[place][0] > 0] == [1, 7]
     for place, record in enumerate(records):
         assert max(waited[place]) <= record.stats.wait_s
+
+
+def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
+    """Rank 0 of 3 is stuck before its step 2; a rank tells of each exchange that has not fed it."""
+    watch, told = Watch(), dict[int, list[int]]()
+
+    def tweak(worker: GossipWorker) -> None:
+        watch.tweak(worker)
+        send, own = worker.engine.send, told.setdefault(worker._place, [])
+
+        def spied(event: Any) -> None:
+            if isinstance(event, Starved):
+                assert event.seen == worker._mail.landed
+                assert worker._letters.missing()
+                own.append(event.seen)
+            send(event)
+
+        worker.engine.send = spied  # type: ignore[method-assign]
+
+    def stuck(worker: GossipWorker) -> None:
+        watch.until({1: (2, {0}), 2: (2, {0})}, missing)
+        worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._mail.landed])
+
+    one = job([4, 4, 4], "sgp", "complete")
+    check(one, run(one, before_step=at(0, 2, stuck), tweak=tweak))
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
