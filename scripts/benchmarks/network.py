@@ -45,6 +45,7 @@ COLUMNS = (
     Column("bound", "bound", ".2f"),
     Column("MB/step", "sent_mb", ".2f"),
     Column("waited ms", "wait_ms", ".0f"),
+    Column("CPU ms", "cpu_ms", ".0f"),
     Column("accuracy", "accuracy", ".3f"),
     Column("95% from", "accuracy_low", ".3f"),
     Column("to", "accuracy_high", ".3f"),
@@ -189,6 +190,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
                 p90=quantile([1e3 * seconds for own in everywhere for seconds in own["seconds"]], 0.9),
                 sent_mb=statistics.fmean(own["sent"] for own in everywhere) / steps / 1e6,
                 wait_ms=1e3 * statistics.fmean(own["waited"] for own in everywhere) / steps,
+                cpu_ms=1e3 * statistics.fmean(own["cpu"] for own in everywhere) / steps,
                 identical=all(own["identical"] for own in everywhere),
             )
         )

@@ -24,6 +24,7 @@ def block(arm, seconds, mbit=50.0, ranks=RANKS, repetition=0, accuracy=0.9):
             "seconds": [seconds + slower] * 3,
             "sent": 24_000_000,
             "waited": 0.3,
+            "cpu": 0.4,
             "identical": True,
             "accuracy": accuracy if rank == 0 else None,
         }

@@ -59,7 +59,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
     arm = arms.Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
-    losses, ends, sent, waited = [], [], [], []
+    losses, ends, sent, waited, cpu = [], [], [], [], []
     before: dict[str, Any] = {}
     job.barrier()
     for number, indices in enumerate(steps, start=1):
@@ -75,12 +75,14 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         ends.append(time.perf_counter())
         sent.append(traffic()[1])
         waited.append(arm.waited)
+        cpu.append(time.process_time())
         if number == WARM_UP:
             before = arm.stats()
     own: dict[str, Any] = {
         "seconds": [b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :])],
         "sent": sent[-1] - sent[WARM_UP - 1],
         "waited": waited[-1] - waited[WARM_UP - 1],
+        "cpu": cpu[-1] - cpu[WARM_UP - 1],
         "loss": losses,
         "stats": difference(arm.stats(), before),
     }
