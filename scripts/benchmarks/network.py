@@ -3,8 +3,8 @@
 Computation takes a quarter of what an allreduce takes on the wire, so communication dominates; what the real work
 leaves of that is slept. What a step costs at least follows from the bytes that it must send: an allreduce 2(P-1)/P
 times the weights, a message to one peer once the weights; whether these travel while the next step computes is the
-algorithm's. Each run trains a small network on the real digits, for as many steps in all arms, and its accuracy stands
-beside its speed.
+algorithm's. Where links are quick it is the machine's cores that decide: "CPU ms" is a rank's. Each run trains a small
+network on the real digits, for as many steps in all arms, and its accuracy stands beside its speed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import plot
@@ -162,17 +162,23 @@ def step_seconds(block: Block) -> float:
     return max(statistics.fmean(own["seconds"]) for own in block["by_rank"])
 
 
+def baseline(arms: Iterable[str]) -> str:
+    """Whose steps speed-ups are over: Horovod's, with compression if all are run with it."""
+    return next((arm for arm in arms if compression_of(arm)[0] == "horovod"), "horovod")
+
+
 def rows_of(blocks: list[Block]) -> list[Row]:
     """One row a bandwidth and arm."""
     groups: dict[tuple[float, str], list[Block]] = {}
     for block in blocks:
         groups.setdefault((block["bandwidth_mbit"], block["arm"]), []).append(block)
+    base = baseline(arm for _, arm in groups)
     rows = []
     for (mbit, arm), mine in groups.items():
         first, ranks, steps = mine[0], len(mine[0]["by_rank"]), mine[0]["steps"]
         ms = spread([1e3 * step_seconds(block) for block in mine])
         least = 1e3 * least_seconds(arm, ranks, first)
-        rival = groups.get((mbit, "horovod"))
+        rival = groups.get((mbit, base))
         scores = mean_interval([block["by_rank"][0]["accuracy"] for block in mine])
         everywhere = [own for block in mine for own in block["by_rank"]]
         rows.append(
@@ -181,7 +187,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
                 {**{name: first[name] for name in SETTING}, "seed": "the run's number"},
                 *(ms.value, "ms a step, of the slowest rank", ms.low, ms.high),
                 speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
-                bound=1e3 * least_seconds("horovod", ranks, first) / least,
+                bound=1e3 * least_seconds(base, ranks, first) / least,
                 accuracy=scores.value,
                 accuracy_low=scores.low if math.isfinite(scores.low) else None,
                 accuracy_high=scores.high if math.isfinite(scores.high) else None,
@@ -227,11 +233,12 @@ def crossings(rows: Sequence[Row]) -> list[str]:
     """From which bandwidth on Horovod's allreduce is quicker, for each arm; between two measured ones in proportion of
     the logarithms."""
     notes = []
-    for arm in dict.fromkeys(each["arm"] for each in rows if each["arm"] != "horovod" and each["speedup"] is not None):
+    base = baseline(each["arm"] for each in rows)
+    for arm in dict.fromkeys(each["arm"] for each in rows if each["arm"] != base and each["speedup"] is not None):
         points = sorted((each["setting"]["bandwidth_mbit"], each["speedup"]) for each in rows if each["arm"] == arm)
         at = crossing(points)
         if len(points) > 1:
-            notes.append(f"{arm} and horovod are level at {at:.0f} Mbit/s" if at else f"{arm}: {_ahead(points)}")
+            notes.append(f"{arm} and {base} are level at {at:.0f} Mbit/s" if at else f"{arm}: {_ahead(points, base)}")
     return notes
 
 
@@ -244,8 +251,8 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
-def _ahead(points: Sequence[tuple[float, float]]) -> str:
-    return "quicker than horovod at all of these" if points[-1][1] >= 1 else "slower than horovod at all of these"
+def _ahead(points: Sequence[tuple[float, float]], base: str) -> str:
+    return f"{'quicker' if points[-1][1] >= 1 else 'slower'} than {base} at all of these"
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -255,7 +262,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     panels = figure.subplots(1, len(speeds) + 1, sharey=True)
     for axes, mbit in zip(panels, speeds, strict=False):
         mine = [each for each in rows if each["setting"]["bandwidth_mbit"] == mbit]
-        base = next((each["value"] for each in mine if each["arm"] == "horovod"), None)
+        base = next((each["value"] for each in mine if each["arm"] == baseline(arms)), None)
         for each in mine:
             value, low, high, least = (each[key] / (base or 1e3) for key in ("value", "low", "high", "least_ms"))
             place, (fill, hatch) = arms.index(each["arm"]), plot.colour(each["arm"], arms)

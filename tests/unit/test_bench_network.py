@@ -69,6 +69,12 @@ def test_messages_go_after_the_computation_or_under_it():
     assert network.least_seconds("dpsgd-int8", RANKS, block("dpsgd-int8", 1.0)) == 0.5  # less than the computation
 
 
+def test_with_compression_in_all_arms_speed_ups_are_over_horovods_with_it():
+    found = network.rows_of([block("horovod-fp16", 1.79), block("dpsgd-fp16", 0.89)])
+    assert [each["speedup"] for each in found] == [1.0, pytest.approx(2.0)]
+    assert found[1]["bound"] == pytest.approx((0.5 + 0.875 * WIRE) / (0.5 * WIRE))
+
+
 def rows():
     """Three arms at two bandwidths; Horovod is quicker at the higher one."""
     found = []
