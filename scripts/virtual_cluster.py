@@ -77,7 +77,7 @@ class Cluster:
         """Let a host send, and be sent, so many Mbit/s.
 
         Where all hosts send and receive at a time, acknowledgements that wait behind data keep TCP at 75 to 80% of a
-        plain token bucket's limit. So that it is the limit that counts, small packets go first here, and senders keep
+        plain token bucket's limit. So that it is the limit that counts, packets without data go first here, and senders keep
         their windows from one message to the next: 96 to 99%.
         """
         burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
@@ -108,7 +108,7 @@ class Cluster:
                     own = ["rate", f"{share * mbit:g}mbit", "prio", str(priority), "quantum", "60000"]
                     tc("class", "add", "dev", device, "parent", "1:1", "classid", f"1:{number}", "htb", *own, *full)
                 tc("qdisc", "add", "dev", device, "parent", "1:20", "bfifo", "limit", str(queue))
-                small = ["match", "u16", "0", "0xff80", "at", "2"]  # of less than 128 bytes
+                small = ["match", "u16", "0", "0xffc0", "at", "2"]  # of less than 64 bytes: no data in them
                 tc("filter", "add", "dev", device, "parent", "1:", "protocol", "ip", "u32", *small, "flowid", "1:10")
             _do(
                 *inside, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0", "net.ipv4.tcp_congestion_control=reno"
