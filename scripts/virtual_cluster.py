@@ -77,8 +77,8 @@ class Cluster:
         """Let a host send, and be sent, so many Mbit/s.
 
         Where all hosts send and receive at a time, acknowledgements that wait behind data keep TCP at 75 to 80% of a
-        plain token bucket's limit. So that it is the limit that counts, packets without data go first here, and senders keep
-        their windows from one message to the next: 96 to 99%.
+        plain token bucket's limit. So that it is the limit that counts, packets without data go first here, and senders
+        keep their windows from one message to the next: 96 to 99%.
         """
         burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
         queue = burst + round(mbit * 1e6 / 8 * QUEUE)
