@@ -6,8 +6,8 @@ over the ranks and the messages on their way never change, whatever comes late, 
 a rank is done. SGP and OSGP: Assran et al., ICML 2019.
 
 D-PSGD: Lian et al., NeurIPS 2017; its w stays 1 by itself. It sends the weights before an update, so they go at the end
-of the step before, and travel while the gradient is computed. When all ranks are done, messages of a step that none of
-them took are left aside at both ends.
+of the step before, and travel while the gradient is computed. (Not those of the first step after a drain or cut, nor
+where hosts gossip.) When all ranks are done, messages of a step that none of them took are left aside at both ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired, Starved
 from hvd_async.giving import Gift, Giving, edge
 from hvd_async.knowledge import Knowledge
-from hvd_async.letters import Letters
+from hvd_async.letters import Letters, Message
 from hvd_async.mail import Mail, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -275,12 +275,14 @@ class GossipWorker(Worker):
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
         self._together = flush
+        left: list[Message] = []
         if self._sends_ahead:
-            weights = self._end_ahead(weights)
+            weights, left = self._end_ahead(weights)
         if not flush:
             if self._letters.come:  # (else the weights stay as they are, to the bit)
                 x = self._take_in(weights * self._weight, all_=True)
                 weights = x * (1.0 / self._weight)
+            self._leave_aside(left)
             if self._uneven:  # which edges were left out is known at one end only: both start anew
                 self._known.forget_edges()
             return weights
@@ -289,18 +291,22 @@ class GossipWorker(Worker):
         self._known.begin(z)
         return z
 
-    def _end_ahead(self, weights: Vector) -> Vector:
-        """Take leave of z of what has gone ahead for a step that other ranks took, and leave aside what is for none."""
+    def _end_ahead(self, weights: Vector) -> tuple[Vector, list[Message]]:
+        """Take leave of z of what has gone ahead for a step that other ranks took; returns z, and the messages that
+        have come for a step that none took."""
         if self._ahead and self._ahead <= self._longest:
             x = self._give(weights * self._weight, self._gift)
             weights = x * (1.0 / self._weight)
         self._ahead, self._gift = 0, None
-        messages = self._letters.take_after(self._longest)
-        self._aside += len(messages)
-        for sender, step, weight, data in messages:
+        left = self._letters.take_after(self._longest)
+        self._aside += len(left)
+        return weights, left
+
+    def _leave_aside(self, left: list[Message]) -> None:
+        """Decode, after all that came before on the same edges, what is for no step: its sender counts on that."""
+        for sender, step, weight, data in left:
             if weight:
-                self._known.decode(edge(sender, self.plan, self._base + step), data)  # (its sender counts on it)
-        return weights
+                self._known.decode(edge(sender, self.plan, self._base + step), data)
 
     def consensus(self, x: Vector) -> Vector:
         """The mean over all ranks of what has been taken in; a collective, right after a drain or cut.

@@ -87,19 +87,20 @@ class Letters:
 
     def take(self, all_: bool) -> list[Message]:
         """Those of senders' steps up to this one's, or ``all_``, in one order."""
-        found = self._pop(lambda step: all_ or step <= self._step)
-        left = self._due.difference((message.sender, message.step) for message in found)
-        self._due = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
+        with self._engine.changed:  # (else the engine might miss what was just taken)
+            found = self._pop(lambda step: all_ or step <= self._step)
+            left = self._due.difference((message.sender, message.step) for message in found)
+            self._due = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
         return found
 
     def take_after(self, last: int) -> list[Message]:
         """Those of later steps than ``last``."""
-        return self._pop(lambda step: step > last)
+        with self._engine.changed:
+            return self._pop(lambda step: step > last)
 
     def _pop(self, wanted: Callable[[int], bool]) -> list[Message]:
-        with self._engine.changed:
-            keys = sorted(key for key in self.come if wanted(key[1]))
-            return [Message(*key, *self.come.pop(key)) for key in keys]
+        keys = sorted(key for key in self.come if wanted(key[1]))
+        return [Message(*key, *self.come.pop(key)) for key in keys]
 
     def restart(self) -> None:
         """Steps are counted anew, and none calls for anything."""

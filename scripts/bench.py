@@ -31,7 +31,7 @@ from benchmarks import (
     soak,
     straggler,
 )
-from benchmarks.launch import JobError
+from benchmarks.launch import JobError, NotHereError
 from benchmarks.report import Report
 
 MODULES = (
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--arms",
             metavar="A,B,...",
-            help="of horovod, ddp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, sgp-int8; "
-            "lsgd, easgd",
+            help="of horovod, ddp, post-local-sgd, decent-dp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, "
+            "osgp, dpsgd, adpsgd; lsgd, easgd; some compressed: horovod-fp16, solo-bf16, sgp-int8. No case has all",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(
@@ -109,9 +109,10 @@ def run_case(args: argparse.Namespace) -> Report:
 
 
 def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Run every case; says at the end which goals were met, and which cases failed. 1 if one did."""
+    """Run every case; say at the end which goals were met, which cases failed, or cannot be here. 1 if one failed."""
     names = args.only or list(CASES)
-    goals, failed = [], []
+    goals, ends = [], []
+    failed = False
     started = time.monotonic()
     for number, name in enumerate(names, start=1):
         say(f"== case {number} of {len(names)}: {name}; {(time.monotonic() - started) / 60:.1f} min so far")
@@ -119,14 +120,18 @@ def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         files = [f"--json={args.out / name}.json", f"--plot={args.out / name}.png"]
         try:
             report = run_case(command.parse_args([name, *files, *(["--quick"] if args.quick else [])]))
-        except JobError as error:
-            say(str(error))
-            print(f"failed: {str(error).splitlines()[-1]}")
-            failed.append(name)
+        except NotHereError as error:
+            print(f"skipped: {error}")
+            ends.append(f"SKIPPED {name}: {error}")
+        except Exception as error:  # noqa: BLE001  whatever it is, the other cases are to be run
+            say(f"{type(error).__name__}: {error}")
+            print(f"failed: {str(error).splitlines()[-1] if str(error) else type(error).__name__}")
+            ends.append(f"FAILED  {name}")
+            failed = True
         else:
             goals += [f"{name}: {goal}" for goal in report.goals]
     minutes = (time.monotonic() - started) / 60
-    print("\n".join(["", f"== all, in {minutes:.1f} min", *goals, *(f"FAILED  {name}" for name in failed)]))
+    print("\n".join(["", f"== all, in {minutes:.1f} min", *goals, *ends]))
     return 1 if failed else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,7 +144,7 @@ class Cut:
         try:
             host, after, seconds = text.split(":")
             cut = cls(int(host), float(after), float(seconds))
-            if min(cut.after, cut.seconds) < 0:
+            if not (0 <= cut.after < math.inf and 0 <= cut.seconds < math.inf):
                 raise ValueError(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not HOST:AFTER:SECONDS, such as 1:5:2.5") from None
@@ -152,9 +153,24 @@ class Cut:
 
 @contextlib.contextmanager
 def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
-    """Cut links, and restore them, at their times, for as long as this goes on."""
-    timers = [threading.Timer(cut.after, cluster.cut, (cut.host,)) for cut in cuts]
-    timers += [threading.Timer(cut.after + cut.seconds, cluster.restore, (cut.host,)) for cut in cuts]
+    """Cut links, and restore them, at their times, for as long as this goes on; at its end none is cut.
+
+    Raises:
+        ClusterError: a link could not be cut or restored.
+    """
+    failed: list[ClusterError] = []
+
+    def at(seconds: float, change: Callable[[int], None], host: int) -> threading.Timer:
+        def act() -> None:
+            try:
+                change(host)
+            except ClusterError as error:
+                failed.append(error)
+
+        return threading.Timer(seconds, act)
+
+    timers = [at(cut.after, cluster.cut, cut.host) for cut in cuts]
+    timers += [at(cut.after + cut.seconds, cluster.restore, cut.host) for cut in cuts]
     for timer in timers:
         timer.start()
     try:
@@ -162,7 +178,11 @@ def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
-            timer.join()  # (it may be at work: the links are removed next)
+            timer.join()
+        for host in {cut.host for cut in cuts}:
+            cluster.restore(host)
+    if failed:
+        raise failed[0]
 
 
 @contextlib.contextmanager

@@ -157,7 +157,11 @@ def flat_counts(counted: Totals) -> dict[str, float | None]:
 
 
 class MetricsFile:
-    """A CSV file of EpochRow; opened for each row, so that it can be read, and survives, at any time."""
+    """A CSV file of EpochRow; opened for each row, so that it can be read, and survives, at any time.
+
+    Raises:
+        ValueError: a resumed run's file is not like this.
+    """
 
     def __init__(self, path: Path, resumed: bool) -> None:
         self._path = path
@@ -165,9 +169,16 @@ class MetricsFile:
         if not resumed:  # what is said of an earlier run must not be taken for this one's
             for name in AT_THE_END:
                 path.with_name(name).unlink(missing_ok=True)
+        columns = [*self._own_names(), *COUNTED]
         if not (resumed and path.exists()):
             with path.open("w", newline="") as file:
-                csv.writer(file).writerow([*self._own_names(), *COUNTED])
+                csv.writer(file).writerow(columns)
+            return
+        with path.open(newline="") as file:
+            if next(csv.reader(file), []) != columns:
+                raise ValueError(
+                    f"{path} has other columns than this version writes: move it away, or name another --log-dir"
+                )
 
     def add(self, row: EpochRow) -> None:
         """Append a row."""

@@ -233,10 +233,8 @@ def draw(figure: Any, rows: list[Row]) -> None:
     plot.label(axes[0], f"test accuracy less {names[0]}'s", "arm", "percentage points")
     plot.legend(figure, axes[0])
     for place, each in enumerate(rows):
-        fill, hatch = plot.colour(each["arm"], names)
         sides = plot.sides(each["value"], each["low"], each["high"])
-        edge = "white" if fill == "#000000" else "black"
-        axes[1].bar(place, each["value"], 0.7, yerr=sides, color=fill, hatch=hatch, edgecolor=edge, capsize=4)
+        axes[1].bar(place, each["value"], 0.7, yerr=sides, capsize=4, **plot.fill(each["arm"], names))
     axes[1].set_xticks(range(len(names)), names)
     axes[1].set_ylim(bottom=max(0.0, min(each["low"] for each in rows) - 0.02))
     plot.label(axes[1], "test accuracy: mean, least and greatest", "arm", "share of test images (axis cut off)")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .digits import Indices, fold, images
+from .digits import TEST_FOLD, Indices, fold, images
 
 MEDIAN, SHORTEST, LONGEST = 167, 29, 1776
 """UCF101's frames a video."""
@@ -25,8 +25,6 @@ CLASSES = 10
 PIXELS = 64
 TRAIN, TEST = 2048, 1000
 """Clips."""
-FOLD = 0
-"""The images to test on."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def clips_of(seed: int, median: int) -> tuple[Clips, Clips]:
     """(Train, test): the seed's clips, the same whoever asks."""
     train, test = (
         draw_clips(lengths_of(seed, median, part), usable, np.random.default_rng([seed, part, 1]))
-        for part, usable in enumerate(fold(FOLD))
+        for part, usable in enumerate(fold(TEST_FOLD))
     )
     return train, test
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 FOLDS = 5
 FOLD_SEED = 7
+TEST_FOLD = 0
+"""The images to test on, where there is one fold."""
 MEAN, DEVIATION = 0.305, 0.376
 """Of the pixels, which are 0 to 1."""
 

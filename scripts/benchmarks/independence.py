@@ -125,7 +125,8 @@ def expected(block: Block) -> dict[int, Stall]:
         return {}
     graph = topology.named(block["topology"], len(block["by_rank"]))
     late = make_plan(graph.size, how[0], graph).config.max_staleness
-    return stalls(graph, block["sleeper"], block["by_rank"][block["sleeper"]]["slept"], late)
+    unsent = block["by_rank"][block["sleeper"]]["slept"] + (how[0] == "dpsgd")  # (it sends a step ahead)
+    return stalls(graph, block["sleeper"], unsent, late)
 
 
 def waited(block: Block, rank: int) -> list[Stall]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,10 @@ Say = Callable[[str], None]
 
 class JobError(RuntimeError):
     """A job failed, or ran out of time; the message begins with the end of its output."""
+
+
+class NotHereError(JobError):
+    """This machine lacks what a job needs; the message says what."""
 
 
 def run(
@@ -69,14 +74,17 @@ def run(
         All blocks.
 
     Raises:
+        NotHereError: there are no virtual hosts here.
         JobError: it failed or ran out of time.
     """
+    virtual = virtual or mbit is not None
+    if virtual:
+        _check_virtual_hosts()
     with tempfile.TemporaryDirectory(prefix="hvd_async_bench_") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         mark = uuid.uuid4().hex
         command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
-        virtual = virtual or mbit is not None
         if virtual:
             limited = [] if mbit is None else [f"--mbit={mbit:g}"]
             command = [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
@@ -99,6 +107,14 @@ def run(
             ended = f"by force after {limit:.0f} s" if late else f"with exit code {code}"
             raise JobError(f"{output_end}\nthe job {job} at {ranks} ranks ended {ended}; above is its last output")
         return blocks
+
+
+def _check_virtual_hosts() -> None:
+    if os.geteuid() != 0:
+        raise NotHereError("its ranks are on virtual hosts, which need root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NotHereError(f"its ranks are on virtual hosts, which need {' and '.join(missing)}: install iproute2")
 
 
 def _environment(mark: str, folder: Path, more: dict[str, str]) -> dict[str, str]:

@@ -217,9 +217,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots(1, 3, width_ratios=(3, 3, 4))
     names, framework = [each["arm"] for each in rows], rows[0]["setting"]["framework"]
     for place, each in enumerate(rows):
-        fill, hatch = plot.colour(each["arm"], names)
-        gain = each["speedup"]
-        look = {"color": fill, "hatch": hatch, "edgecolor": "white" if fill == "#000000" else "black", "linewidth": 0.6}
+        gain, look = each["speedup"], plot.fill(each["arm"], names)
         sides = [[gain - each["speedup_low"]], [each["speedup_high"] - gain]]
         axes[0].bar(place, gain, 0.7, yerr=sides, capsize=3, ecolor="#555555", **look)
         if each["bound"] is not None:
@@ -227,7 +225,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
         if each["over_ideal"] is not None:
             axes[0].plot(place, each["over_ideal"], "D", color="white", markeredgecolor="black", markersize=7)
         shifts = np.arange(each["runs"]) - (each["runs"] - 1) / 2
-        axes[1].plot(place + 0.12 * shifts, each["accuracies"], "o", color=fill, markeredgecolor="black", markersize=7)
+        axes[1].plot(
+            place + 0.12 * shifts, each["accuracies"], "o", color=look["color"], markeredgecolor="black", markersize=7
+        )
         axes[1].hlines(each["accuracy"], place - 0.3, place + 0.3, colors="#555555", linewidth=1.5)
     axes[0].plot([], [], color="#D55E00", linewidth=2, label="what the lengths allow")
     axes[0].plot([], [], "D", color="white", markeredgecolor="black", label="over an optimizer that costs nothing")

@@ -88,14 +88,13 @@ def boxes(axes: Any, runs: Runs, names: list[str]) -> None:
 
     width = plot.WIDTH / len(runs)
     for place, (name, run) in enumerate(runs.items()):
-        fill, hatch = plot.colour(name, names)
+        look = plot.fill(name, names)
         stats, at = [], []
         for rank, times in enumerate(run.step_times):
             if not math.isnan(times[0]):
                 keys = {"whislo": 5, "q1": 25, "med": 50, "q3": 75, "whishi": 95}
                 stats.append({key: times[percent] for key, percent in keys.items()})
                 at.append(rank + (place - (len(runs) - 1) / 2) * width)
-        edge = {"edgecolor": "white" if fill == "#000000" else "black", "linewidth": 0.6}
         line = {"color": "#555555", "linewidth": 1.0}
         axes.bxp(
             stats,
@@ -104,7 +103,7 @@ def boxes(axes: Any, runs: Runs, names: list[str]) -> None:
             patch_artist=True,
             showfliers=False,
             manage_ticks=False,
-            boxprops={"facecolor": fill, "hatch": hatch, **edge},
+            boxprops={"facecolor": look["color"]} | {key: look[key] for key in look if key != "color"},
             medianprops={
                 "color": "white",
                 "linewidth": 2,
@@ -113,7 +112,7 @@ def boxes(axes: Any, runs: Runs, names: list[str]) -> None:
             whiskerprops=line,
             capprops=line,
         )
-        axes.bar([], [], label=name, color=fill, hatch=hatch, **edge)
+        axes.bar([], [], label=name, **look)
     names_of_ranks = _ranks(run.step_times for run in runs.values())
     axes.set_xticks(range(len(names_of_ranks)), names_of_ranks)
     axes.set_ylim(bottom=0)
@@ -174,9 +173,7 @@ def draw(figure: Any, runs: Runs) -> None:
         drawn.append(axes)
     for number, (name, run) in enumerate(led.items(), lines):
         axes = figure.add_subplot(grid[number, :])
-        groups = 1 + max(pull[1] for pull in run.pulls)
-        size = run.ranks // groups if groups else run.ranks
-        leadership.draw(axes, run.pulls, run.ranks, size, run.pulls[-1][0] or 1.0)
+        leadership.draw(axes, run.pulls, run.ranks, run.group_size, run.pulls[-1][0] or 1.0)
         axes.set_title(f"who led when: {name}")
         axes.set_xlabel("seconds since the first pull")
         drawn.append(axes)

@@ -42,12 +42,18 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     return COLOURS[place % len(COLOURS)], HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
 
 
+def fill(arm: str, arms: Sequence[str]) -> dict[str, Any]:
+    """Look of an arm's bar: its colour, hatch, and an edge that is seen on it."""
+    own, hatch = colour(arm, arms)
+    return {"color": own, "hatch": hatch, "edgecolor": "white" if own == COLOURS[0] else "black", "linewidth": 0.6}
+
+
 def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
     """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
-    fill, hatch = colour(arm, arms)
+    own, hatch = colour(arm, arms)
     family = next((number for number, named in enumerate(FAMILIES) if compression_of(arm)[0] in named), 1)
     marker = MARKERS[HATCHES.index(hatch)]
-    look = {"color": fill, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
+    look = {"color": own, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
     return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}
 
 
@@ -65,7 +71,6 @@ def bars(
         mine = [row for row in rows if row["arm"] == arm and row.get(key) is not None]
         if not mine:
             continue
-        fill, hatch = colour(arm, arms)
         places = [_place(row, arms, groups, group_of) for row in mine]
         errors = None
         if key == "value":
@@ -76,11 +81,8 @@ def bars(
             width,
             yerr=errors,
             label=arm,
-            color=fill,
-            hatch=hatch,
-            edgecolor="white" if fill == "#000000" else "black",
-            linewidth=0.6,
             error_kw={"elinewidth": 1.2, "capsize": 2, "ecolor": "#555555"},
+            **fill(arm, arms),
         )
     axes.set_xticks(range(len(groups)), groups)
 

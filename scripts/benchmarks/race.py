@@ -15,6 +15,7 @@ from typing import Any
 
 from . import leadership, plot
 from .accuracy import BATCH, POINT
+from .digits import TEST_FOLD
 from .intervals import spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
@@ -40,8 +41,6 @@ COLUMNS = (
     Column("pulls", "pulls", "g"),
     Column("seconds", "seconds", ".1f"),
 )
-FOLD = 0
-"""The images to test on."""
 LESS = 1.0
 """Percentage points that an arm's accuracy may be below Horovod's in the same time."""
 
@@ -109,7 +108,7 @@ def blocks_of(args: argparse.Namespace, size: int) -> list[Block]:
     arms = parse_arms(args.arms, size, gossip=True, leaders=True)
     names = ("seconds", "every", "compute", "lr", "local_period", "global_period")
     common = {name: getattr(args, name) for name in names}
-    common |= {"batch": BATCH, "split": "even", "model": "resnet", "fold": FOLD, "group": size // args.groups}
+    common |= {"batch": BATCH, "split": "even", "model": "resnet", "fold": TEST_FOLD, "group": size // args.groups}
     return [
         {**common, "arm": arm, "seed": seed, "delay": delay}
         for delay in dict.fromkeys(args.delay)

@@ -55,15 +55,32 @@ class Run:
     @property
     def ranks(self) -> int:
         """How many there were, as far as is known; of a lone leaders.csv, as far as the leaders go."""
-        leaders = max((pull[2] for pull in self.pulls), default=0)
-        told = (len(self.by_rank("wait_s")), len(self.step_times), 1 + leaders, self.summary.get("world_size", 0))
-        return max(self.size, *told)
+        return self._told or 1 + max((pull[2] for pull in self.pulls), default=0)
+
+    @property
+    def _told(self) -> int:
+        """What ``ranks`` is if the leaders are not asked; 0 if nothing else says."""
+        return max(
+            *(self.size, len(self.by_rank("wait_s")), len(self.step_times)), int(self.summary.get("world_size", 0))
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that have a leader of their own, in a run with pulls.
+
+        Raises:
+            ValueError: there are several such groups, and nothing says how many ranks.
+        """
+        groups = 1 + max(pull[1] for pull in self.pulls)
+        if groups and not self._told:
+            raise ValueError(f"{self.place} tells of {groups} groups, and not how many ranks there are: give --ranks")
+        return self.ranks // max(1, groups)
 
     def by_rank(self, column: str) -> list[float]:
         """The sums over all epochs, else what the summary says of the last time that the run was started."""
         found = [row[column] for row in self.epochs if row.get(column)]
         if found:
-            return [sum(each) for each in zip(*found, strict=True)]
+            return [sum(each) for each in itertools.zip_longest(*found, fillvalue=0.0)]  # (resumed with more ranks)
         return list(self.summary.get(f"{column}_by_rank") or [])
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ from .intervals import spread
 from .launch import Block, Progress, Say
 from .launch import run as run_job
 from .report import Column, Report, Row, row
-from .schedule import RIVALS, compression_of, parse_arms
+from .schedule import RIVALS, parse_arms
 from .timed import START
 
 HELP = "1, 2, 4 and 8 virtual hosts: samples a second of all ranks, and how much of perfect scaling that is"
@@ -36,8 +36,9 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
-    network.add_arguments(parser)
-    parser.set_defaults(arms=",".join(ARMS), mbit=200.0, repetitions=3)
+    network.add_training(parser)
+    parser.set_defaults(ranks=8, arms=",".join(ARMS), repetitions=3)
+    parser.add_argument("--mbit", type=float, default=200.0, metavar="X", help="of each link")
     parser.add_argument(
         "--sizes", type=int, nargs="+", metavar="N", help="numbers of ranks; not given: 1, 2, 4, --ranks"
     )
@@ -47,15 +48,16 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure."""
     if args.quick:
         args.repetitions, args.steps = 1, min(args.steps, 8)
-    args.mbit = args.mbit[0] if isinstance(args.mbit, list) else args.mbit
     sizes = args.sizes or sorted({size for size in (1, 2, 4) if size < args.ranks} | {args.ranks})
     if args.compute is None:
         most = 2 * (max(sizes) - 1) / max(sizes) * args.megabytes
         args.compute = network.SHARE * network.wire_seconds(most, args.mbit)
     plans = {}
     for size in sizes:
-        arms = parse_arms(args.arms, size, RIVALS, gossip=True, leaders=True, reduced=True)
-        arms = [arm for arm in arms if compression_of(arm)[0] != "decent-dp" or (size > 1 and not size & (size - 1))]
+        named = args.arms
+        if size < 2 or size & (size - 1):  # (it is there where it can be)
+            named = ",".join(arm for arm in named.split(",") if arm.strip() != "decent-dp")
+        arms = parse_arms(named, size, RIVALS, gossip=True, leaders=True, reduced=True)
         plans[size] = network.blocks_of(argparse.Namespace(**{**vars(args), "ranks": size}), arms, args.mbit)
     progress = Progress(sum(map(len, plans.values())), say)
 

@@ -6,6 +6,7 @@ communication for free, so nothing can be faster with the same schedule.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
 LOCAL_RIVALS = ("post-local-sgd", "decent-dp")
 """torch's own post-local SGD, and D-PSGD as the package decent-dp has it: their ranks' weights differ."""
+POST_LOCAL_PERIOD = 4
+"""Steps between two averages of post-local SGD: that of torch's own example."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
+IN_BACKWARD = ("ddp", "decent-dp")
+"""They wait for others in the backward pass."""
 REDUCED = ("fp16", "bf16")
 """How gradients may be compressed."""
 MUTANT = "drops_late"
@@ -127,6 +132,8 @@ def parse_arms(
         how, (base, compression) = gossip_of(arm), compression_of(arm)
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
+        if base == "decent-dp":
+            _check_decent_dp(ranks)
         if how:
             make_plan(ranks, how[0], compression=how[1])
         elif compression != "none" and not (reduced and compression in reductions_of(base)):
@@ -137,6 +144,13 @@ def parse_arms(
         if isinstance(quorum, int) and quorum > ranks:
             raise ValueError(f"the arm {arm!r} wants {quorum} of {ranks} ranks")
     return arms
+
+
+def _check_decent_dp(ranks: int) -> None:
+    if ranks < 2 or ranks & (ranks - 1):
+        raise ValueError(f"{ranks} ranks: the arm decent-dp wants 2, 4, 8, ...: in its graph ranks pair off in turn")
+    if importlib.util.find_spec("decent_dp") is None:
+        raise ValueError("the arm decent-dp needs its package: pip install decent-dp")
 
 
 def one_random(steps: int, ranks: int, compute: float, delay: float, seed: int) -> Schedule:

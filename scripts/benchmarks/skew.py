@@ -130,8 +130,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
         for place, each in enumerate(rows):
             if each.get(key) is None:
                 continue
-            fill, hatch = plot.colour(each["arm"], names)
-            one.bar(place, each[key], 0.7, color=fill, hatch=hatch, edgecolor="white" if fill == "#000000" else "black")
+            one.bar(place, each[key], 0.7, **plot.fill(each["arm"], names))
             if each.get(replayed) is not None:
                 one.plot(place, each[replayed], "D", color="white", markeredgecolor="black")
         one.plot([], [], "D", color="white", markeredgecolor="black", label="replayed, communication for free")

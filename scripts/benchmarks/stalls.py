@@ -16,7 +16,7 @@ class Stall(NamedTuple):
 
 
 def stalls(graph: Topology, sleeper: int, step: int, staleness: int = 0) -> dict[int, Stall]:
-    """Where each rank comes to a stand if ``sleeper`` never ends a step.
+    """Where each rank comes to a stand if ``sleeper`` sends no more messages.
 
     A rank sends its message of a step and then waits for those of its in-neighbours that are ``staleness`` steps
     older; the sleeper has not sent that of ``step`` yet. So rank r stops in the first step k in which an in-neighbour's
@@ -25,7 +25,7 @@ def stalls(graph: Topology, sleeper: int, step: int, staleness: int = 0) -> dict
     Args:
         graph: connected; at step k (from 1) its phase k - 1 holds.
         sleeper: the rank.
-        step: which it does not end.
+        step: of the first message that it does not send: of the step that it does not end, or the one after (D-PSGD).
         staleness: 0 of SGP and D-PSGD.
 
     Returns:

@@ -60,13 +60,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_are_on_hosts_of_their_own_with_limited_links():
     say = 'echo "$HOROVOD_RANK $HOROVOD_LOCAL_RANK $HOROVOD_CROSS_RANK $(hostname) $(getent hosts $(hostname))"'
     before = left()
-    done = run("--hosts", "2", "--per-host", "2", "--mbit", "20", "--", "sh", "-c", f"{say}; tc qdisc show dev eth0")
+    done = run("--hosts", "2", "--per-host", "2", "--mbit", "20", "--", "sh", "-c", f"{say}; tc class show dev eth0")
     assert done.returncode == 0, done.stderr
     ranks = sorted(line.split() for line in done.stdout.splitlines() if line[0].isdigit())
     assert [rank[:3] for rank in ranks] == [[str(r), str(r % 2), str(r // 2)] for r in range(4)]
     assert len({rank[3] for rank in ranks}) == len({rank[4] for rank in ranks}) == 2
     assert all(rank[3] == rank[5] for rank in ranks)
-    assert done.stdout.count("rate 20Mbit") == 4
+    assert done.stdout.count("htb 1:1 root rate 20Mbit ceil 20Mbit") == 4
     assert left() == before
 
 

@@ -117,6 +117,7 @@ def work(
     before_step: Callable[[int, int, GossipWorker], None] = lambda place, step, worker: None,
     tweak: Callable[[GossipWorker], None] = lambda worker: None,
     resumed: Sequence[Saved | None] = (),
+    before_end: Callable[[int, GossipWorker], None] = lambda place, worker: None,
 ) -> Callable[[int], Record]:
     """What ``Cluster.run`` calls for a rank.
 
@@ -124,6 +125,7 @@ def work(
         before_step: called with a rank's place, its step (from 1, never counted anew) and its worker.
         tweak: changes a rank's worker before it opens.
         resumed: checkpoints to begin with.
+        before_end: called with a rank's place and its worker before each drain or cut.
     """
 
     def train(rank: int) -> Record:
@@ -151,6 +153,7 @@ def work(
                 segment.moved = segment.moved + (after - x)
                 model["z"] = worker.mix(x.copy(), after)
                 segment.path.append(model["z"].copy())
+            before_end(place, worker)
             worker.wind_up(end not in one.cuts)
             segment.log, segment.sends, worker.log = list(worker.log), list(sends), []
             sends.clear()

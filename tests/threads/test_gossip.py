@@ -98,6 +98,22 @@ def test_compressed_pairs_keep_the_sums(compression):
     check_sums(one, run(one))
 
 
+@pytest.mark.parametrize("graph", ["ring", "bipartite-exponential"])
+def test_differences_for_no_step_are_read_after_those_for_one(graph):
+    """Rank 0 stops one step early, and is sent messages of the step after the last before others know: they add to what
+    it has not read yet."""
+    one = job((5, 6, 6, 6), "dpsgd", graph, compression="int8", weights="metropolis")
+
+    def before_end(place: int, worker: GossipWorker) -> None:
+        if place == 0:
+            senders = {sender for sender, _ in worker._into(0, 7)}
+            worker.engine.wait(lambda: all((sender, 7) in worker._letters.come for sender in senders))
+
+    records = run(one, before_end=before_end)
+    check(one, records)
+    assert records[0].stats.messages_left > 0
+
+
 def test_int8_of_more_than_one_chunk():
     one = job((4, 4, 4), compression="int8", elements=2500)
     records = run(one)

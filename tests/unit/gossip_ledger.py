@@ -91,6 +91,7 @@ class GossipLedger:
             case Done(_, (steps,), flush):
                 self.done.add(rank)
                 self.wants.pop(rank, None)
+                self.starved.pop(rank, None)
                 self.flush = self.flush or flush
                 self.produced[rank] = steps
 
@@ -236,4 +237,5 @@ class GossipLedger:
         self.announced.clear()
         self.wants.clear()
         self.gone.clear()
+        self.starved.clear()
         self.flush, self.average, self._flight = False, 0, None

@@ -115,12 +115,25 @@ def test_goals_are_of_the_slowest_links():
 
 
 def test_where_horovod_is_level():
-    assert network.crossing([(50.0, 2.0), (200.0, 0.5)]) == pytest.approx(100.0)
-    assert network.crossing([(50.0, 2.0), (200.0, 1.0)]) is None
+    assert network.crossing([(50.0, 2.0), (200.0, 0.5)]) == pytest.approx([100.0])
+    assert network.crossing([(50.0, 2.0), (200.0, 1.0)]) == []
+    assert network.crossing([(50.0, 0.5), (200.0, 2.0), (800.0, 0.5)]) == pytest.approx([100.0, 400.0])
     notes = network.crossings(rows())
     assert len(notes) == 1  # decent-dp is there at one bandwidth
     assert notes[0].startswith("dpsgd and horovod are level at ")
     assert 50 < float(notes[0].split()[-2]) < 1000
+
+
+def test_base_line_is_horovod_without_compression_if_it_is_there():
+    assert network.baseline(["horovod-fp16", "horovod", "sgp"]) == "horovod"
+    assert network.baseline(["ddp-fp16", "horovod-fp16"]) == "horovod-fp16"
+    assert network.baseline(["sgp"]) == "horovod"
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6])
+def test_rivals_that_cannot_be_with_so_many_ranks_are_refused_before_any_job(ranks):
+    with pytest.raises(ValueError, match="decent-dp wants 2, 4, 8"):
+        parse_arms("horovod,decent-dp", ranks, RIVALS)
 
 
 def test_blocks():

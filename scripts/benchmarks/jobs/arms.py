@@ -16,7 +16,7 @@ import hvd_async.torch as hvd
 from hvd_async.pulls import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import LEADERS, LOCAL_RIVALS, RIVALS, compression_of, gossip_of, quorum_of
+from ..schedule import IN_BACKWARD, LEADERS, LOCAL_RIVALS, RIVALS, compression_of, gossip_of, quorum_of
 from . import rivals
 from .common import Job, counted
 
@@ -68,7 +68,8 @@ class Arm:
 
     Attributes:
         gossip: (algorithm, compression) of an arm that gossips, else None.
-        waited: seconds that this rank's training thread has waited for others, in all.
+        waited: seconds that this rank's training thread has waited for others, in all. (DDP and decent-dp wait in the
+            backward pass; its computation counts too.)
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Arm:
             time.sleep(delay)
         started = time.perf_counter()
         value.backward()
-        if not self.ours and self._base != "horovod":
-            self._waited += time.perf_counter() - started  # where DDP and decent-dp wait
+        if self._base in IN_BACKWARD:
+            self._waited += time.perf_counter() - started
         if self._base == "horovod":
             started = time.perf_counter()
             self.optimizer.synchronize()
@@ -114,7 +115,10 @@ class Arm:
             with self.optimizer.skip_synchronize():
                 self.optimizer.step()
         else:
+            started = time.perf_counter()
             self.optimizer.step()
+            if self._base == "post-local-sgd":
+                self._waited += time.perf_counter() - started
 
     @property
     def waited(self) -> float:

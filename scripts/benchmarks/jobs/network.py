@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from ..digits import fold
+from ..digits import TEST_FOLD, fold
 from . import arms
-from .common import Job, difference, traffic
+from .common import Job, traffic
 from .digits import accuracy, batches, digits
 
 WARM_UP = 3
 """Steps before the clock starts: ranks meet, buckets are ordered, the first exchange has nothing to hide under."""
-FOLD = 0
-"""The images to test on."""
 
 
 def network(megabytes: float) -> torch.nn.Module:
@@ -54,21 +52,18 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     torch.manual_seed(block["repetition"])
     model = network(block["megabytes"])
     images, labels = digits()[0], torch.from_numpy(digits()[1])
-    train, test = fold(FOLD)
+    train, test = fold(TEST_FOLD)
     block_of_data = {**block, "seed": block["repetition"], "split": "even"}
     epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
     arm = arms.Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
-    losses, ends, sent, waited, cpu = [], [], [], [], []
-    before: dict[str, Any] = {}
+    ends, sent, waited, cpu = [], [], [], []
     job.barrier()
-    for number, indices in enumerate(steps, start=1):
+    for indices in steps:
         x, y = images[indices], labels[indices]
 
         def loss(trained: torch.nn.Module, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            value = torch.nn.functional.cross_entropy(trained(x), y)
-            losses.append(float(value.detach()))
-            return value
+            return torch.nn.functional.cross_entropy(trained(x), y)
 
         time.sleep(slept)
         arm.train(loss)
@@ -76,15 +71,11 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         sent.append(traffic()[1])
         waited.append(arm.waited)
         cpu.append(time.process_time())
-        if number == WARM_UP:
-            before = arm.stats()
     own: dict[str, Any] = {
         "seconds": [b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :])],
         "sent": sent[-1] - sent[WARM_UP - 1],
         "waited": waited[-1] - waited[WARM_UP - 1],
         "cpu": cpu[-1] - cpu[WARM_UP - 1],
-        "loss": losses,
-        "stats": difference(arm.stats(), before),
     }
     arm.drain()
     own |= {"identical": arm.identical(), "accuracy": accuracy(model, test) if job.rank == 0 else None}

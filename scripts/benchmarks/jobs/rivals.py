@@ -10,10 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from ..schedule import POST_LOCAL_PERIOD
 from .common import Job
 
-PERIOD = 4
-"""Steps between two averages of post-local SGD: that of torch's own example."""
 TOPOLOGY = "one-peer-exp"
 """Of decent-dp."""
 
@@ -29,9 +28,6 @@ def wrap(
         model: the same on all ranks.
         optimizer: of its parameters, in one group.
         job: this rank.
-
-    Raises:
-        ModuleNotFoundError: decent-dp is not installed.
     """
     if not torch.distributed.is_initialized():
         where = f"file://{job.folder / 'ddp'}"
@@ -42,7 +38,7 @@ def wrap(
     if name == "post-local-sgd":
         state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
         wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(PERIOD))
+        return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(POST_LOCAL_PERIOD))
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if compression in hooks:
         wrapped.register_comm_hook(None, hooks[compression])
@@ -72,10 +68,7 @@ class _InBackward:
 
 
 def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
-    try:
-        from decent_dp.ddp import DecentralizedDataParallel
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the arm decent-dp needs its package: pip install decent-dp") from error
+    from decent_dp.ddp import DecentralizedDataParallel
 
     def make(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         return type(optimizer)([p for _, p in named], **optimizer.defaults)
