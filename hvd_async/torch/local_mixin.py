@@ -59,7 +59,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         worker.check_step()
         with self._async_updating(), torch.no_grad():
             if worker.weight != 1.0:
-                self._async_write(self._async_read() * worker.weight)
+                torch._foreach_mul_(self._async_parameters(), worker.weight)
             before = self._async_read() if worker.wants_before else None
             self._async_plain_step()
             after = self._async_read()

@@ -55,7 +55,7 @@ class Run:
     @property
     def ranks(self) -> int:
         """How many there were, as far as is known; of a lone leaders.csv, as far as the leaders go."""
-        return self._told or 1 + max((pull[2] for pull in self.pulls), default=0)
+        return max(self._told, 1 + max((pull[2] for pull in self.pulls), default=0))
 
     @property
     def _told(self) -> int:

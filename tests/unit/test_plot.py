@@ -158,14 +158,18 @@ def test_distances_of_any_size_can_be_told_apart():
     assert len(axes.get_yticks()) > 2
 
 
-def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path):
+def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
     write_leaders(tmp_path / "leaders.csv", [PULLS])
     (run,) = runs.read([tmp_path / "leaders.csv"], 6)
     assert run.pulls == [(0.0, 0, 1), (0.2, 1, 3), (1.0, -1, 3), (2.0, 0, 0), (3.5, -1, 0)]
     assert run.ranks == 6
     (axes,) = titles(run).values()
     assert [text.get_text() for text in axes.get_yticklabels()] == [f"rank {rank}" for rank in range(6)]
-    plot.main([str(tmp_path / "leaders.csv"), "--plot", str(tmp_path / "leaders.png")])
+    drawn = [str(tmp_path / "leaders.csv"), "--plot", str(tmp_path / "leaders.png")]
+    with pytest.raises(SystemExit):  # (which ranks are a group depends on how many there were)
+        plot.main(drawn)
+    assert "tells of 2 groups, and not how many ranks there are: give --ranks" in capsys.readouterr().err
+    plot.main([*drawn, "--ranks", "6"])
     assert (tmp_path / "leaders.png").read_bytes().startswith(b"\x89PNG")
 
 
