@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from hvd_async.engine import Engine
@@ -42,6 +42,7 @@ class EagerWorker(Worker):
         wire: how the binding's vectors look and travel.
         finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
         apply: applies a round that comes while this rank drains.
+        emptied: the buckets of the vectors handed over since the last call that have turned out to hold no gradient.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class EagerWorker(Worker):
         wire: Wire,
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
+        emptied: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         super().__init__(engine, config, wire.members, wire.process_set_id, finish)
-        self.config, self.wire, self._apply = config, wire, apply
+        self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
         self._tally = Tally(wire.members or range(engine.size))
         self._transit = Transit(engine, wire, self._inbox.deliver, self._tally)
         # Training thread's:
@@ -160,6 +162,7 @@ class EagerWorker(Worker):
 
         self.engine.post(hand_over)
         self._await(lambda: self._caught_up(step))
+        self._uncount()
         rounds = self._take(most)
         if self.config.pace == "rounds":
             taken = Took(number, self._version)
@@ -175,6 +178,13 @@ class EagerWorker(Worker):
             self._produced[bucket] += 1
             self._tally.hold(self.wire.nbytes[bucket])
 
+    def _uncount(self) -> None:
+        """Take back what ``_prepare`` has counted of vectors that hold nothing."""
+        emptied = self._emptied()
+        for bucket in emptied:
+            self._produced[bucket] -= 1
+        self._skipped += bool(emptied)
+
     # -- draining (training thread) ---------------------------------------------------------------------------
 
     def check_done(self) -> None:
@@ -189,6 +199,7 @@ class EagerWorker(Worker):
             )
 
     def _counts(self) -> list[int]:
+        self._uncount()
         return list(self._produced)
 
     def drain(self, apply: Apply | None = None) -> None:

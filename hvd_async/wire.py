@@ -55,6 +55,7 @@ class Wire:
         nbytes: of each bucket's vector.
         slots: elements at a vector's end that count gradients.
         encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.
+        peek: a few elements of a sum that has come, where they can be read.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
         scale: what the collectives multiply sums by, counts included.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
@@ -67,6 +68,7 @@ class Wire:
     slots: int = 1
     encode: Callable[[Vector], Vector] = same
     decode: Callable[[Vector, int], Vector] = same_bucket
+    peek: Callable[[Vector], Vector] = same
     sent: tuple[int, ...] = ()
     scale: float = 1.0
     process_set: Any = None
@@ -75,7 +77,8 @@ class Wire:
 
     def count(self, sums: Vector) -> int:
         """How many gradients a vector holds."""
-        return sum(round(float(sums[-1 - slot]) / self.scale) for slot in range(self.slots))
+        counts = self.peek(sums[-self.slots :])
+        return sum(round(float(counts[slot]) / self.scale) for slot in range(self.slots))
 
     def bytes_sent(self, bucket: int) -> int:
         """What a rank puts on the wire for a bucket's round."""

@@ -17,6 +17,7 @@ from benchmarks import (
     balanced,
     convergence,
     exchange,
+    gpu,
     hard,
     hetero,
     independence,
@@ -36,7 +37,7 @@ from benchmarks.report import Report
 
 MODULES = (
     *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence, lengths),
-    *(hetero, independence, exchange, network, scaling, pull, race, soak),
+    *(hetero, independence, exchange, network, scaling, pull, race, soak, gpu),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 HOROVOD=0.28.1
 usage() {
   cat <<USAGE
-usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--without-mpi] [--rebuild]
+usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--from DIR] [--without-mpi] [--rebuild]
 
 Builds Horovod $HOROVOD against the torch and/or TensorFlow installed for PATH, with Gloo, with MPI, and with
 NCCL where a CUDA toolkit, NCCL's header and a CUDA build of a framework are found. The wheel is kept in DIR,
@@ -14,16 +14,19 @@ so that it is built once for each (Horovod, torch, TensorFlow, Python, flags).
 
   --python PATH    the environment's interpreter (default: .venv/bin/python, else python3)
   --cache DIR      where wheels are kept (default: $CACHE/wheels)
+  --from DIR       no network: take Horovod's source distribution, and wheels that are missing, from DIR
+                   (pip download --no-deps --no-binary horovod -d DIR horovod==$HOROVOD, where there is one)
   --without-mpi    build with Gloo only
   --rebuild        build even if the cache has the wheel
 USAGE
 }
 
-python= wheels=$CACHE/wheels mpi=1 rebuild=
+python= wheels=$CACHE/wheels mpi=1 rebuild= index=()
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
     --cache) wheels=${2:?--cache wants a folder}; shift 2 ;;
+    --from) index=(--no-index --find-links "$(realpath "${2:?--from wants a folder}")"); shift 2 ;;
     --without-mpi) mpi=; shift ;;
     --rebuild) rebuild=1; shift ;;
     -h|--help) usage; exit ;;
@@ -80,13 +83,15 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   work=$(mktemp -d "${TMPDIR:-/tmp}/hvd_async-horovod.XXXXXX")
   trap 'rm -rf "$work"' EXIT
   say "Fetching Horovod's source"
-  py -m pip install -q setuptools wheel packaging pyyaml psutil cloudpickle cffi || die "pip could not install the build tools"
-  py -m pip download -q --no-binary horovod --no-deps --no-build-isolation -d "$work" "horovod==$HOROVOD" \
+  py -m pip install -q "${index[@]}" setuptools wheel packaging pyyaml psutil cloudpickle cffi \
+    || die "pip could not install the build tools"
+  py -m pip download -q "${index[@]}" --no-binary horovod --no-deps --no-build-isolation -d "$work" "horovod==$HOROVOD" \
     || die "pip could not fetch horovod==$HOROVOD"
   tar xzf "$work/horovod-$HOROVOD.tar.gz" -C "$work"
   src=$work/horovod-$HOROVOD
   # Today's torch and TensorFlow headers want C++17; TensorFlow's no longer have what the XLA ops include.
   sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$src/CMakeLists.txt" "$src/horovod/torch/CMakeLists.txt"
+  sed -i 's/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD 17)/' "$src/horovod/common/ops/cuda/CMakeLists.txt"
   sed -i '/xla_mpi_ops\.cc/d' "$src/horovod/tensorflow/CMakeLists.txt"
   # Gloo's alltoallv asks for a peer's message after it has begun to send it its own, over the same connection: the
   # question waits behind all of that, and two ranks that exchange messages take turns. Here it asks first.
@@ -100,10 +105,18 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   [ "$(grep -c 'for (int i = 1; i < worldSize; i++)' "$alltoallv")" = 3 ] || die "Gloo's alltoallv is not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
-            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
+            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
   if [ -n "$nccl" ]; then
     settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda" "PATH=$cuda/bin:$PATH")
-    [ "$nccl" = system ] || settings+=("HOROVOD_NCCL_HOME=$nccl" HOROVOD_NCCL_LINK=SHARED)
+    if [ "$nccl" != system ]; then  # (the wheel's library has its version in its name, by which no linker looks)
+      mkdir -p "$work/nccl/lib"
+      ln -s "$nccl/include" "$work/nccl/include"
+      ln -s "$nccl"/lib/libnccl.so.* "$work/nccl/lib/libnccl.so"
+      settings+=("HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED)
+    fi
+    # For the GPUs that are here, else for all that the toolkit knows.
+    capability=$(py -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())' 2>/dev/null || true)
+    [ -z "$capability" ] || settings+=("HOROVOD_BUILD_CUDA_CC_LIST=$capability")
   fi
   log=$wheels/$key.log
   say "Compiling on $(nproc) cores (about 5 CPU minutes; log: $log)"
@@ -120,7 +133,7 @@ fi
 
 # -- 4. install and check -----------------------------------------------------------------------------------
 py -m pip install -q --force-reinstall --no-deps "$wheel"
-py -m pip install -q pyyaml psutil cloudpickle cffi packaging
+py -m pip install -q "${index[@]}" pyyaml psutil cloudpickle cffi packaging
 for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do
   py -c "import $module" || die "$module was built but does not import; run this again with --rebuild"
 done

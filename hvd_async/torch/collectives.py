@@ -2,6 +2,10 @@
 
 ``hvd.synchronize`` spins and starves the training thread, so handles are polled: seldom while a collective cannot be
 done yet (going by how long the last one of its kind took), finely around the time it should be.
+
+Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
+(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and
+not by Horovod, whose thread would copy each back in the order of all that the device has to do.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from hvd_async.errors import NotInitializedError
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.protocols import Handle, Landed, pack, unpack
 from hvd_async.sharers import Alone, process_set_among
+from hvd_async.torch import streams
 
 FINEST_POLL = 0.0002
 COARSEST_POLL = 0.005
@@ -38,7 +43,8 @@ class _HorovodHandle:
 
     def result(self) -> Any:
         self._durations[self._kind] = time.monotonic() - self._started
-        return hvd.synchronize(self._handle)
+        result = hvd.synchronize(self._handle)
+        return tuple(map(streams.landed, result)) if isinstance(result, tuple) else streams.landed(result)
 
     def poll_in(self) -> float:
         elapsed = time.monotonic() - self._started
@@ -71,8 +77,8 @@ class _BFloat16Sum:
         vector: torch.Tensor,
         size: int,
         scale: float,
-        begin: Callable[[torch.Tensor], _HorovodHandle],
-        gather: Callable[[torch.Tensor], _HorovodHandle],
+        begin: Callable[[torch.Tensor], Handle],
+        gather: Callable[[torch.Tensor], Handle],
     ) -> None:
         self._elements, self._size, self._scale, self._gather = vector.numel(), size, scale, gather
         padded = torch.nn.functional.pad(vector, (0, -self._elements % size))
@@ -89,10 +95,59 @@ class _BFloat16Sum:
         return self._summed and self._stage.done()
 
     def result(self) -> torch.Tensor:
-        return self._stage.result().view(torch.bfloat16)[: self._elements]
+        gathered: torch.Tensor = self._stage.result()
+        return gathered.view(torch.bfloat16)[: self._elements]
+
+    def poll_in(self) -> float | None:
+        return self._stage.poll_in()
+
+
+class _Staged:
+    """A collective of a tensor on a GPU that travels by way of the CPU: down, over the network, up again.
+
+    Args:
+        tensor: what this rank brings.
+        begin: starts the collective of a tensor on the CPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Handle]) -> None:
+        self._device, self._begin = tensor.device, begin
+        self._handle: Handle | None = None
+        self._result: tuple[Any, ...] | None = None
+        with streams.beside(tensor):
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+
+    def done(self) -> bool:
+        if not self._copied.query():
+            return False
+        if self._handle is None:
+            self._handle = self._begin(self._host)
+        if self._result is None and self._handle.done():
+            self._result = self._up(self._handle.result())
+            return self._copied.query()
+        return self._result is not None
+
+    def _up(self, brought: Any) -> tuple[Any, ...]:
+        """The result on the GPU, once ``_copied`` says so; of an exchange with its counts."""
+        tensor, *counts = brought if isinstance(brought, tuple) else (brought,)
+        with streams.beside(torch.empty(0, device=self._device)):
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            there.copy_(tensor, non_blocking=True)
+            self._host = tensor  # (it must stay until it has been copied)
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+        return (there, *counts)
+
+    def result(self) -> Any:
+        assert self._result is not None
+        tensor, *counts = self._result
+        return (streams.landed(tensor), *counts) if counts else streams.landed(tensor)
 
     def poll_in(self) -> float:
-        return self._stage.poll_in()
+        if self._handle is None or self._result is not None:
+            return FINEST_POLL
+        return self._handle.poll_in() or FINEST_POLL
 
 
 class HorovodCollectives:
@@ -110,6 +165,8 @@ class HorovodCollectives:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         self._durations: dict[str, float] = {}
+        staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
+        self._nccl = bool(hvd.nccl_built()) and not staged
 
     def start(self, wake: Callable[[], None]) -> None:
         """Nothing to do: handles are polled."""
@@ -117,8 +174,22 @@ class HorovodCollectives:
     def stop(self) -> None:
         """Nothing to do."""
 
-    def _handle(self, handle: int, name: str) -> _HorovodHandle:
-        return _HorovodHandle(handle, name.rpartition(".")[0], self._durations)
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        start: Callable[[torch.Tensor], int],
+        kind: type[_HorovodHandle] = _HorovodHandle,
+    ) -> Handle:
+        """Start a collective of a tensor: where it is, or by way of the CPU."""
+
+        def begin(there: torch.Tensor) -> Handle:
+            return kind(start(there), name.rpartition(".")[0], self._durations)
+
+        if tensor.is_cuda and not self._nccl:
+            return _Staged(tensor, begin)
+        with streams.beside(tensor):
+            return begin(tensor)
 
     def sum(
         self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
@@ -128,28 +199,29 @@ class HorovodCollectives:
         ranks = hvd.global_process_set if process_set is None else process_set
         if vector.dtype != torch.bfloat16:
             start = hvd.allreduce_async if keep else hvd.allreduce_async_
-            handle = start(vector, op=hvd.Sum, name=name, process_set=ranks, postscale_factor=scale)
-            return self._handle(handle, name)
+            how = {"op": hvd.Sum, "name": name, "process_set": ranks, "postscale_factor": scale}
+            return self._start(vector, name, lambda there: start(there, **how))
         stem, _, number = name.rpartition(".")
 
-        def begin(padded: torch.Tensor) -> _HorovodHandle:
+        def begin(padded: torch.Tensor) -> Handle:
             own = f"{stem}.parts.{number}"
-            return self._handle(hvd.alltoall_async(padded, name=own, process_set=ranks), own)
+            return self._start(padded, own, lambda there: hvd.alltoall_async(there, name=own, process_set=ranks))
 
-        def gather(part: torch.Tensor) -> _HorovodHandle:
+        def gather(part: torch.Tensor) -> Handle:
             own = f"{stem}.sums.{number}"
-            return self._handle(hvd.allgather_async(part, name=own, process_set=ranks), own)
+            return self._start(part, own, lambda there: hvd.allgather_async(there, name=own, process_set=ranks))
 
         return _BFloat16Sum(vector, ranks.size(), scale, begin, gather)
 
-    def extreme(self, vector: torch.Tensor, name: str, largest: bool) -> _HorovodHandle:
-        return self._handle(hvd.allreduce_async_(vector, op=hvd.Max if largest else hvd.Min, name=name), name)
+    def extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
+        op = hvd.Max if largest else hvd.Min
+        return self._start(vector, name, lambda there: hvd.allreduce_async_(there, op=op, name=name))
 
     def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, Alone):
             return Landed(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
-        return self._handle(hvd.broadcast_async_(vector, root, name=name, process_set=ranks), name)
+        return self._start(vector, name, lambda there: hvd.broadcast_async_(there, root, name=name, process_set=ranks))
 
     def blank(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(vector)
@@ -158,18 +230,22 @@ class HorovodCollectives:
         if isinstance(process_set, Alone):
             return Landed((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
-        handle = hvd.alltoall_async(rows, torch.tensor(splits, dtype=torch.int32), name=name, process_set=ranks)
-        return _Received(handle, name.rpartition(".")[0], self._durations)
+        counts = torch.tensor(splits, dtype=torch.int32)
+        return self._start(
+            rows, name, lambda there: hvd.alltoall_async(there, counts, name=name, process_set=ranks), _Received
+        )
 
     def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return process_set_among(process_sets, groups, self.rank, make)
 
     def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))
-        handle = self._handle(hvd.allgather_async(torch.frombuffer(data, dtype=torch.uint8), name=name), name)
+        handle = self._start(
+            torch.frombuffer(data, dtype=torch.uint8), name, lambda there: hvd.allgather_async(there, name=name)
+        )
         while not handle.done():
-            time.sleep(handle.poll_in())
-        gathered = handle.result().numpy().tobytes()
+            time.sleep(handle.poll_in() or FINEST_POLL)
+        gathered: bytes = handle.result().numpy().tobytes()
         return unpack(gathered)
 
 

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async.sharers import Sharers
+from hvd_async.torch import streams
 from hvd_async.torch.layout import Layout, Zeros
 from hvd_async.wire import Wire, count_slots
 
@@ -67,14 +68,17 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharer
     limit = torch.finfo(torch.float16).max / sharers.size
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
-        if wire_dtype(compression, vector.dtype) == torch.float16:
-            vector = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
-        compressed: torch.Tensor = compression.compress(vector)[0]
-        return compressed
+        with streams.beside(vector):
+            cut = vector
+            if wire_dtype(compression, vector.dtype) == torch.float16:
+                cut = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
+            compressed: torch.Tensor = compression.compress(cut)[0]
+            return compressed if compressed is vector else streams.mark(compressed)
 
     def decode(vector: torch.Tensor, bucket: int) -> torch.Tensor:
-        decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
-        return decompressed
+        with streams.beside(vector):
+            decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
+        return streams.adopt(decompressed)
 
     widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
     return Wire(
@@ -83,6 +87,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharer
         slots=slot_count,
         encode=encode,
         decode=decode,
+        peek=streams.fetch,
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
         process_set=sharers.process_set,
         members=sharers.members,

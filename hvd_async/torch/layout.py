@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_async.buckets import by_size
+from hvd_async.torch.streams import mark
 
 MIB = 2**20
 
@@ -132,7 +133,7 @@ class Zeros:
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._made[index] = torch.frombuffer(memory, dtype=dtype)
             else:
-                self._made[index] = torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype)
+                self._made[index] = mark(torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype))
         return self._made[index]
 
 

@@ -10,6 +10,7 @@ import torch
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
+from hvd_async.torch.streams import share
 
 
 class LocalSettings(LocalState):
@@ -111,6 +112,11 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         super().load_state_dict(state_dict)
 
     # -- for LocalWrapped ------------------------------------------------------------------------------------
+
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> Any:
+        """Both threads change what the ranks exchange, so both use this one's stream."""
+        share(engine, self._async_parameters())
+        return super()._async_make(engine, finish)
 
     @torch.no_grad()
     def _async_read(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from hvd_async.mail import HEADER, Post
 from hvd_async.parcels import CHUNK, LEVELS, encoded_bytes, row_bytes
 from hvd_async.sharers import Sharers
+from hvd_async.torch.streams import fetch
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,7 +68,7 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers,
         return packed
 
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[:nbytes], row[-HEADER.size :].cpu().numpy().tobytes()
+        return row[:nbytes], fetch(row[-HEADER.size :]).numpy().tobytes()
 
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))

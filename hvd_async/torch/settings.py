@@ -11,8 +11,10 @@ from hvd_async.eager_wrapping import EagerState
 from hvd_async.sharers import Sharers
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import slots
+from hvd_async.torch.finite import Checks
 from hvd_async.torch.layout import MIB, Layout
 from hvd_async.torch.overlap import Overlap
+from hvd_async.torch.streams import mark
 from hvd_async.wire import Round
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
@@ -29,6 +31,7 @@ class Settings(EagerState):
         self.layout = Layout([])
         self.slots = 1
         self.overlap: Overlap | None = None
+        self.checks = Checks()
         self.passes: int = options["backward_passes_per_step"]
         self.bucket_cap_mb: float = options["bucket_cap_mb"]
         self.groups: Any = options["groups"]
@@ -66,9 +69,13 @@ class Settings(EagerState):
             FloatingPointError: as None, if the user asked for it.
         """
         vector = self.layout.vector(index, scale, self.sparse_as_dense)
+        if vector.is_cuda and self.nonfinite == "skip" and self.config["quorum"] == "all":
+            self.checks.empty_unless_finite(index, vector)
+            return mark(vector)
+        # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
         # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
         if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
-            return vector
+            return mark(vector)
         if self.nonfinite == "raise":
             every = self.names(self.layout.parameters)
             names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _finite(p.grad)]

@@ -22,6 +22,7 @@ from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.settings import Settings
+from hvd_async.torch.streams import share
 from hvd_async.wire import Round
 
 SCALING = ("grad_scale", "found_inf")
@@ -256,7 +257,8 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         state = self._async
         config = EagerConfig(**state.config, buckets=len(state.layout))
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
-        return EagerWorker(engine, config, wire, finish, apply)
+        share(engine, state.layout.parameters)
+        return EagerWorker(engine, config, wire, finish, apply, state.checks.emptied)
 
     def _async_lay_out_if_new(self) -> None:
         if self._async.worker is None:

@@ -26,6 +26,8 @@ LOCAL_RIVALS = ("post-local-sgd", "decent-dp")
 POST_LOCAL_PERIOD = 4
 """Steps between two averages of post-local SGD: that of torch's own example."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
+PLAIN = "plain"
+"""torch's optimizer, not wrapped: of one rank."""
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
 REDUCED = ("fp16", "bf16")
@@ -82,7 +84,7 @@ def reductions_of(base: str) -> tuple[str, ...]:
 
 def eager(arm: str) -> bool:
     """Whether an arm is partial allreduce of ours, with a quorum."""
-    return compression_of(arm)[0] not in (*RIVALS, *LEADERS) and gossip_of(arm) is None
+    return compression_of(arm)[0] not in (*RIVALS, PLAIN, *LEADERS) and gossip_of(arm) is None
 
 
 def waits_for_nobody(arm: str) -> bool:

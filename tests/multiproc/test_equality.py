@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import pytest
 from jobs.table import EQUALITIES, Equality
-from launch import RunJob
+from launch import DEVICE, RunJob
 
 pytestmark = pytest.mark.multiproc
 
-SETTINGS = [(3, "gloo"), (2, "mpi")]
+SETTINGS = [(3, "gloo"), (2, "mpi"), *([(1, "gloo")] if DEVICE == "cuda" else [])]
+ROUNDING = 1e-3
+"""Between a CPU, where Horovod's ranks must be if ours share a GPU, and that GPU, after 30 steps."""
 
 
 @pytest.mark.parametrize(("ranks", "transport"), SETTINGS)
 @pytest.mark.parametrize("case", EQUALITIES, ids=lambda case: case.name)
 def test_torch_equals_horovods_distributed_optimizer(job: RunJob, ranks: int, transport: str, case: Equality) -> None:
     results = job("torch_equality.py", ranks, transport).check().case(case.name)
-    assert max(rank["difference"] for rank in results) <= case.difference
+    within = max(case.difference, ROUNDING if DEVICE == "cuda" and ranks > 1 else 0.0)
+    assert max(rank["difference"] for rank in results) <= within
     # (running statistics are sums over the same activations)
-    assert max(rank["buffers"] for rank in results) <= 10 * case.difference
+    assert max(rank["buffers"] for rank in results) <= 10 * within
     assert min(rank["moved"] for rank in results) > max(0.01, 2 * case.difference)  # it did train
     assert len({rank["weights"] for rank in results}) == 1
     assert {rank["rounds"] for rank in results} == {30}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, STEPS, UNEVEN, Gossip
-from launch import Job, RunJob
+from launch import DEVICE, Job, RunJob
 
 from hvd_async.mixing import Matrix
 from hvd_async.plan import make_plan
@@ -24,6 +24,7 @@ FEW_SETTINGS = (
     ("torch_gossip.py", 3, "gloo", ("--cases", "few")),
     ("torch_gossip.py", 2, "mpi", ("--cases", "few")),
     ("tf_gossip.py", 2, "mpi", ("--cases", "few")),
+    *([("torch_gossip.py", 1, "gloo", ("--cases", "few"))] if DEVICE == "cuda" else []),
 )
 Setting = tuple[str, int, str, tuple[str, ...]]
 

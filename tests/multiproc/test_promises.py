@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from jobs.table import BOUNDED, FEW_PROMISES, PROMISES, QUORUMS, Promise, Quorum, conservation, uneven
-from launch import Job, RunJob
+from launch import DEVICE, Job, RunJob
 
 pytestmark = pytest.mark.multiproc
 
@@ -14,7 +14,7 @@ TORCH = tuple(("torch_promises.py", ranks, "gloo", ()) for ranks in (3, 4))
 TORCH_MPI = ("torch_promises.py", 2, "mpi", ("--cases", "few"))
 TENSORFLOW = (("tf_promises.py", 3, "gloo", ()),)
 BOTH = (*TORCH, *TENSORFLOW)
-FEW = (TORCH_MPI,)
+FEW = (TORCH_MPI, *([("torch_promises.py", 1, "gloo", ("--cases", "few"))] if DEVICE == "cuda" else []))
 Setting = tuple[str, int, str, tuple[str, ...]]
 
 

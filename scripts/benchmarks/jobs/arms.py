@@ -16,7 +16,7 @@ import hvd_async.torch as hvd
 from hvd_async.pulls import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import IN_BACKWARD, LEADERS, LOCAL_RIVALS, RIVALS, compression_of, gossip_of, quorum_of
+from ..schedule import IN_BACKWARD, LEADERS, LOCAL_RIVALS, PLAIN, RIVALS, compression_of, gossip_of, quorum_of
 from . import rivals
 from .common import Job, counted
 
@@ -77,7 +77,7 @@ class Arm:
     ) -> None:
         self.name, self.model, self.gossip = name, model, gossip_of(name)
         base, compression = compression_of(name)
-        self.ours, self._base = base not in RIVALS, base
+        self.ours, self._base = base not in (*RIVALS, PLAIN), base
         self.optimizer: Any = optimizer
         reduced = getattr(hvd.Compression, compression) if self.ours or base == "horovod" else None
         self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
@@ -85,9 +85,9 @@ class Arm:
         if base == "horovod":
             named = model.named_parameters()
             self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=reduced)
-        elif not self.ours:
+        elif base in RIVALS:
             self.model, self.optimizer = rivals.wrap(base, compression, model, optimizer, job)
-        else:
+        elif self.ours:
             own |= {"named_parameters": model.named_parameters(), "named_buffers": model.named_buffers()}
             if name in LEADERS:
                 self.optimizer = hvd.LeaderOptimizer(optimizer, algorithm=name, **own)

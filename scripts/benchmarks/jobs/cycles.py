@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..ratios import Ratios
@@ -23,19 +23,27 @@ class Stepper(Protocol):
         """Gradients of staleness 0 that this rank has had carried so far; None where all are fresh."""
 
 
-def alternate(job: Job, arms: Mapping[str, Stepper]) -> None:
-    """Run the plan's cycles; a cycle is one block of each arm. All arms' models live side by side."""
+Measure = Callable[[Job, Stepper, int], dict[str, Any]]
+
+
+def alternate(job: Job, arms: Mapping[str, Stepper], block: Measure | None = None) -> None:
+    """Run the plan's cycles; a cycle is one block of each arm. All arms' models live side by side.
+
+    Args:
+        block: measures one: ``elapsed`` seconds of so many ``steps``, and whatever else is to be recorded.
+    """
+    measure = block or _block
     plan, names = job.plan, list(arms)
     ratios = Ratios(plan["baseline"])
     deadline = time.monotonic() + plan["seconds"]
     for name in names:
-        _block(job, arms[name], 1)
+        measure(job, arms[name], 1)
     cycle = 0
     while True:
         first = cycle % len(names)
         seconds: dict[str, float] = {}
         for name in (*names[first:], *names[:first]):
-            found = job.record({"arm": name, "cycle": cycle}, _block(job, arms[name], plan["steps"]))
+            found = job.record({"arm": name, "cycle": cycle}, measure(job, arms[name], plan["steps"]))
             seconds[name] = sum(own["elapsed"] for own in found) / len(found)
         ratios.add(seconds)
         cycle += 1

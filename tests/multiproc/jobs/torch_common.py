@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,10 @@ import torch
 from common import WHOLE_DTYPES, integers, whole_start
 
 torch.set_num_threads(1)
+DEVICE = torch.device(os.environ.get("HVD_ASYNC_TEST_DEVICE", "cpu"))
+"""Where models and batches are; made on the CPU, so that they are the same everywhere."""
+torch.backends.cudnn.allow_tf32 = False
+torch.backends.cudnn.deterministic = True
 
 
 def crc(tensors: Iterable[torch.Tensor]) -> int:
@@ -30,7 +35,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def mlp(seed: int) -> torch.nn.Sequential:
     """8 -> 16 -> 4."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(DEVICE)
 
 
 class Batches:
@@ -44,7 +49,7 @@ class Batches:
         x = torch.randn(16, 8, generator=self._generator)
         y = torch.randint(0, 4, (16,), generator=self._generator)
         model.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+        torch.nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
 
 
 class Whole:
@@ -52,14 +57,14 @@ class Whole:
 
     def __init__(self) -> None:
         self.parameters = [
-            torch.nn.Parameter(torch.tensor(start, dtype=getattr(torch, dtype)))
+            torch.nn.Parameter(torch.tensor(start, dtype=getattr(torch, dtype), device=DEVICE))
             for start, dtype in zip(whole_start(), WHOLE_DTYPES, strict=True)
         ]
 
     def set_gradients(self, rank: int, step: int) -> None:
         """``p.grad`` of this rank's step."""
         for index, p in enumerate(self.parameters):
-            p.grad = torch.tensor(integers(tuple(p.shape), rank, step, index), dtype=p.dtype)
+            p.grad = torch.tensor(integers(tuple(p.shape), rank, step, index), dtype=p.dtype, device=DEVICE)
 
     def weights(self) -> list[list[float]]:
         """The weights now."""

@@ -10,13 +10,13 @@ import torch
 from common import Report
 from gossip_common import held, stuck, train
 from gossip_table import COMPRESSED, EXACT, FEW, HOSTS, UNEVEN
+from torch_common import DEVICE
 
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import batch, least_squares
 
-torch.set_num_threads(1)
 CASE = next(case for case in CASES if case.name == "nesterov")
 
 
@@ -27,14 +27,14 @@ class TorchTrainer:
 
     def __init__(self, **options: Any) -> None:
         start = least_squares(1, CASE).start[0]
-        self.parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+        self.parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32, device=DEVICE))
         plain = torch.optim.SGD(
             [self.parameter], lr=CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov, weight_decay=CASE.weight_decay
         )
         self.optimizer = self.wrapper(plain, [("w", self.parameter)], **options)
 
     def step(self, rank: int, step: int) -> None:
-        inputs, targets = (torch.tensor(part, dtype=torch.float32) for part in batch(rank, step))
+        inputs, targets = (torch.tensor(part, dtype=torch.float32, device=DEVICE) for part in batch(rank, step))
         self.optimizer.zero_grad()
         (0.5 * torch.mean((inputs @ self.parameter - targets) ** 2)).backward()
         self.optimizer.step()

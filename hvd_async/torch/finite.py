@@ -1,0 +1,39 @@
+"""Whether gradients are finite, found out on the GPU without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Check(NamedTuple):
+    """One vector's: its bucket, the answer's place on the CPU, and when it will be there."""
+
+    bucket: int
+    fine: torch.Tensor
+    copied: Any
+
+
+class Checks:
+    """Of one optimizer's vectors, on the training thread and autograd's."""
+
+    def __init__(self) -> None:
+        self._open: list[_Check] = []
+
+    @torch.no_grad()
+    def empty_unless_finite(self, bucket: int, vector: torch.Tensor) -> None:
+        """Queue what makes a vector on a GPU all 0, its count too, if it holds NaN or an infinity."""
+        fine = torch.isfinite(torch.linalg.vector_norm(vector, float("inf")))
+        vector.masked_fill_(~fine, 0.0)
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(fine, non_blocking=True)
+        self._open.append(_Check(bucket, answer, torch.cuda.current_stream(vector.device).record_event()))
+
+    def emptied(self) -> list[int]:
+        """The buckets of the vectors since the last call that were not finite. (Their rounds have mostly landed: there
+        is nothing to wait for.)"""
+        found, self._open = self._open, []
+        for check in found:
+            check.copied.synchronize()
+        return [check.bucket for check in found if not check.fine]

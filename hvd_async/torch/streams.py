@@ -1,0 +1,105 @@
+"""CUDA streams: how the engine works beside the training thread without either waiting for the device.
+
+The engine's kernels go to the training thread's stream (``share``), so whatever both touch is in order. But a
+collective must not wait for all that the training thread has queued since its vector was computed. So it is submitted
+from a stream of the engine's own, that waits for the vector's event alone (``mark``, ``beside``); and what a collective
+has brought is read from there too (``fetch``). On a CPU all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hvd_async.engine import Engine
+
+READY = "_hvd_async_ready"
+"""The attribute of a tensor that says when it is computed: (event, or None if it is; the tensor's version counter)."""
+EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
+"""Whether Horovod says that a collective on a GPU is done when it is queued: its results are then in the order of the
+default stream."""
+_own: dict[torch.device, Any] = {}
+
+
+def _beside(device: torch.device) -> Any:
+    """The engine's own stream on a device."""
+    if device not in _own:
+        _own[device] = torch.cuda.Stream(device)
+    return _own[device]
+
+
+def mark(vector: torch.Tensor) -> torch.Tensor:
+    """Say that the vector is computed by what this thread's stream holds so far; returns it."""
+    if vector.is_cuda:
+        _mark(vector, torch.cuda.current_stream(vector.device).record_event())
+    return vector
+
+
+def landed(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that a collective has brought this tensor, for this thread's stream to go on with; returns it."""
+    if tensor.is_cuda:
+        current = torch.cuda.current_stream(tensor.device)
+        event = torch.cuda.default_stream(tensor.device).record_event() if EARLY else None
+        if event is not None:
+            current.wait_event(event)
+        tensor.record_stream(current)
+        _mark(tensor, event)
+    return tensor
+
+
+def _mark(tensor: torch.Tensor, event: Any) -> None:
+    setattr(tensor, READY, (event, tensor._version))
+
+
+@contextlib.contextmanager
+def beside(vector: torch.Tensor) -> Iterator[None]:
+    """In it kernels go to the engine's own stream, which waits for this vector only, if it was marked and not changed
+    since. Afterwards this thread's stream waits for them; ``adopt`` what they have made."""
+    if not vector.is_cuda:
+        yield
+        return
+    outer, own = torch.cuda.current_stream(vector.device), _beside(vector.device)
+    event, version = getattr(vector, READY, (None, None))
+    if version != vector._version:
+        own.wait_stream(outer)
+    elif event is not None:
+        own.wait_event(event)
+    vector.record_stream(own)
+    with torch.cuda.stream(own):
+        yield
+    outer.wait_stream(own)
+
+
+def adopt(tensor: torch.Tensor) -> torch.Tensor:
+    """This thread's stream goes on with a tensor that was made on another one; returns it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of something small that a collective has brought; waits for that alone."""
+    if not tensor.is_cuda:
+        return tensor
+    own = _beside(tensor.device)
+    if EARLY:
+        own.wait_stream(torch.cuda.default_stream(tensor.device))
+    with torch.cuda.stream(own):
+        return tensor.cpu()
+
+
+def share(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the engine's kernels go to this thread's streams on the devices of these tensors."""
+    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    if devices:
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        engine.post(lambda: _follow(streams))
+
+
+def _follow(streams: Sequence[Any]) -> None:
+    for stream in streams:
+        torch.cuda.set_stream(stream)

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: builds Horovod with NCCL, runs the tests on CUDA tensors, measures ResNet-50.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+  cat <<USAGE
+usage: scripts/gpu_check.sh [--python PATH] [--from DIR] [--out DIR] [--only build,test,bench]
+
+Builds Horovod with NCCL for a torch that has CUDA, runs the tests that have tensors on GPUs (1 rank on NCCL; 4 ranks that
+share a GPU, by way of the CPU), then measures ResNet-50: images a second of plain torch, Horovod's optimizer and
+ours, and what of their steps waits for the device.
+
+  --python PATH  an interpreter with a CUDA build of torch (default: python3); what is missing goes into .venv-gpu,
+                 which sees PATH's packages
+  --from DIR     no network: take Horovod's source distribution, and wheels that are missing, from DIR
+  --out DIR      where figures, pictures and traces go (default: gpu-results)
+  --only A,B     these parts of build, test, bench (default: all)
+USAGE
+}
+
+python=python3 from=() index=() out=gpu-results only=build,test,bench
+while [ $# -gt 0 ]; do
+  case $1 in
+    --python) python=${2:?--python wants a path}; shift 2 ;;
+    --from) from=(--from "${2:?--from wants a folder}") index=(--no-index --find-links "$2"); shift 2 ;;
+    --out) out=${2:?--out wants a folder}; shift 2 ;;
+    --only) only=${2:?--only wants parts}; shift 2 ;;
+    -h|--help) usage; exit ;;
+    *) usage >&2; die "unknown option: $1" ;;
+  esac
+done
+wanted() { [[ ",$only," == *",$1,"* ]]; }
+cd "$ROOT"
+command -v nvidia-smi >/dev/null || die "there is no nvidia-smi here: this needs a machine with a GPU"
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+  || die "$python has no torch that sees a GPU: name one with --python"
+VENV=$ROOT/.venv-gpu
+mkdir -p "$out"
+
+if wanted build; then
+  say "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)"
+  [ -x "$VENV/bin/python" ] || "$python" -m venv --system-site-packages "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
+  say "Installing this package and what its tests need"
+  "$VENV/bin/python" -m pip install -q "${index[@]}" --no-build-isolation -e . pytest pytest-timeout hypothesis networkx psutil \
+    scikit-learn matplotlib || die "pip could not install them (above)"
+  bash scripts/install_horovod.sh --python "$VENV/bin/python" --without-mpi "${from[@]}"
+fi
+export PATH=$VENV/bin:$PATH
+if wanted test; then
+  say "Tests on GPUs"
+  pytest -q -p no:cacheprovider -m gpu tests/conformance | tee "$out/tests.txt"
+  HVD_ASYNC_TEST_DEVICE=cuda pytest -q -p no:cacheprovider -k "torch and not mpi" tests/multiproc/test_equality.py \
+    tests/multiproc/test_gossip.py tests/multiproc/test_leaders.py tests/multiproc/test_promises.py | tee -a "$out/tests.txt"
+fi
+if wanted bench; then
+  for dtype in bf16 fp16; do
+    say "ResNet-50 at 224 x 224, batch 128, $dtype"
+    python scripts/bench.py gpu --dtype "$dtype" --json "$out/$dtype.json" --plot "$out/$dtype.png" --traces "$out/traces-$dtype" \
+      | tee "$out/$dtype.txt"
+  done
+  say "The same where Horovod calls a collective done when it is queued"
+  HOROVOD_ENABLE_ASYNC_COMPLETION=1 python scripts/bench.py gpu --arms plain,horovod,all,solo --json "$out/async.json" \
+    --plot "$out/async.png" | tee "$out/async.txt"
+fi
+say "Done: $out"

@@ -1,0 +1,88 @@
+"""torch on a GPU: nothing of ours waits for what the device has to do besides; on a CPU streams do nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hvd_async.torch import streams
+from hvd_async.torch.finite import Checks
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here"),
+]
+BUSY = 2**31
+"""Clock cycles that the device is kept busy for: about a second."""
+
+
+def test_on_a_cpu_a_vector_is_as_it_was():
+    vector = torch.ones(3)
+    assert streams.mark(vector) is vector
+    assert streams.landed(vector) is vector
+    assert streams.adopt(vector) is vector
+    assert streams.fetch(vector) is vector
+    with streams.beside(vector):
+        vector += 1
+    assert vector.tolist() == [2.0, 2.0, 2.0]
+    assert not hasattr(vector, streams.READY)
+
+
+def busy_after(vector: torch.Tensor) -> torch.cuda.Event:
+    """Queue a second of work on this thread's stream; the event is of its end."""
+    torch.cuda._sleep(BUSY)
+    return torch.cuda.current_stream(vector.device).record_event()
+
+
+class TestOnAGpu:
+    pytestmark = on_gpu
+
+    def test_a_marked_vector_is_read_while_the_device_is_busy(self):
+        vector = streams.mark(torch.full((1000,), 3.0, device="cuda"))
+        end = busy_after(vector)
+        with streams.beside(vector):
+            total = vector.sum()
+            read = torch.cuda.current_stream().record_event()
+        read.synchronize()
+        assert not end.query(), "it waited for what was queued afterwards"
+        assert streams.adopt(total).item() == 3000.0
+
+    def test_a_vector_that_was_changed_since_is_waited_for(self):
+        vector = streams.mark(torch.zeros(1000, device="cuda"))
+        torch.cuda._sleep(BUSY)
+        vector += 1
+        with streams.beside(vector):
+            total = vector.sum()
+        assert total.item() == 1000.0
+
+    def test_what_a_collective_has_brought_is_fetched_while_the_device_is_busy(self):
+        vector = torch.arange(10.0, device="cuda")
+        torch.cuda.current_stream().record_event().synchronize()  # (it is there)
+        end = busy_after(vector)
+        assert streams.fetch(vector[-2:]).tolist() == [8.0, 9.0]
+        assert not end.query()
+
+    def test_memory_is_not_given_away_while_the_other_stream_reads_it(self):
+        vector = streams.mark(torch.full((1_000_000,), 5.0, device="cuda"))
+        with streams.beside(vector):
+            torch.cuda._sleep(BUSY)
+            copy = vector.clone()
+        del vector
+        torch.zeros(1_000_000, device="cuda")  # would take its place
+        assert copy.min().item() == 5.0
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_vectors_that_are_not_finite_are_emptied_there(self, bad):
+        checks = Checks()
+        fine, sick = torch.ones(100, device="cuda"), torch.ones(100, device="cuda")
+        sick[7] = bad
+        torch.cuda._sleep(BUSY)
+        started = time.perf_counter()
+        checks.empty_unless_finite(0, fine)
+        checks.empty_unless_finite(1, sick)
+        assert time.perf_counter() - started < 0.2, "it waited for the device"
+        assert checks.emptied() == [1]
+        assert checks.emptied() == []
+        assert (fine.sum().item(), sick.sum().item()) == (100.0, 0.0)
