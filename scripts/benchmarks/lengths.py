@@ -66,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms="horovod,majority,solo", repetitions=3)
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="of the model")
-    parser.add_argument("--steps", type=int, default=240, help="of each rank in each training")
+    parser.add_argument("--steps", type=int, default=480, help="of each rank in each training")
     parser.add_argument("--ms", type=float, default=5.0, help="of computation a frame, slept but for the real; 0: none")
     parser.add_argument("--frames", type=int, default=20, metavar="N", help="of a clip, median")
     parser.add_argument(
         "--bucketed", action=argparse.BooleanOptionalAction, default=True, help="batches are of similar lengths"
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="clips a rank and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")
+    parser.add_argument("--lr", type=float, default=0.05, help="the highest learning rate")
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
