@@ -6,6 +6,7 @@ is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``), leade
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ from hvd_async.events import Agreed, Command, Done, Drained, Opened, OptimizerEv
 C = TypeVar("C")
 
 
-class Machine(Generic[C]):
+class Machine(abc.ABC, Generic[C]):
     """One optimizer, as the coordinator sees it.
 
     Args:
@@ -56,13 +57,13 @@ class Machine(Generic[C]):
             return self._finish(rank, event, now)
         return self._hear(rank, event, now)
 
+    @abc.abstractmethod
     def tick(self, now: float) -> list[Command]:
         """Send what only waited for time to pass."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def deadline(self) -> float | None:
         """When ``tick`` should be called next, None if there is nothing to wait for."""
-        raise NotImplementedError
 
     def news(self) -> str | None:
         """What people should know and were not told yet."""
@@ -86,28 +87,28 @@ class Machine(Generic[C]):
 
     # -- what a subclass supplies -----------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _begin(self, config: Any) -> C:
         """All ranks fit together; returns the configuration as the subclass knows it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """An event that is neither ``Opened`` nor ``Done``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _waiting(self) -> tuple[str, frozenset[int]] | None:
         """As ``waiting_for``, between opening and the end."""
-        raise NotImplementedError
 
     def _check_done(self, rank: int) -> None:
         """Raise ProtocolError, if ``rank`` cannot be done now."""
 
+    @abc.abstractmethod
     def _retire(self, rank: int, now: float) -> list[Command]:
         """``rank`` is done, others are not; also called before all have opened."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
         """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
-        raise NotImplementedError
 
     def _standing(self) -> Standing | None:
         """How it stands when all are done, where ranks follow a leader."""

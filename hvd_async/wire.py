@@ -7,7 +7,7 @@ gradients it really carried. One slot is enough unless the vectors travel in hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,11 @@ def same_bucket(vector: Vector, bucket: int) -> Vector:
     return vector
 
 
+def last(vector: Vector, count: int) -> list[float]:
+    """The last elements."""
+    return [float(vector[-1 - place]) for place in range(count)]
+
+
 @dataclass(frozen=True)
 class Wire:
     """How a binding's vectors look and travel.
@@ -55,7 +60,7 @@ class Wire:
         nbytes: of each bucket's vector.
         slots: elements at a vector's end that count gradients.
         encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.
-        peek: a few elements of a sum that has come, where they can be read.
+        peek: the last so many elements of a sum that has come, in any order.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
         scale: what the collectives multiply sums by, counts included.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
@@ -68,7 +73,7 @@ class Wire:
     slots: int = 1
     encode: Callable[[Vector], Vector] = same
     decode: Callable[[Vector, int], Vector] = same_bucket
-    peek: Callable[[Vector], Vector] = same
+    peek: Callable[[Vector, int], Sequence[float]] = last
     sent: tuple[int, ...] = ()
     scale: float = 1.0
     process_set: Any = None
@@ -77,8 +82,7 @@ class Wire:
 
     def count(self, sums: Vector) -> int:
         """How many gradients a vector holds."""
-        counts = self.peek(sums[-self.slots :])
-        return sum(round(float(counts[slot]) / self.scale) for slot in range(self.slots))
+        return sum(round(count / self.scale) for count in self.peek(sums, self.slots))
 
     def bytes_sent(self, bucket: int) -> int:
         """What a rank puts on the wire for a bucket's round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from hvd_async.events import (
 from hvd_async.inbox import Inbox
 
 
-class Worker:
+class Worker(abc.ABC):
     """What ``EagerWorker`` and ``GossipWorker`` share. The training thread calls it, unless it is said otherwise.
 
     Args:
@@ -105,7 +106,7 @@ class Worker:
         if self._announced:
             raise ReplicaStateError("a drain() or cut() was broken off: call it again before the next step")
 
-    def check_done(self) -> None:
+    def check_done(self) -> None:  # noqa: B027  most have nothing to check
         """Raise, if this rank cannot be done now."""
 
     def announce(self, flush: bool) -> None:
@@ -129,28 +130,28 @@ class Worker:
         self.last_done = drained.last
         return drained
 
+    @abc.abstractmethod
     def _counts(self) -> list[int]:
         """What ``Done.produced`` says."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def served(self) -> bool:
         """Whether ``serve`` would do something, or has done all."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def serve(self) -> bool:
         """Apply what has come, without waiting; whether all ranks are done and all of it is applied.
 
         Raises:
             ReplicaMismatchError: the ranks did not fit together.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def conclude(self, flush: bool) -> None:
         """All ranks are done, and all has come: start afresh, and let the binding end it."""
-        raise NotImplementedError
 
-    def orphaned(self) -> None:
+    def orphaned(self) -> None:  # noqa: B027  to some that is no matter
         """The optimizer that this worker is of is gone, at the end of a drain or cut."""
 
     # -- the engine -------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ python=python3 from=() index=() out=gpu-results only=build,test,bench
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
-    --from) from=(--from "${2:?--from wants a folder}") index=(--no-index --find-links "$2"); shift 2 ;;
+    --from) folder=$(realpath "${2:?--from wants a folder}")
+            from=(--from "$folder") index=(--no-index --find-links "$folder"); shift 2 ;;
     --out) out=${2:?--out wants a folder}; shift 2 ;;
     --only) only=${2:?--only wants parts}; shift 2 ;;
     -h|--help) usage; exit ;;

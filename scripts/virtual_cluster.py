@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,41 +78,14 @@ class Cluster:
 
         Where all hosts send and receive at a time, acknowledgements that wait behind data keep TCP at 75 to 80% of a
         plain token bucket's limit. So that it is the limit that counts, packets without data go first here, and senders
-        keep their windows from one message to the next: 96 to 99%.
+        keep their windows from one message to the next.
         """
-        burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
-        queue = burst + round(mbit * 1e6 / 8 * QUEUE)
-        full = ["ceil", f"{mbit:g}mbit", "burst", str(burst), "cburst", str(burst)]
         for host in self.hosts:
             inside = ("ip", "netns", "exec", host.name)
-            for where, device in (((), host.outer), (inside, host.inner)):
-                tc = partial(_do, *where, "tc")
-                with contextlib.suppress(ClusterError):  # (there is no limit yet)
-                    tc("qdisc", "delete", "dev", device, "root")
-                tc("qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "20")
-                tc(
-                    "class",
-                    "add",
-                    "dev",
-                    device,
-                    "parent",
-                    "1:",
-                    "classid",
-                    "1:1",
-                    "htb",
-                    "rate",
-                    f"{mbit:g}mbit",
-                    *full,
-                )
-                for number, share, priority in ((10, 0.1, 0), (20, 0.9, 1)):
-                    own = ["rate", f"{share * mbit:g}mbit", "prio", str(priority), "quantum", "60000"]
-                    tc("class", "add", "dev", device, "parent", "1:1", "classid", f"1:{number}", "htb", *own, *full)
-                tc("qdisc", "add", "dev", device, "parent", "1:20", "bfifo", "limit", str(queue))
-                small = ["match", "u16", "0", "0xffc0", "at", "2"]  # of less than 64 bytes: no data in them
-                tc("filter", "add", "dev", device, "parent", "1:", "protocol", "ip", "u32", *small, "flowid", "1:10")
-            _do(
-                *inside, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0", "net.ipv4.tcp_congestion_control=reno"
-            )
+            _limit((), host.outer, mbit)
+            _limit(inside, host.inner, mbit)
+            for setting in ("slow_start_after_idle=0", "congestion_control=reno"):
+                _do(*inside, "sysctl", "-qw", f"net.ipv4.tcp_{setting}")
 
     def cut(self, host: int) -> None:
         """Cut a host's link: whatever it sends, or is sent, is lost until ``restore``. Connections last a while."""
@@ -122,6 +94,25 @@ class Cluster:
     def restore(self, host: int) -> None:
         """Mend a host's link."""
         _do("ip", "link", "set", self.hosts[host].outer, "up")
+
+
+def _limit(where: Sequence[str], device: str, mbit: float) -> None:
+    """Limit what a device sends; ``where`` goes before commands for it."""
+
+    def tc(command: str) -> None:
+        _do(*where, "tc", *command.split())
+
+    burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
+    most = f"ceil {mbit:g}mbit burst {burst} cburst {burst} quantum 60000"
+    with contextlib.suppress(ClusterError):  # (there is no limit yet)
+        tc(f"qdisc delete dev {device} root")
+    tc(f"qdisc add dev {device} root handle 1: htb default 20")
+    tc(f"class add dev {device} parent 1: classid 1:1 htb rate {mbit:g}mbit {most}")
+    tc(f"class add dev {device} parent 1:1 classid 1:10 htb rate {0.1 * mbit:g}mbit prio 0 {most}")
+    tc(f"class add dev {device} parent 1:1 classid 1:20 htb rate {0.9 * mbit:g}mbit prio 1 {most}")
+    tc(f"qdisc add dev {device} parent 1:20 bfifo limit {burst + round(mbit * 1e6 / 8 * QUEUE)}")
+    # What has less than 64 bytes: nothing but acknowledgements.
+    tc(f"filter add dev {device} parent 1: protocol ip u32 match u16 0 0xffc0 at 2 flowid 1:10")
 
 
 @dataclass(frozen=True)

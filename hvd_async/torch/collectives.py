@@ -132,7 +132,7 @@ class _Staged:
     def _up(self, brought: Any) -> tuple[Any, ...]:
         """The result on the GPU, once ``_copied`` says so; of an exchange with its counts."""
         tensor, *counts = brought if isinstance(brought, tuple) else (brought,)
-        with streams.beside(torch.empty(0, device=self._device)):
+        with streams.apart(self._device):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             there.copy_(tensor, non_blocking=True)
             self._host = tensor  # (it must stay until it has been copied)

@@ -87,7 +87,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharer
         slots=slot_count,
         encode=encode,
         decode=decode,
-        peek=streams.fetch,
+        peek=lambda sums, count: streams.fetch(sums[-count:]).tolist(),
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
         process_set=sharers.process_set,
         members=sharers.members,

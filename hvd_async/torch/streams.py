@@ -25,7 +25,7 @@ default stream."""
 _own: dict[torch.device, Any] = {}
 
 
-def _beside(device: torch.device) -> Any:
+def _own_stream(device: torch.device) -> Any:
     """The engine's own stream on a device."""
     if device not in _own:
         _own[device] = torch.cuda.Stream(device)
@@ -57,21 +57,30 @@ def _mark(tensor: torch.Tensor, event: Any) -> None:
 
 @contextlib.contextmanager
 def beside(vector: torch.Tensor) -> Iterator[None]:
-    """In it kernels go to the engine's own stream, which waits for this vector only, if it was marked and not changed
-    since. Afterwards this thread's stream waits for them; ``adopt`` what they have made."""
-    if not vector.is_cuda:
+    """``apart``, for kernels that read a vector: they wait for it alone, if it was marked and not changed since."""
+    if vector.is_cuda:
+        own = _own_stream(vector.device)
+        event, version = getattr(vector, READY, (None, None))
+        if version != vector._version:
+            own.wait_stream(torch.cuda.current_stream(vector.device))
+        elif event is not None:
+            own.wait_event(event)
+        vector.record_stream(own)
+    with apart(vector.device):
+        yield
+
+
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """In it kernels go to the engine's own stream, and wait for nothing else. Afterwards this thread's stream waits for
+    them; ``adopt`` what they have made."""
+    if device.type != "cuda":
         yield
         return
-    outer, own = torch.cuda.current_stream(vector.device), _beside(vector.device)
-    event, version = getattr(vector, READY, (None, None))
-    if version != vector._version:
-        own.wait_stream(outer)
-    elif event is not None:
-        own.wait_event(event)
-    vector.record_stream(own)
+    own = _own_stream(device)
     with torch.cuda.stream(own):
         yield
-    outer.wait_stream(own)
+    torch.cuda.current_stream(device).wait_stream(own)
 
 
 def adopt(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +94,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU of something small that a collective has brought; waits for that alone."""
     if not tensor.is_cuda:
         return tensor
-    own = _beside(tensor.device)
+    own = _own_stream(tensor.device)
     if EARLY:
         own.wait_stream(torch.cuda.default_stream(tensor.device))
     with torch.cuda.stream(own):

@@ -10,7 +10,7 @@ from . import plot
 from .intervals import Interval, spread
 from .launch import Block, Say
 from .launch import run as run_job
-from .ratios import Ratios
+from .ratios import Ratios, mean_seconds
 from .report import Column, Goal, Report, Row, row
 from .schedule import parse_arms, quorum_of
 
@@ -89,18 +89,11 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def mean_seconds(block: Block) -> float:
-    """Seconds a step, mean over the ranks."""
-    return statistics.fmean(own["elapsed"] / own["steps"] for own in block["by_rank"])
-
-
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm; ``value`` is the median block's step time, ``ratio`` the median over cycles."""
     arms = list(dict.fromkeys(block["arm"] for block in blocks if block["cycle"] == 0))
-    ratios = Ratios("horovod")
+    ratios = Ratios.of("horovod", blocks)
     cycles = max(block["cycle"] for block in blocks) + 1
-    for cycle in range(cycles):
-        ratios.add({block["arm"]: mean_seconds(block) for block in blocks if block["cycle"] == cycle})
     rows = []
     for arm in arms:
         mine = [block for block in blocks if block["arm"] == arm]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from . import plot
 from .intervals import spread
 from .launch import Block, NotHereError, Say
 from .launch import run as run_job
-from .ratios import Ratios
+from .ratios import Ratios, mean_seconds
 from .report import Column, Goal, Report, Row, row
 from .schedule import LEADERS, PLAIN, gossip_of, parse_arms
 
@@ -125,20 +124,12 @@ def visible_devices() -> list[str]:
     return devices
 
 
-def mean_seconds(block: Block) -> float:
-    """Seconds a step, mean over the ranks."""
-    return statistics.fmean(own["elapsed"] / own["steps"] for own in block["by_rank"])
-
-
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm; ``value`` is the median block's, ``ratio`` the median over cycles of its rate over Horovod's."""
     timed = [block for block in blocks if block["cycle"] is not None]
     traced = {block["arm"]: block["by_rank"][0] for block in blocks if block["cycle"] is None}
     arms = list(dict.fromkeys(block["arm"] for block in timed))
-    ratios = Ratios(BASELINE)
-    cycles = 1 + max(block["cycle"] for block in timed)
-    for cycle in range(cycles):
-        ratios.add({block["arm"]: mean_seconds(block) for block in timed if block["cycle"] == cycle})
+    ratios = Ratios.of(BASELINE, timed)
     rows = []
     for arm in arms:
         mine = [block for block in timed if block["arm"] == arm]
@@ -154,7 +145,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 ratio=1 / over.value,
                 ratio_low=1 / over.high,
                 ratio_high=1 / over.low,
-                cycles=cycles,
+                cycles=len(mine),
                 **traced.get(arm, {}),
             )
         )

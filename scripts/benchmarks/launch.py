@@ -84,14 +84,9 @@ def run(
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         mark = uuid.uuid4().hex
-        command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
-        if virtual:
-            limited = [] if mbit is None else [f"--mbit={mbit:g}"]
-            command = [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
-        command += [sys.executable, "-m", f"benchmarks.jobs.{job}"]
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
-                command,
+                [*_launcher(ranks, virtual, mbit), sys.executable, "-m", f"benchmarks.jobs.{job}"],
                 cwd=ROOT,
                 env=_environment(mark, folder, env or {}),
                 stdin=subprocess.DEVNULL,
@@ -107,6 +102,14 @@ def run(
             ended = f"by force after {limit:.0f} s" if late else f"with exit code {code}"
             raise JobError(f"{output_end}\nthe job {job} at {ranks} ranks ended {ended}; above is its last output")
         return blocks
+
+
+def _launcher(ranks: int, virtual: bool, mbit: float | None) -> list[str]:
+    """The command that starts as many ranks of what follows it."""
+    if not virtual:
+        return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
+    limited = [] if mbit is None else [f"--mbit={mbit:g}"]
+    return [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
 
 
 def _check_virtual_hosts() -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .intervals import Interval, mean_interval, median_interval
+
+
+def mean_seconds(block: Mapping[str, Any]) -> float:
+    """Seconds a step of a block of ``jobs/cycles.py``, mean over the ranks."""
+    return statistics.fmean(own["elapsed"] / own["steps"] for own in block["by_rank"])
 
 
 class Ratios:
@@ -23,6 +30,14 @@ class Ratios:
         """One cycle's times, by arm."""
         for arm, value in seconds.items():
             self._found.setdefault(arm, []).append(value / seconds[self._baseline])
+
+    @classmethod
+    def of(cls, baseline: str, blocks: Sequence[Mapping[str, Any]]) -> Ratios:
+        """Those of all cycles of a job."""
+        found = cls(baseline)
+        for cycle in sorted({block["cycle"] for block in blocks}):
+            found.add({block["arm"]: mean_seconds(block) for block in blocks if block["cycle"] == cycle})
+        return found
 
     def median(self, arm: str) -> Interval:
         """The median ratio, with an interval that supposes nothing of its distribution."""

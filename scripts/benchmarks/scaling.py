@@ -14,7 +14,7 @@ from .intervals import spread
 from .launch import Block, Progress, Say
 from .launch import run as run_job
 from .report import Column, Report, Row, row
-from .schedule import RIVALS, parse_arms
+from .schedule import RIVALS, pairs_off, parse_arms
 from .timed import START
 
 HELP = "1, 2, 4 and 8 virtual hosts: samples a second of all ranks, and how much of perfect scaling that is"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     plans = {}
     for size in sizes:
         named = args.arms
-        if size < 2 or size & (size - 1):  # (it is there where it can be)
+        if not pairs_off(size):  # (it is there where it can be)
             named = ",".join(arm for arm in named.split(",") if arm.strip() != "decent-dp")
         arms = parse_arms(named, size, RIVALS, gossip=True, leaders=True, reduced=True)
         plans[size] = network.blocks_of(argparse.Namespace(**{**vars(args), "ranks": size}), arms, args.mbit)

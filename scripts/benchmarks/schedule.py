@@ -148,8 +148,13 @@ def parse_arms(
     return arms
 
 
+def pairs_off(ranks: int) -> bool:
+    """Whether so many ranks can be in decent-dp's graph."""
+    return ranks > 1 and not ranks & (ranks - 1)
+
+
 def _check_decent_dp(ranks: int) -> None:
-    if ranks < 2 or ranks & (ranks - 1):
+    if not pairs_off(ranks):
         raise ValueError(f"{ranks} ranks: the arm decent-dp wants 2, 4, 8, ...: in its graph ranks pair off in turn")
     if importlib.util.find_spec("decent_dp") is None:
         raise ValueError("the arm decent-dp needs its package: pip install decent-dp")

@@ -304,3 +304,32 @@ def test_ranks_that_name_different_process_sets_are_refused():
 
     for outcome in Cluster(2).outcomes(train):
         assert "Pass the same process_set on every rank of it" in str(outcome)
+
+
+def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied():
+    """As on a GPU, where a vector is emptied, its count too, after it was handed over."""
+
+    def train(rank: int) -> list[int]:
+        emptied: list[int] = []
+
+        def told() -> list[int]:
+            found, emptied[:] = list(emptied), []
+            return found
+
+        config, zeros = EagerConfig("all", 0, 0.0, 0, 1), np.zeros(2, np.float32)
+        wire = Wire(zeros=lambda bucket: zeros, nbytes=(8,))
+        one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=told)
+        one.open(["w"], [1])
+        counts = []
+        for step in range(4):
+            bad = step in (1, 3) and (rank == 0 or step == 3)  # one rank's, then those of both
+            emptied += [0] * bad
+            (round_,) = one.step({0: zeros.copy() if bad else vector(1)}, HYPER)
+            counts.append(round_.gradients)
+        one.drain(lambda round_: None)  # (which checks that as many were applied as produced)
+        stats = one.stats()
+        assert stats.gradients_skipped == 1 + (rank == 0)
+        assert stats.gradients_produced == 4 - stats.gradients_skipped
+        return counts
+
+    assert Cluster(2).run(train) == [[2, 1, 2, 0]] * 2

@@ -20,7 +20,7 @@ def bench(monkeypatch):
     spec = importlib.util.spec_from_file_location("bench", BENCH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from benchmarks.launch import JobError
+    from benchmarks.launch import JobError, NotHereError
     from benchmarks.report import Column, Goal, Report, row
 
     def well(args, say):
@@ -34,10 +34,17 @@ def bench(monkeypatch):
     def ill(args, say):
         raise JobError("much output\nthe job ill ended with exit code 3")
 
+    def elsewhere(args, say):
+        raise NotHereError("it needs a GPU")
+
+    def broken(args, say):
+        raise KeyError("a bug in a case")
+
     def case(run):
         return types.SimpleNamespace(run=run, HELP="help", __doc__="Doc.", add_arguments=lambda one: None)
 
-    monkeypatch.setattr(module, "CASES", {"ill": case(ill), "well": case(well)})
+    cases = {"ill": ill, "well": well, "elsewhere": elsewhere, "broken": broken}
+    monkeypatch.setattr(module, "CASES", {name: case(run) for name, run in cases.items()})
     return module
 
 
@@ -47,7 +54,7 @@ def run(bench, monkeypatch, *arguments):
 
 
 def test_a_case_that_fails_does_not_end_the_run(bench, monkeypatch, tmp_path, capsys):
-    assert run(bench, monkeypatch, "all", "--quick", "--out", str(tmp_path / "new")) == 1
+    assert run(bench, monkeypatch, "all", "--quick", "--out", str(tmp_path / "new"), "--only", "ill", "well") == 1
     out, err = capsys.readouterr()
     assert "case 2 of 2: well" in err
     assert "failed: the job ill ended with exit code 3" in out
@@ -78,3 +85,16 @@ def test_a_case_that_is_not_there_is_refused(bench, monkeypatch, capsys):
         run(bench, monkeypatch, "all", "--only", "nothing")
     assert left.value.code == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_case_that_cannot_be_here_is_skipped_and_says_why(bench, monkeypatch, tmp_path, capsys):
+    assert run(bench, monkeypatch, "all", "--out", str(tmp_path), "--only", "elsewhere", "well") == 0
+    assert capsys.readouterr().out.strip().endswith("SKIPPED elsewhere: it needs a GPU")
+
+
+def test_a_bug_in_a_case_does_not_end_the_run(bench, monkeypatch, tmp_path, capsys):
+    assert run(bench, monkeypatch, "all", "--out", str(tmp_path), "--only", "broken", "well") == 1
+    out, err = capsys.readouterr()
+    assert out.strip().endswith("FAILED  broken")
+    assert "KeyError: 'a bug in a case'" in err
+    assert (tmp_path / "well.json").exists()

@@ -126,6 +126,16 @@ def test_staleness_lets_ranks_go_on():
     }
 
 
+def test_under_dpsgd_whose_messages_go_a_step_ahead_all_stop_a_step_later():
+    def slept(arm):
+        ranks = [{"slept": 5 if rank == 2 else None} for rank in range(4)]
+        return independence.expected({"arm": arm, "topology": "ring", "sleeper": 2, "by_rank": ranks})
+
+    assert slept("sgp") == {1: Stall(5, (2,)), 3: Stall(5, (2,)), 0: Stall(6, (1, 3))}
+    assert slept("dpsgd") == {1: Stall(6, (2,)), 3: Stall(6, (2,)), 0: Stall(7, (1, 3))}
+    assert slept("adpsgd") == {}
+
+
 @given(st.integers(2, 9), st.integers(0, 2), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_everybody_stops_at_last(size, staleness, step, draws):
     graph = random_graph(size, False, draws)

@@ -71,6 +71,16 @@ def test_epochs_of_unknown_length_are_not_put_on_a_clock(tmp_path):
     assert run.curve("seconds", "train_loss") == ([4.0], [1.0])
 
 
+def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
+    logged(tmp_path, epochs=1)
+    table = MetricsFile(tmp_path / "metrics.csv", resumed=True)
+    ranks = [Outcome(4, 3, 4, seconds, {0: 4}) for seconds in (1.0, 2.0, 3.0)]
+    table.add(EpochRow(2, 18, 0.1, 0.5, 0.9, 4.0, 9.0, 0.1, 0.2, 0.0, None, Totals.of(ranks)))
+    (run,) = runs.read([tmp_path])
+    assert run.by_rank("wait_s") == [1.5, 2.125, 3.0]
+    assert run.ranks == 3
+
+
 def test_files_of_a_folder_are_one_run_and_summaries_are_their_own(tmp_path):
     logged(tmp_path)
     write_leaders(tmp_path / "leaders.csv", [PULLS])

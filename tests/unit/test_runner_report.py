@@ -170,3 +170,10 @@ def test_a_file_is_whole_or_not_changed(tmp_path):
         write_atomically(path, fails)
     assert path.read_text() == "one"
     assert [found.name for found in path.parent.iterdir()] == ["last.keras"]
+
+
+def test_a_resumed_runs_file_of_another_version_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step\n1,9\n")
+    with pytest.raises(ValueError, match="move it away, or name another --log-dir"):
+        Reporter(enabled=True, epochs=3, log_dir=tmp_path, resumed=True)
+    assert (tmp_path / "metrics.csv").read_text() == "epoch,step\n1,9\n"

@@ -26,13 +26,27 @@ class Stepper(Protocol):
 Measure = Callable[[Job, Stepper, int], dict[str, Any]]
 
 
-def alternate(job: Job, arms: Mapping[str, Stepper], block: Measure | None = None) -> None:
+def by_wall_clock(job: Job, arm: Stepper, steps: int) -> dict[str, Any]:
+    """An untimed step and ``steps`` timed ones. What is left on its way goes untimed: as much came in at the start."""
+    job.barrier()
+    arm.step()
+    before = arm.fresh()
+    started = time.perf_counter()
+    for _ in range(steps):
+        arm.step()
+    elapsed = time.perf_counter() - started
+    after = arm.fresh()
+    arm.drain()
+    fresh = steps if before is None or after is None else after - before
+    return {"elapsed": elapsed, "steps": steps, "fresh": fresh}
+
+
+def alternate(job: Job, arms: Mapping[str, Stepper], measure: Measure = by_wall_clock) -> None:
     """Run the plan's cycles; a cycle is one block of each arm. All arms' models live side by side.
 
     Args:
-        block: measures one: ``elapsed`` seconds of so many ``steps``, and whatever else is to be recorded.
+        measure: measures a block: ``elapsed`` seconds of so many ``steps``, and whatever else is to be recorded.
     """
-    measure = block or _block
     plan, names = job.plan, list(arms)
     ratios = Ratios(plan["baseline"])
     deadline = time.monotonic() + plan["seconds"]
@@ -50,18 +64,3 @@ def alternate(job: Job, arms: Mapping[str, Stepper], block: Measure | None = Non
         enough = cycle >= plan["least"] and ratios.wide(plan["judged"]) <= plan["wide"]
         if job.agree(enough or cycle >= plan["most"] or time.monotonic() > deadline):
             return
-
-
-def _block(job: Job, arm: Stepper, steps: int) -> dict[str, Any]:
-    """An untimed step and ``steps`` timed ones. What is left on its way goes untimed: as much came in at the start."""
-    job.barrier()
-    arm.step()
-    before = arm.fresh()
-    started = time.perf_counter()
-    for _ in range(steps):
-        arm.step()
-    elapsed = time.perf_counter() - started
-    after = arm.fresh()
-    arm.drain()
-    fresh = steps if before is None or after is None else after - before
-    return {"elapsed": elapsed, "steps": steps, "fresh": fresh}

@@ -66,7 +66,7 @@ class GpuStepper:
         return None
 
 
-def block(job: Job, stepper: Any, steps: int) -> dict[str, Any]:
+def by_device_clock(job: Job, stepper: Any, steps: int) -> dict[str, Any]:
     """Untimed steps, then ``steps`` between two events on the device."""
     job.barrier()
     for _ in range(UNTIMED):
@@ -100,7 +100,7 @@ def main() -> None:
     job = arms.start()
     torch.cuda.set_device(job.plan["devices"][job.rank % len(job.plan["devices"])])
     steppers = {name: GpuStepper(name, job) for name in job.plan["arms"]}
-    alternate(job, steppers, block)
+    alternate(job, steppers, by_device_clock)
     for name, stepper in steppers.items():
         job.record({"arm": name, "cycle": None}, trace(job, name, stepper))
     arms.finish(job)
