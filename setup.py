@@ -4,11 +4,13 @@ from setuptools import find_packages, setup
 
 RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
+TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
+"""Where it has wheels. It is a benchmark's rival."""
 
 setup(
     name="hvd_async",
     version="0.1.0",
-    description="Horovod optimizers that do not wait for stragglers: eager-SGD for PyTorch and TensorFlow",
+    description="Horovod optimizers that do not wait: eager-SGD, gossip and leaders for PyTorch and TensorFlow",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -19,6 +21,6 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, "decent-dp", "matplotlib", "networkx"],
+        "dev": [*RUNNER, *TOOLS, "decent-dp", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
     },
 )

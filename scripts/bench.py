@@ -63,8 +63,9 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--arms",
             metavar="A,B,...",
-            help="of horovod, ddp, post-local-sgd, decent-dp; all, majority, solo, auto, k3 (3 ranks), 0.75; sgp, "
-            "osgp, dpsgd, adpsgd; lsgd, easgd; some compressed: horovod-fp16, solo-bf16, sgp-int8. No case has all",
+            help="of horovod, ddp, post-local-sgd, torchft, decent-dp; all, majority, solo, auto, k3 (3 ranks), "
+            "0.75; sgp, osgp, dpsgd, adpsgd; lsgd, easgd; some compressed: horovod-fp16, solo-bf16, sgp-int8. "
+            "No case has all",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(

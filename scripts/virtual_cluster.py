@@ -221,12 +221,14 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
 def remove_stale() -> None:
     """Remove what processes have left behind that were killed."""
     for tag in sorted({match[1] for match in re.finditer(rf"\b({NAME}\d+)-(?:\d+|b)\b", _names())}):
-        if not psutil.pid_exists(int(tag.removeprefix(NAME))):
+        pid = int(tag.removeprefix(NAME))
+        if pid == os.getpid() or not psutil.pid_exists(pid):  # (its own: of a process that once had its number)
             _remove(tag)
 
 
 def _names() -> str:
-    return _do("ip", "netns", "list") + _do("ip", "-brief", "link", "show")
+    folders = "".join(f"{folder.name}\n" for folder in FILES.glob(f"{NAME}*"))  # (these outlive a restart)
+    return _do("ip", "netns", "list") + _do("ip", "-brief", "link", "show") + folders
 
 
 def _remove(tag: str) -> None:

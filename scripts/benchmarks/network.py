@@ -23,12 +23,22 @@ from .jobs.network import WARM_UP
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import IN_BACKWARD, LEADERS, POST_LOCAL_PERIOD, RIVALS, compression_of, gossip_of, parse_arms
+from .schedule import (
+    IN_BACKWARD,
+    IN_STEP,
+    LEADERS,
+    POST_LOCAL_PERIOD,
+    RIVALS,
+    compression_of,
+    gossip_of,
+    installed,
+    parse_arms,
+)
 from .timed import START
 
 HELP = "8 virtual hosts with slow links: seconds and bytes a step of every algorithm, with accuracy"
 ARMS = (
-    *("horovod", "ddp", "post-local-sgd", "decent-dp", "solo"),
+    *("horovod", "ddp", "post-local-sgd", "torchft", "decent-dp", "solo"),
     *("sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"),
     *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
 )
@@ -77,7 +87,7 @@ class Need(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
-    parser.set_defaults(ranks=8, arms=",".join(ARMS), repetitions=3)
+    parser.set_defaults(ranks=8, arms=",".join(installed(ARMS)), repetitions=3)
     parser.add_argument(
         "--mbit", type=float, nargs="+", default=[50.0, 200.0, 1000.0], metavar="X", help="of each link"
     )
@@ -98,7 +108,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.mbit, args.repetitions, args.steps = [max(args.mbit)], 1, min(args.steps, 8)
+        args.mbit, args.repetitions, args.steps = [min(args.mbit)], 1, min(args.steps, 5)
     arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
     if min(args.mbit) <= 0 or args.steps < 1:
         raise ValueError("--mbit and --steps: take numbers above 0")
@@ -148,7 +158,7 @@ def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
         return None
     if gossip_of(arm) or base == "decent-dp":
         return Need(share * megabytes * (ranks > 1), base != "sgp")
-    period = POST_LOCAL_PERIOD if base == "post-local-sgd" else 1
+    period = POST_LOCAL_PERIOD if base in IN_STEP else 1
     return Need(share * 2 * (ranks - 1) / ranks * megabytes / period, hidden=False)
 
 

@@ -16,11 +16,11 @@ COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Of a group of bars; groups are 1 apart."""
-ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto", "post-local-sgd", "decent-dp")
+ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto", "post-local-sgd", "decent-dp", "torchft")
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 FAMILIES = (
-    ("horovod", "ddp", "post-local-sgd", "decent-dp"),
+    ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft"),
     (),
     ("sgp", "osgp", "dpsgd", "adpsgd"),
     ("lsgd", "easgd"),

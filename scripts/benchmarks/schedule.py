@@ -21,15 +21,20 @@ ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
 LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
-LOCAL_RIVALS = ("post-local-sgd", "decent-dp")
-"""torch's own post-local SGD, and D-PSGD as the package decent-dp has it: their ranks' weights differ."""
+LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft")
+"""torch's own post-local SGD, D-PSGD as the package decent-dp has it, and torchft's local SGD: their ranks' weights
+differ."""
 POST_LOCAL_PERIOD = 4
-"""Steps between two averages of post-local SGD: that of torch's own example."""
+"""Steps between two averages of local SGD: that of torch's own example."""
+PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft"}
+"""What rivals are to Python."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
+IN_STEP = ("post-local-sgd", "torchft")
+"""They wait for others in the optimizer's step."""
 REDUCED = ("fp16", "bf16")
 """How gradients may be compressed."""
 MUTANT = "drops_late"
@@ -134,8 +139,10 @@ def parse_arms(
         how, (base, compression) = gossip_of(arm), compression_of(arm)
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
-        if base == "decent-dp":
-            _check_decent_dp(ranks)
+        if base == "decent-dp" and not pairs_off(ranks):
+            raise ValueError(f"{ranks} ranks: the arm {arm} wants 2, 4, 8, ...: in its graph ranks pair off in turn")
+        if not installed([base]):
+            raise ValueError(f"the arm {arm} needs its package: pip install {base}")
         if how:
             make_plan(ranks, how[0], compression=how[1])
         elif compression != "none" and not (reduced and compression in reductions_of(base)):
@@ -148,16 +155,14 @@ def parse_arms(
     return arms
 
 
+def installed(arms: Sequence[str]) -> list[str]:
+    """Those whose package is there, if they need one."""
+    return [arm for arm in arms if arm not in PACKAGES or importlib.util.find_spec(PACKAGES[arm])]
+
+
 def pairs_off(ranks: int) -> bool:
     """Whether so many ranks can be in decent-dp's graph."""
     return ranks > 1 and not ranks & (ranks - 1)
-
-
-def _check_decent_dp(ranks: int) -> None:
-    if not pairs_off(ranks):
-        raise ValueError(f"{ranks} ranks: the arm decent-dp wants 2, 4, 8, ...: in its graph ranks pair off in turn")
-    if importlib.util.find_spec("decent_dp") is None:
-        raise ValueError("the arm decent-dp needs its package: pip install decent-dp")
 
 
 def one_random(steps: int, ranks: int, compute: float, delay: float, seed: int) -> Schedule:

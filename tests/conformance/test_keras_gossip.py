@@ -85,13 +85,14 @@ def expected(problem: Problem, one: Run, seen: list[Seen]) -> Outcome:
 
 
 def check(problem: Problem, one: Run, seen: list[Seen]) -> None:
-    """Weights after each step, push-sum weights, what a drain leaves."""
+    """Weights after each step, push-sum weights, what a drain leaves. (Late messages under momentum may swing weights
+    far out, by chance; hence a tolerance relative to them as well.)"""
     outcome = expected(problem, one, seen)
     for rank, own in enumerate(seen):
-        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=1e-5, err_msg=f"{one}, rank {rank}")
+        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=1e-6, atol=1e-5, err_msg=f"{one}, rank {rank}")
         assert own.weight == pytest.approx(outcome.w[rank], abs=1e-12)
         assert own.drained.tobytes() == seen[0].drained.tobytes()
-    np.testing.assert_allclose(seen[0].drained, outcome.drained(), rtol=0, atol=1e-5, err_msg=str(one))
+    np.testing.assert_allclose(seen[0].drained, outcome.drained(), rtol=1e-6, atol=1e-5, err_msg=str(one))
 
 
 @pytest.mark.parametrize("runs", [DIRECTED, SYMMETRIC], ids=["directed", "symmetric"])

@@ -42,13 +42,14 @@ def matrices(options: dict[str, Any], size: int) -> list[Array]:
 
 
 def check(outcome: Outcome, seen: Sequence[Seen], tolerance: float = 1e-5) -> None:
-    """Models after each step, push-sum weights, and what a drain makes of them; the same bits everywhere."""
+    """Models after each step, push-sum weights, and what a drain makes of them; the same bits everywhere. (Late
+    messages under momentum may swing weights far out, by chance; hence a tolerance relative to them as well.)"""
     for rank, own in enumerate(seen):
-        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=tolerance, err_msg=f"rank {rank}")
+        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=1e-6, atol=tolerance, err_msg=f"rank {rank}")
         assert own.weights[-1] == pytest.approx(outcome.w[rank], abs=1e-9)
         assert own.drained.tobytes() == seen[0].drained.tobytes()
         assert own.stats.push_sum_weight == 1.0
-    np.testing.assert_allclose(seen[0].drained, outcome.drained(), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(seen[0].drained, outcome.drained(), rtol=1e-6, atol=tolerance)
     stats = [own.stats for own in seen]
     assert sum(s.messages_sent for s in stats) == sum(s.messages_taken + s.messages_left for s in stats)
 

@@ -55,16 +55,14 @@ def test_every_pace_keeps_the_promises(features: Job, case: str) -> None:
 
 
 def test_a_rank_that_is_five_times_slower_holds_nobody_in_pace_rounds(features: Job) -> None:
-    even, rounds, steps = (
-        max(rank["seconds"] for rank in features.case(f"pace {name}")) for name in ("even", "rounds", "steps")
-    )
-    print(f"{ROUNDS} rounds: {even:.2f} s; with one rank five times slower {rounds:.2f} s, in pace steps {steps:.2f} s")
-    assert rounds < min(1.5 * even, 0.7 * steps)
-    assert steps > 1.6 * even
-    ranks = features.case("pace rounds")
-    assert ranks[1]["steps"] < 0.75 * ROUNDS
-    assert max(int(s) for s in ranks[1]["staleness"]) >= 3
-    assert min(rank["steps"] for index, rank in enumerate(ranks) if index != 1) > 0.8 * ROUNDS
+    """It takes fewer steps than the others there, as many as they (but for those they may be ahead) in pace steps."""
+    by_rounds, by_steps = ([rank["steps"] for rank in features.case(f"pace {name}")] for name in ("rounds", "steps"))
+    print(f"{ROUNDS} rounds, rank 1 slower: {by_rounds} steps in pace rounds, {by_steps} in pace steps")
+    slow, *others = by_rounds[1], by_rounds[0], *by_rounds[2:]
+    assert slow < 0.75 * ROUNDS
+    assert min(others) > 0.8 * ROUNDS
+    assert max(int(s) for s in features.case("pace rounds")[1]["staleness"]) >= 3
+    assert max(by_steps) - min(by_steps) <= STALENESS + 1
 
 
 def test_a_cut_job_that_is_resumed_loses_no_gradient(features: Job) -> None:

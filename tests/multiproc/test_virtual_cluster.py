@@ -47,6 +47,7 @@ def left() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
+    output(sys.executable, str(SCRIPT), "--clean")  # of runs that were killed, also before a restart: /etc/netns stays
     before = left()
     yield
     output(sys.executable, str(SCRIPT), "--clean")

@@ -191,8 +191,8 @@ def test_command_line():
     assert (args.ranks, args.delay, args.repetitions) == (4, [0.1, 0.2], 3)
     assert set(module.CASES) == {
         *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "convergence", "soak"),
-        *("hetero", "independence", "exchange", "network", "scaling", "pull", "race", "lengths"),
+        *("hetero", "independence", "exchange", "network", "scaling", "pull", "race", "lengths", "gpu"),
     }
     for name in module.CASES:
-        assert parser.parse_args([name]).ranks > 1
+        assert parser.parse_args([name]).ranks > (name != "gpu")
     assert np.isclose(parser.parse_args(["balanced"]).wide, 0.015)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 import pytest
 
 from scripts.benchmarks import network, plot, scaling
 from scripts.benchmarks.report import Report
-from scripts.benchmarks.schedule import RIVALS, compression_of, eager, parse_arms
+from scripts.benchmarks.schedule import RIVALS, compression_of, eager, installed, parse_arms
 
 RANKS = 8
 WIRE = 8 * 8.0 / 50.0 / network.PAYLOAD
@@ -40,6 +41,7 @@ def block(arm, seconds, mbit=50.0, ranks=RANKS, repetition=0, accuracy=0.9):
         ("ddp-fp16", (7.0, False)),
         ("solo", (14.0, False)),
         ("post-local-sgd", (3.5, False)),
+        ("torchft", (3.5, False)),
         ("decent-dp", (8.0, True)),
         ("sgp", (8.0, False)),
         ("osgp-bf16", (4.0, True)),
@@ -136,6 +138,14 @@ def test_rivals_that_cannot_be_with_so_many_ranks_are_refused_before_any_job(ran
         parse_arms("horovod,decent-dp", ranks, RIVALS)
 
 
+@pytest.mark.parametrize(("arm", "package"), [("decent-dp", "decent_dp"), ("torchft", "torchft")])
+def test_rivals_that_are_not_installed_are_refused_before_any_job(arm, package, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else name)
+    with pytest.raises(ValueError, match=f"pip install {arm}"):
+        parse_arms(f"horovod,{arm}", 4, RIVALS)
+    assert installed(["horovod", arm, "sgp"]) == ["horovod", "sgp"]
+
+
 def test_blocks():
     args = argparse.Namespace(
         ranks=8, megabytes=8.0, compute=None, steps=5, batch_size=16, lr=0.1, repetitions=2
@@ -187,7 +197,7 @@ def test_arms_that_cannot_be_compressed_so(arm):
 
 
 def test_rivals_and_compressed_gradients_are_not_in_every_case():
-    for arm in ("decent-dp", "post-local-sgd", "horovod-fp16"):
+    for arm in ("decent-dp", "post-local-sgd", "torchft", "horovod-fp16"):
         with pytest.raises(ValueError, match="not there in this case"):
             parse_arms(arm, 4)
 

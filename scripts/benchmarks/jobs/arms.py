@@ -16,7 +16,7 @@ import hvd_async.torch as hvd
 from hvd_async.pulls import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
-from ..schedule import IN_BACKWARD, LEADERS, LOCAL_RIVALS, PLAIN, RIVALS, compression_of, gossip_of, quorum_of
+from ..schedule import IN_BACKWARD, IN_STEP, LEADERS, LOCAL_RIVALS, PLAIN, RIVALS, compression_of, gossip_of, quorum_of
 from . import rivals
 from .common import Job, counted
 
@@ -81,12 +81,12 @@ class Arm:
         self.optimizer: Any = optimizer
         reduced = getattr(hvd.Compression, compression) if self.ours or base == "horovod" else None
         self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
-        self._before: dict[str, Any] = {}
+        self._ends = contextlib.ExitStack()
         if base == "horovod":
             named = model.named_parameters()
             self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=reduced)
         elif base in RIVALS:
-            self.model, self.optimizer = rivals.wrap(base, compression, model, optimizer, job)
+            self.model, self.optimizer = rivals.wrap(base, compression, model, optimizer, job, self._ends)
         elif self.ours:
             own |= {"named_parameters": model.named_parameters(), "named_buffers": model.named_buffers()}
             if name in LEADERS:
@@ -117,7 +117,7 @@ class Arm:
         else:
             started = time.perf_counter()
             self.optimizer.step()
-            if self._base == "post-local-sgd":
+            if self._base in IN_STEP:
                 self._waited += time.perf_counter() - started
 
     @property
@@ -166,7 +166,8 @@ class Arm:
                 hvd.allreduce_(buffer, name=f"bench.buffer.{name}")
 
     def close(self) -> None:
-        """Collective: drain, and stop the engine, so that the next arm starts with its own."""
+        """Collective: drain, and stop the engine, so that the next arm starts with its own; a rival's threads too."""
+        self._ends.close()
         if self.ours:
             LIFECYCLE.shutdown()
 

@@ -1,7 +1,10 @@
-"""Rivals that go through torch's own process group on Gloo: DDP, its post-local SGD, and decent-dp."""
+"""Rivals that go through torch's process groups on Gloo: DDP, its post-local SGD, decent-dp and torchft's local SGD."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from typing import Any
 
 import torch
@@ -18,17 +21,26 @@ TOPOLOGY = "one-peer-exp"
 
 
 def wrap(
-    name: str, compression: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job
+    name: str,
+    compression: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    ends: contextlib.ExitStack,
 ) -> tuple[torch.nn.Module, Any]:
     """A rival's model and optimizer.
 
     Args:
-        name: ``ddp``, ``post-local-sgd`` or ``decent-dp``.
+        name: ``ddp``, ``post-local-sgd``, ``decent-dp`` or ``torchft``.
         compression: of DDP's gradients: "none", "fp16" or "bf16".
         model: the same on all ranks.
         optimizer: of its parameters, in one group.
         job: this rank.
+        ends: takes what is to be ended with the arm, on all ranks.
     """
+    if name == "torchft":
+        _average_by_torchft(model, optimizer, job, ends)
+        return model, optimizer
     if not torch.distributed.is_initialized():
         where = f"file://{job.folder / 'ddp'}"
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
@@ -75,3 +87,39 @@ def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
 
     wrapped = DecentralizedDataParallel(model, make, topology=TOPOLOGY, _local_world_size=1)
     return wrapped, _InBackward(wrapped)
+
+
+def _average_by_torchft(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, ends: contextlib.ExitStack
+) -> None:
+    """Each rank is a group of its own to torchft, whose managers ask a lighthouse, on rank 0, before each average."""
+    os.environ.setdefault("RUST_LOG", "error")  # (it tells every request otherwise)
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import LocalSGD
+
+    host = socket.gethostbyname(socket.gethostname())
+    address = None
+    if job.rank == 0:
+        lighthouse = LighthouseServer(bind=f"{host}:0", min_replicas=job.size)
+        ends.callback(lighthouse.shutdown)
+        address = lighthouse.address()
+    ends.callback(job.barrier)  # (it goes last)
+    address = job.agree(address)
+    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    ends.callback(lambda _: None, store)  # (it must live as long)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=job.size,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=address,
+        hostname=host,
+    )
+    ends.callback(manager.shutdown)
+    ends.enter_context(LocalSGD(manager, model, optimizer, sync_every=POST_LOCAL_PERIOD))
