@@ -1,17 +1,10 @@
-"""torchvision, also beside a torch without CUDA, and the runner's models."""
+"""The runner's models: torchvision's ResNet-50, also beside a torch without CUDA, and a small one."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
-
-if torch.version.cuda is None:
-    # torchvision's wheel wants CUDA's libraries for its compiled operators and fails at import without them. Their
-    # schemas are enough for its models, which do not call these operators. The object must stay alive.
-    _schemas = torch.library.Library("torchvision", "DEF")
-    for _name in ("nms", "qnms"):
-        _schemas.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-from torchvision.models import resnet50
 
 
 def build(name: str, classes: int, bn_momentum: float) -> torch.nn.Module:
@@ -22,11 +15,31 @@ def build(name: str, classes: int, bn_momentum: float) -> torch.nn.Module:
         classes: the number of outputs.
         bn_momentum: share of its old value that a running average keeps each step (torch's momentum is 1 minus this).
     """
-    model: torch.nn.Module = small(classes) if name == "small" else resnet50(num_classes=classes)
+    model: torch.nn.Module = small(classes) if name == "small" else resnet50(classes)
     for layer in model.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.momentum = 1 - bn_momentum
     return model
+
+
+def resnet50(classes: int) -> torch.nn.Module:
+    """torchvision's, which takes seconds to import: the small model goes without."""
+    if torch.version.cuda is None:
+        _declare_operators()
+    from torchvision import models
+
+    model: torch.nn.Module = models.resnet50(num_classes=classes)
+    return model
+
+
+@functools.cache
+def _declare_operators() -> torch.library.Library:
+    """torchvision's wheel wants CUDA's libraries for its compiled operators and fails at import without them. Their
+    schemas are enough for its models, which do not call these operators. What is returned must stay alive."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def small(classes: int) -> torch.nn.Module:
