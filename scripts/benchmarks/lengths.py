@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="clips a rank and step")
     parser.add_argument("--lr", type=float, default=0.05, help="the highest learning rate")
+    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD")
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     limit = args.limit * 60 if args.limit else timed.START + 2 * longest * (args.ms + REAL_MS) + 20 * len(blocks)
     job = "lengths_keras" if args.framework == "tensorflow" else "lengths"
     found = run_job(job, args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
-    names = ("framework", "steps", "ms", "frames", "bucketed", "batch_size", "lr")
+    names = ("framework", "steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
     setting = {name: getattr(args, name) for name in names} | {"seed": "the run's number"}
     report = Report("lengths", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
     judge(report)
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 def blocks_of(args: argparse.Namespace, arms: list[str]) -> list[Block]:
     """Every arm with every seed, in alternation."""
     common = {"steps": args.steps, "ms": args.ms, "median": args.frames, "batch": args.batch_size}
-    common |= {"bucketed": args.bucketed, "lr": args.lr}
+    common |= {"bucketed": args.bucketed, "lr": args.lr, "momentum": args.momentum}
     return [{**common, "arm": arm, "seed": seed} for seed, arm in repetitions(arms, args.repetitions)]
 
 

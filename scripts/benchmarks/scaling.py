@@ -14,7 +14,7 @@ from .intervals import spread
 from .launch import Block, Progress, Say
 from .launch import run as run_job
 from .report import Column, Report, Row, row
-from .schedule import RIVALS, pairs_off, parse_arms
+from .schedule import RIVALS, installed, pairs_off, parse_arms
 from .timed import START
 
 HELP = "1, 2, 4 and 8 virtual hosts: samples a second of all ranks, and how much of perfect scaling that is"
@@ -37,7 +37,7 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     network.add_training(parser)
-    parser.set_defaults(ranks=8, arms=",".join(ARMS), repetitions=3)
+    parser.set_defaults(ranks=8, arms=",".join(installed(ARMS)), repetitions=3)
     parser.add_argument("--mbit", type=float, default=200.0, metavar="X", help="of each link")
     parser.add_argument(
         "--sizes", type=int, nargs="+", metavar="N", help="numbers of ranks; not given: 1, 2, 4, --ranks"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure."""
     if args.quick:
-        args.repetitions, args.steps = 1, min(args.steps, 8)
+        args.repetitions, args.steps, args.sizes = 1, min(args.steps, 5), args.sizes or sorted({1, args.ranks})
     sizes = args.sizes or sorted({size for size in (1, 2, 4) if size < args.ranks} | {args.ranks})
     if args.compute is None:
         most = 2 * (max(sizes) - 1) / max(sizes) * args.megabytes

@@ -94,6 +94,19 @@ def test_nothing_is_left_of_a_run_that_is_ended(number):
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
+def test_what_a_restart_leaves_is_removed_unless_its_run_is_alive():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = (Path("/etc/netns") / f"hva{pid}-0" for pid in (ended.pid, os.getppid()))
+    for folder in (dead, alive):
+        folder.mkdir(parents=True)
+    try:
+        output(sys.executable, str(SCRIPT), "--clean")
+        assert (dead.exists(), alive.exists()) == (False, True)
+    finally:
+        alive.rmdir()
+
+
 CALLS = r"""
 import os, re, socket, time
 port = 5000

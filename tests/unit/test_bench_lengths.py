@@ -120,7 +120,7 @@ def test_no_rank_is_the_slow_one():
 def options(**more):
     given = {"ranks": RANKS, "arms": "horovod,majority,solo", "repetitions": 2, "quick": False, "limit": None}
     given |= {"framework": "torch", "steps": STEPS, "ms": MS, "frames": 20, "bucketed": True, "batch_size": 8}
-    return argparse.Namespace(**given | {"lr": 0.1} | more)
+    return argparse.Namespace(**given | {"lr": 0.1, "momentum": 0.9} | more)
 
 
 def test_all_arms_have_the_same_batches():

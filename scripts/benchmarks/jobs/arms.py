@@ -69,7 +69,7 @@ class Arm:
     Attributes:
         gossip: (algorithm, compression) of an arm that gossips, else None.
         waited: seconds that this rank's training thread has waited for others, in all. (DDP and decent-dp wait in the
-            backward pass; its computation counts too.)
+            backward pass, local SGD in the optimizer's step; their computation counts too.)
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from ..clips import CLASSES, PIXELS, Batch
 from ..schedule import eager
 from . import arms
 from .common import Job
-from .recurrent import HIDDEN, MOMENTUM, run_blocks
+from .recurrent import HIDDEN, run_blocks
 
 
 class Classifier(torch.nn.Module):
@@ -37,7 +37,7 @@ class TorchLearner:
     def __init__(self, job: Job, block: dict[str, Any]) -> None:
         torch.manual_seed(block["seed"])
         self._model = Classifier()
-        optimizer = torch.optim.SGD(self._model.parameters(), lr=block["lr"], momentum=MOMENTUM)
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=block["lr"], momentum=block["momentum"])
         own = {"seed": block["seed"]} if eager(block["arm"]) else {}
         self._arm = arms.Arm(block["arm"], self._model, optimizer, job, **own)
         self.stats, self.drain = self._arm.stats, self._arm.drain

@@ -19,7 +19,7 @@ from hvd_async.tensorflow.collectives import LIFECYCLE
 from ..clips import CLASSES, PIXELS, Batch
 from ..schedule import quorum_of
 from .common import Job, counted
-from .recurrent import HIDDEN, MOMENTUM, run_blocks
+from .recurrent import HIDDEN, run_blocks
 
 FRAMES = tf.TensorSpec([None, None, PIXELS])
 CLIPS = tf.TensorSpec([None], tf.int64)
@@ -63,7 +63,7 @@ class KerasLearner:
     def __init__(self, job: Job, block: dict[str, Any]) -> None:
         keras.utils.set_random_seed(block["seed"])
         self._model: Any = keras.Sequential([keras.Input((None, PIXELS)), Lstm(), keras.layers.Dense(CLASSES)])
-        self._optimizer: Any = keras.optimizers.SGD(block["lr"], momentum=MOMENTUM)
+        self._optimizer: Any = keras.optimizers.SGD(block["lr"], momentum=block["momentum"])
         self._ours, self._job = block["arm"] != "horovod", job
         if self._ours:
             how = {"quorum": quorum_of(block["arm"]), "seed": block["seed"], "model": self._model}

@@ -14,7 +14,6 @@ from .common import Job, rate
 
 HIDDEN = 48
 """Units of the LSTM."""
-MOMENTUM = 0.9
 UNTIMED = 2
 """Steps at the start in which TensorFlow traces its graphs and Horovod fills its cache; they train as the others do."""
 

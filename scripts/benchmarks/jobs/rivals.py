@@ -99,21 +99,25 @@ def _average_by_torchft(
     from torchft.local_sgd import LocalSGD
 
     host = socket.gethostbyname(socket.gethostname())
+    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    ends.callback(lambda _: None, store)  # (others use it until all managers have ended)
     address = None
     if job.rank == 0:
         lighthouse = LighthouseServer(bind=f"{host}:0", min_replicas=job.size)
         ends.callback(lighthouse.shutdown)
         address = lighthouse.address()
-    ends.callback(job.barrier)  # (it goes last)
+    ends.callback(job.barrier)  # all managers end before the lighthouse and the stores
     address = job.agree(address)
-    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    ends.callback(lambda _: None, store)  # (it must live as long)
+    group = ProcessGroupGloo()
+    ends.callback(group.shutdown)
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        pg=group,
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
         min_replica_size=job.size,
         use_async_quorum=False,
+        init_sync=False,  # (all begin with the same weights)
+        max_retries=0,  # an average that fails is an error
         rank=0,
         world_size=1,
         store_addr=host,
