@@ -121,12 +121,12 @@ def test_a_run_is_resumed_by_more_ranks(tmp_path: Path, runner: str) -> None:
     job, summary = train(runner, tmp_path, *line, "--epochs", "2")
     check_kept(summary)
     before = summary["test_accuracy"]
-    job, summary = train(runner, tmp_path, *line, "--epochs", "3", ranks=3)
+    job, summary = train(runner, tmp_path, *line, "--epochs", "4", ranks=3)
     assert "resumed after epoch 2" in job.check().output
     check_kept(summary)
     assert summary["world_size"] == 3
-    assert summary["steps"] == 30
-    assert summary["test_accuracy"] > max(before - 0.05, 0.6), "it went on from what was learned"
+    assert summary["steps"] == 2 * 30
+    assert summary["test_accuracy"] > max(before - 0.05, 0.75), "it went on from what was learned"
 
 
 WAYS = [
@@ -138,10 +138,10 @@ WAYS = [
 
 @pytest.mark.parametrize(("runner", "line"), WAYS)
 def test_ways_to_compute_and_to_send(tmp_path: Path, runner: str, line: str) -> None:
-    job, summary = train(runner, tmp_path, *line.split(), "--epochs", "2")
+    job, summary = train(runner, tmp_path, *line.split(), "--epochs", "3")
     job.check()
     check_kept(summary)
-    assert summary["test_accuracy"] > 0.3, "guessing gets 0.1"
+    assert summary["test_accuracy"] > 0.5, "guessing gets 0.1"
 
 
 @pytest.mark.parametrize("runner", [TORCH])
@@ -184,7 +184,7 @@ def check_gossiped(summary: dict[str, Any], algorithm: str) -> None:
 
 @pytest.mark.parametrize(("runner", "line"), GOSSIP)
 def test_digits_are_learned_by_gossip(tmp_path: Path, runner: str, line: str) -> None:
-    job, summary = train(runner, tmp_path, *line.split(), "--epochs", "4", "--log-dir", str(tmp_path), ranks=3)
+    job, summary = train(runner, tmp_path, *line.split(), "--epochs", "5", "--log-dir", str(tmp_path), ranks=3)
     assert "before the last drain" in job.check().output
     algorithm = line.split()[1]
     check_gossiped(summary, algorithm)
@@ -203,16 +203,16 @@ def test_digits_are_learned_by_gossip(tmp_path: Path, runner: str, line: str) ->
 @pytest.mark.parametrize("runner", [TORCH])
 def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_other_algorithms(tmp_path: Path, runner: str) -> None:
     line = ("--checkpoint-dir", str(tmp_path), "--resume")
-    job, summary = train(runner, tmp_path, *line, "--algorithm", "sgp", "--epochs", "2", ranks=3)
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "sgp", "--epochs", "3", ranks=3)
     job.check()
     before = summary["test_accuracy"]
-    job, summary = train(runner, tmp_path, *line, "--algorithm", "eager", "--epochs", "3", "--steps", "110")
-    assert "resumed after epoch 2\n" in job.check().output
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "eager", "--epochs", "5", "--steps", "200")
+    assert "resumed after epoch 3\n" in job.check().output
     check_kept(summary)
-    assert summary["steps"] == 110 - 2 * 45
-    assert summary["test_accuracy"] > max(before - 0.1, 0.5), "it went on from what was learned"
-    job, summary = train(runner, tmp_path, *line, "--algorithm", "adpsgd", "--epochs", "3")
-    assert "resumed after epoch 2 and 20 of 45 steps" in job.check().output
+    assert summary["steps"] == 200 - 3 * 45
+    assert summary["test_accuracy"] > max(before - 0.05, 0.75), "it went on from what was learned"
+    job, summary = train(runner, tmp_path, *line, "--algorithm", "adpsgd", "--epochs", "5")
+    assert "resumed after epoch 4 and 20 of 45 steps" in job.check().output
     check_gossiped(summary, "adpsgd")
 
 
