@@ -4,8 +4,8 @@
 done yet (going by how long the last one of its kind took), finely around the time it should be.
 
 Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
-(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and
-not by Horovod, whose thread would copy each back in the order of all that the device has to do.
+(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would copy each back
+in the order of all that the device has to do.
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ class _Folder:
             "TF_ENABLE_ONEDNN_OPTS": "0",
             **({"HVD_ASYNC_STAGE": str(int(self.ranks > 1))} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
             DEVICE_VARIABLE: DEVICE,
-            "HOROVOD_CYCLE_TIME": "5",  # ms; at 1 the background threads take half a core
             "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: waiting busily would take twice as long
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
