@@ -17,7 +17,7 @@ MANNERS = {
     "exit0": "died: its connection to the coordinator ended without a goodbye",
 }
 PROMISED = 60.0
-"""Seconds within which a death must be reported (DESIGN.md); seen: far under one."""
+"""Seconds within which a death must be reported; seen: far under one."""
 
 
 def ends(framework: str, manner: str, victim: int = 1, quorum: str = "solo") -> tuple[str, ...]:

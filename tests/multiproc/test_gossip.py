@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, STEPS, UNEVEN, Gossip
+from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, ON_A_RING, STEPS, UNEVEN, Gossip
 from launch import DEVICE, Job, RunJob
 
 from hvd_async.mixing import Matrix
@@ -100,8 +100,11 @@ def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     run(job, setting).check().case("end")
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
-@pytest.mark.parametrize("case", [*EXACT, *HOSTS], ids=ident)
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [(TORCH, case) for case in (*EXACT, *HOSTS)] + [(TENSORFLOW, case) for case in (*ON_A_RING, *HOSTS)],
+    ids=ident,
+)
 def test_every_algorithm_equals_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
     check_equal(run(job, setting), case, framework_of(setting))
 

@@ -173,7 +173,9 @@ def test_distributed_optimizer_averages_and_horovods_does_not_on_keras_3(job: Ru
     assert same(ranks, "start")
     assert same(ranks, "ours")
     assert any("EagerOptimizer" in text for text in ranks[0]["warned"])
-    assert not same(ranks, "theirs"), "Horovod's wrapper averages on Keras 3 now: README and HOROVOD.md say it does not"
+    assert not same(ranks, "theirs"), (
+        "Horovod's wrapper averages on Keras 3 now: README and docs/eager.md say it does not"
+    )
 
 
 def test_the_tape_is_refused_and_a_plain_one_trains(job: RunJob) -> None:

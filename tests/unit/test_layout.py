@@ -30,7 +30,7 @@ LAYERS = [
     {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun, one a framework
     {"scripts"},
 ]
-"""DESIGN.md section 5, from the bottom: a module imports from lower layers only. A new one must find its place here."""
+"""From the bottom: a module imports from lower layers only. A new one must find its place here."""
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
 MAY = {
@@ -90,7 +90,7 @@ identify = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 def test_every_module_has_its_place():
     unknown = {unit(module_of(path)) for path in LIBRARY} - LEVEL.keys() - {"hvd_async"}
-    assert not unknown, f"add {unknown} to LAYERS, where DESIGN.md section 5 puts them"
+    assert not unknown, f"add {unknown} to LAYERS, each above all that it imports"
 
 
 @pytest.mark.parametrize("path", LIBRARY, **identify)

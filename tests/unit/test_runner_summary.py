@@ -8,7 +8,7 @@ from hvd_async.runner.inject import parse_inject
 from hvd_async.runner.options import parse
 from hvd_async.runner.summary import describe, straggler_lines, summarise, synchronous_delay, write_summary
 
-# As the runner contract of DESIGN.md gives them: other programs read these.
+# Other programs read these: they do not change.
 CONTRACT = {
     *(
         "framework",

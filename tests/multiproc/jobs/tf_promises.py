@@ -1,4 +1,4 @@
-"""DESIGN.md section 3 on real ranks, in TensorFlow: ``fit()`` with stragglers, conservation, uneven batches."""
+"""What README.md promises, on real ranks, in TensorFlow: ``fit()`` with stragglers, conservation, uneven batches."""
 
 from __future__ import annotations
 

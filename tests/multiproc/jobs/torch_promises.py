@@ -1,4 +1,4 @@
-"""DESIGN.md section 3 on real ranks, in torch: replicas, conservation, staleness, uneven batches."""
+"""What README.md promises, on real ranks, in torch: replicas, conservation, staleness, uneven batches."""
 
 from __future__ import annotations
 
