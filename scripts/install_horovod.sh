@@ -45,7 +45,10 @@ for flavour in tensorflow-cpu tensorflow-gpu; do [ -n "$tensorflow" ] || tensorf
 
 nccl=
 cuda=${CUDA_HOME:-/usr/local/cuda}
-if [ -x "$cuda/bin/nvcc" ] || command -v nvcc >/dev/null; then
+if [ ! -x "$cuda/bin/nvcc" ] && command -v nvcc >/dev/null; then
+  cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+fi
+if [ -x "$cuda/bin/nvcc" ]; then
   cuda_framework=
   if [ -n "$torch" ] && py -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then cuda_framework=torch; fi
   if [ -n "$tensorflow" ] && py -c 'import sys, tensorflow as tf; sys.exit(not tf.test.is_built_with_cuda())' 2>/dev/null; then
@@ -68,7 +71,12 @@ say "Horovod $HOROVOD for Python $(py -V | cut -d' ' -f2), torch ${torch:-none},
 
 # -- 2. already there? --------------------------------------------------------------------------------------
 tag=$(py -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-key="horovod-$HOROVOD-p1-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl}"
+capability=  # for the GPUs that are here, else for all that the toolkit knows
+if [ -n "$nccl" ]; then
+  capability=$(py -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=",")' 2>/dev/null || true)
+  release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+fi
+key="horovod-$HOROVOD-p1-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -93,6 +101,8 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$src/CMakeLists.txt" "$src/horovod/torch/CMakeLists.txt"
   sed -i 's/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD 17)/' "$src/horovod/common/ops/cuda/CMakeLists.txt"
   sed -i '/xla_mpi_ops\.cc/d' "$src/horovod/tensorflow/CMakeLists.txt"
+  # Drivers come with libcuda.so.1; libcuda.so is the toolkit's, if there is one.
+  sed -i 's/"libcuda\.so"/"libcuda.so.1"/' "$src/horovod/torch/cuda_util.cc"
   # Gloo's alltoallv asks for a peer's message after it has begun to send it its own, over the same connection: the
   # question waits behind all of that, and two ranks that exchange messages take turns. Here it asks first.
   alltoallv=$src/third_party/gloo/gloo/alltoallv.cc
@@ -112,10 +122,8 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
       mkdir -p "$work/nccl/lib"
       ln -s "$nccl/include" "$work/nccl/include"
       ln -s "$nccl"/lib/libnccl.so.* "$work/nccl/lib/libnccl.so"
-      settings+=("HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED)
+      settings+=("HOROVOD_NCCL_HOME=$work/nccl" HOROVOD_NCCL_LINK=SHARED "LDFLAGS=-Wl,-rpath,$nccl/lib ${LDFLAGS:-}")
     fi
-    # For the GPUs that are here, else for all that the toolkit knows.
-    capability=$(py -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())' 2>/dev/null || true)
     [ -z "$capability" ] || settings+=("HOROVOD_BUILD_CUDA_CC_LIST=$capability")
   fi
   log=$wheels/$key.log

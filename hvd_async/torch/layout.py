@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -69,6 +70,28 @@ class Layout:
         """Of each bucket's vector."""
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
 
+    @property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Of the parameters, in their order, where they do not lie in memory as their shape has them; else ()."""
+        return [() if p.is_contiguous() else p.stride() for p in self.parameters]
+
+    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
+        """What ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
+
+        Raises:
+            ValueError: the elements of gradients that are pending lie in another order.
+        """
+        vectors = share.get("vectors", [])
+        strides = [tuple(stride) for stride in share.get("strides", self.strides)]
+        if strides != self.strides and any(vector is not None for vector in vectors):
+            raise ValueError(
+                "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
+                "it into the same memory format (torch.channels_last) before loading, or save after drain()"
+            )
+        pairs = itertools.zip_longest(vectors, self.buckets[: len(vectors)])
+        placed = [v if v is None or bucket is None else v.to(bucket.device) for v, bucket in pairs]
+        return {**share, "vectors": placed}
+
     @torch.no_grad()
     def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:
         """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
@@ -79,6 +102,7 @@ class Layout:
         bucket = self.buckets[index]
         flat = torch.empty(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
         *parts, tail = flat.split([*bucket.sizes, self._slots])
+        views, gradients = [], []
         for parameter, part in zip(bucket.parameters, parts, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -88,7 +112,10 @@ class Layout:
                 if not sparse_as_dense:
                     raise ValueError("a gradient is sparse: pass sparse_as_dense=True to send it as a dense tensor")
                 gradient = gradient.to_dense()
-            part.view_as(parameter).copy_(gradient)
+            views.append(shaped(part, parameter))
+            gradients.append(gradient)
+        if views:
+            torch._foreach_copy_(views, gradients)
         if isinstance(scale, torch.Tensor) or scale != 1.0:
             flat.mul_(scale)
         tail.zero_()
@@ -107,10 +134,20 @@ class Layout:
             if scale != 1.0:
                 average.mul_(scale)
             for parameter, part in zip(bucket.parameters, average.split(bucket.sizes), strict=True):
-                view = part.view_as(parameter).to(parameter.dtype)
+                view = shaped(part, parameter).to(parameter.dtype)
                 if sparse:
                     view = view.to_sparse(1)
                 parameter.grad = None if id(parameter) in frozen else view
+
+
+def shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A part of a vector as a tensor whose elements lie as a parameter's do, channels last for example: copies between
+    the two are then plain ones, and optimizers take gradients and parameters together."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kind = formats.get(like.dim())
+    if kind is None or like.is_contiguous() or not like.is_contiguous(memory_format=kind):
+        return part.view_as(like)
+    return part.as_strided(like.size(), like.stride(), part.storage_offset())
 
 
 class Zeros:

@@ -62,9 +62,12 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers,
         if not messages:
             return nothing
         packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
-        for row, (data, header) in zip(packed, messages, strict=False):
+        for row, (data, _) in zip(packed, messages, strict=False):
             row[:nbytes].copy_(data)
-            row[-HEADER.size :].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
+        if device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
+            headers = headers.pin_memory()
+        packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
         return packed
 
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:

@@ -22,7 +22,6 @@ from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.settings import Settings
-from hvd_async.torch.streams import share
 from hvd_async.wire import Round
 
 SCALING = ("grad_scale", "found_inf")
@@ -163,6 +162,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
         state = self._async
         worker = self._async_worker()
+        state.shared.follow(worker.engine, state.layout.parameters)
         gone: set[int] = set() if state.overlap is None else state.overlap.handed
         left = [index for index in range(len(state.layout)) if index not in gone]
         if state.overlap is not None:
@@ -234,7 +234,8 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         Raises:
             ReplicaStateError: gradients are on their way.
         """
-        return {**super().state_dict(), "hvd_async": self._async_share(self._async.layout.nbytes)}
+        layout = self._async.layout
+        return {**super().state_dict(), "hvd_async": {**self._async_share(layout.nbytes), "strides": layout.strides}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
@@ -247,7 +248,8 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         share = state_dict.pop("hvd_async", None)
         if share is not None:
             self._async_lay_out_if_new()
-            self._async_take_share(share, self._async.layout.nbytes)
+            layout = self._async.layout
+            self._async_take_share(layout.placed(share), layout.nbytes)
         super().load_state_dict(state_dict)
 
     def _async_new_worker(
@@ -257,7 +259,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         state = self._async
         config = EagerConfig(**state.config, buckets=len(state.layout))
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
-        share(engine, state.layout.parameters)
+        state.shared.follow(engine, state.layout.parameters)
         return EagerWorker(engine, config, wire, finish, apply, state.checks.emptied)
 
     def _async_lay_out_if_new(self) -> None:

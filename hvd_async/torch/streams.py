@@ -1,6 +1,6 @@
 """CUDA streams: how the engine works beside the training thread without either waiting for the device.
 
-The engine's kernels go to the training thread's stream (``share``), so whatever both touch is in order. But a
+The engine's kernels go to the training thread's stream (``Shared``), so whatever both touch is in order. But a
 collective must not wait for all that the training thread has queued since its vector was computed. So it is submitted
 from a stream of the engine's own, that waits for the vector's event alone (``mark``, ``beside``); and what a collective
 has brought is read from there too (``fetch``). On a CPU all of this does nothing.
@@ -101,14 +101,24 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
 
 
-def share(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the engine's kernels go to this thread's streams on the devices of these tensors."""
-    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
-    if devices:
-        streams = [torch.cuda.current_stream(device) for device in devices]
-        engine.post(lambda: _follow(streams))
+class Shared:
+    """Lets the engine's kernels go to the training thread's streams."""
+
+    def __init__(self) -> None:
+        self._devices: list[torch.device] | None = None
+        self._seen: tuple[Engine | None, list[Any]] = None, []
+
+    def follow(self, engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on to those of this thread, on the devices of these tensors, which are the same in each call."""
+        if self._devices is None:
+            self._devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+        streams = [torch.cuda.current_stream(device) for device in self._devices]
+        if streams and self._seen != (engine, streams):
+            self._seen = engine, streams
+            engine.post(lambda: _follow(streams))
 
 
 def _follow(streams: Sequence[Any]) -> None:
     for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # (what this thread has left on the one before)
         torch.cuda.set_stream(stream)

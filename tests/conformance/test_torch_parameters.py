@@ -1,8 +1,11 @@
-"""torch: two optimizers over one graph, parameters without gradient, frozen ones, sparse gradients."""
+"""torch: two optimizers over one graph, parameters without gradient, frozen ones, sparse gradients,
+channels last."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, flat, hand_overs
@@ -260,3 +264,106 @@ def test_sparse_gradients_without_the_flag_are_refused_by_its_name(first):
             step()
 
     Cluster(1).run(train)
+
+
+# -- channels last --------------------------------------------------------------------------------------------
+
+
+def channels_last(case: Case, memory_format: torch.memory_format, steps: int) -> list[tuple[np.ndarray[Any, Any], Any]]:
+    """Two ranks' weights, of a convolution of several channels, and the strides of what its optimizer was given."""
+
+    def train(rank: int) -> tuple[np.ndarray[Any, Any], Any]:
+        model = torch.nn.Conv2d(3, 4, 2)
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                parameter.copy_(numbers(index, size=tuple(parameter.shape)))
+        model = model.to(memory_format=memory_format)
+        seen = []
+        opt = hvd.EagerOptimizer(
+            torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum),
+            quorum="all",
+            round_transform=lambda parameters: seen.append([(p.stride(), p.grad.stride()) for p in parameters]),
+        )
+        for step in range(steps):
+            opt.zero_grad()
+            images = numbers(rank, step, size=(2, 3, 4, 4)).to(memory_format=memory_format)
+            model(images).square().mean().backward()
+            opt.step()
+        opt.drain()
+        return flat(p.contiguous() for p in model.parameters()), seen
+
+    return Cluster(2).run(train)
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do():
+    last = channels_last(MOMENTUM, torch.channels_last, 5)
+    first = channels_last(MOMENTUM, torch.contiguous_format, 5)
+    for (weights, seen), (others, _) in zip(last, first, strict=True):
+        np.testing.assert_allclose(weights, others, rtol=0, atol=1e-6)
+        assert len(seen) == 5
+        assert seen[0][0] == ((12, 1, 6, 3), (12, 1, 6, 3))
+        assert all(own == gradient for each in seen for own, gradient in each)
+
+
+def test_ranks_whose_parameters_lie_otherwise_in_memory_are_refused():
+    def train(rank: int) -> str:
+        model = torch.nn.Conv2d(3, 4, 2)
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                parameter.copy_(numbers(index, size=tuple(parameter.shape)))
+        model = model.to(memory_format=torch.channels_last if rank else torch.contiguous_format)
+        opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ReplicaMismatchError) as caught:
+            opt.step()
+        return str(caught.value)
+
+    assert all("strides (12, 1, 6, 3)" in text for text in Cluster(2).run(train))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike(same):
+    def model(memory_format: torch.memory_format) -> torch.nn.Module:
+        made = torch.nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        return made
+
+    def wrapped(own: torch.nn.Module) -> Any:
+        return hvd.EagerOptimizer(torch.optim.SGD(own.parameters(), lr=1.0))
+
+    gone = threading.Event()
+
+    def cut(rank: int) -> Any:
+        own = model(torch.channels_last)
+        opt = wrapped(own)
+        opt._async_worker()
+        if rank:
+            assert gone.wait(60)
+        for parameter in own.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        opt.step()
+        gone.set()
+        opt.cut()
+        return copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in own.parameters()]
+
+    states = Cluster(2).run(cut)
+    assert sum(len(versions) for state, _ in states for versions in state["hvd_async"]["versions"]) == 1
+
+    def resume(rank: int) -> None:
+        own = model(torch.channels_last if same else torch.contiguous_format)
+        opt = wrapped(own)
+        state, weights = states[rank]
+        with torch.no_grad():
+            for parameter, values in zip(own.parameters(), weights, strict=True):
+                parameter.copy_(values)
+        if not same and rank:
+            with pytest.raises(ValueError, match="same memory format"):
+                opt.load_state_dict(state)
+            return
+        opt.load_state_dict(state)
+        if same:
+            opt.drain()
+            assert all((p == -1.0).all() for p in own.parameters())
+
+    Cluster(2).run(resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs.table import BOUNDED, FEW_PROMISES, PROMISES, QUORUMS, Promise, Quorum, conservation, uneven
+from jobs.table import BOUNDED, FEW_PROMISES, PROMISES, QUORUMS, Promise, Quorum, conservation, possible, uneven
 from launch import DEVICE, Job, RunJob
 
 pytestmark = pytest.mark.multiproc
@@ -57,7 +57,8 @@ def check_whole(weights: list[list[float]], expected: list[list[float]], ranks: 
 
 @pytest.mark.parametrize(
     ("setting", "case"),
-    [(s, c) for s in TORCH for c in PROMISES] + [(s, c) for s in (*TENSORFLOW, *FEW) for c in FEW_PROMISES],
+    [(s, c) for s in TORCH for c in PROMISES]
+    + [(s, c) for s in (*TENSORFLOW, *FEW) for c in FEW_PROMISES if possible(c.quorum, s[1])],
     ids=ident,
 )
 def test_promises_hold(job: RunJob, setting: Setting, case: Promise) -> None:
@@ -72,14 +73,15 @@ def test_staleness_reaches_its_bound_and_not_more(job: RunJob, setting: Setting,
     assert max(int(s) for rank in ranks for s in rank["staleness"]) == case.max_staleness
 
 
-@pytest.mark.parametrize("setting", [*BOTH, *FEW], ids=ident)
-@pytest.mark.parametrize("quorum", QUORUMS)
+@pytest.mark.parametrize(
+    ("setting", "quorum"), [(s, q) for s in (*BOTH, *FEW) for q in QUORUMS if possible(q, s[1])], ids=ident
+)
 def test_no_gradient_is_lost_or_counted_twice(job: RunJob, setting: Setting, quorum: Quorum) -> None:
     ranks = job(*setting).case(conservation(quorum))
     for rank in ranks:
         check_whole(rank["weights"], rank["expected"], len(ranks))
         assert rank["weights"] == ranks[0]["weights"]
-    if quorum == "solo":  # else the case would show nothing
+    if quorum == "solo" and len(ranks) > 1:  # else the case would show nothing
         assert sum(rank["late"] for rank in ranks) > 0
 
 

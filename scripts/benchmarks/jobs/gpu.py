@@ -21,6 +21,8 @@ TRACED = 5
 """Steps of each arm that a profiler looks at."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """Of CUDA's calls, those that hold a thread up; the first waits for all of the device."""
+SPAN = "hvd_async.steps"
+"""What the profiler calls the steps."""
 
 
 class GpuStepper:
@@ -85,11 +87,16 @@ def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
     """What a few steps ask of CUDA: how often a step waits, and for what; the trace goes into the job's folder."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     stepper.step()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function(SPAN):
         for _ in range(TRACED):
             stepper.step()
     stepper.drain()
-    counts = Counter(event.name for event in profile.events() if event.name in WAITS)
+    events = profile.events()
+    on_cpu = torch.autograd.DeviceType.CPU
+    span = next(event.time_range for event in events if event.name == SPAN and event.device_type == on_cpu)
+    # (the profiler itself waits for the device when it ends)
+    inside = [event for event in events if span.start <= event.time_range.start < span.end]
+    counts = Counter(event.name for event in inside if event.name in WAITS)
     if job.plan["traces"] and job.rank == 0:
         profile.export_chrome_trace(f"{job.plan['traces']}/{name}.json.gz")
     return {wait: counts[wait] / TRACED for wait in WAITS}

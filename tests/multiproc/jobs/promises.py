@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from common import Report, Straggler, arguments, staleness, whole_expected
-from table import QUORUMS, Promise, Quorum, conservation, uneven, uneven_steps
+from table import QUORUMS, Promise, Quorum, conservation, possible, uneven, uneven_steps
 
 
 class WholeTraining(Protocol):
@@ -101,8 +101,9 @@ def run(
     rank, size = hvd.rank(), hvd.size()
     report = Report(rank)
     for case in cases[few]:
-        promise(report, case)
-    for quorum in QUORUMS:
+        if possible(case.quorum, size):
+            promise(report, case)
+    for quorum in (quorum for quorum in QUORUMS if possible(quorum, size)):
         conserve(report, rank, size, make, quorum, steps)
         if not few:
             run_uneven(report, rank, size, make, quorum)

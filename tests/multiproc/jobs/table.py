@@ -29,6 +29,11 @@ FEW_PROMISES = (*(Promise(q, "random:1:0.03") for q in QUORUMS), Promise("solo",
 """For the framework in which steps cost more, and for MPI, which waits busily."""
 
 
+def possible(quorum: Quorum, size: int) -> bool:
+    """Whether so many ranks can have it."""
+    return not isinstance(quorum, int) or quorum <= size
+
+
 def conservation(quorum: Quorum) -> str:
     """Name of the case that trains with whole numbers, so that every lost or doubled gradient shows in the weights."""
     return f"conservation-{quorum}"
