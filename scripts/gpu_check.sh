@@ -41,12 +41,10 @@ mkdir -p "$out"
 
 if wanted build; then
   say "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)"
-  if [ ! -x "$VENV/bin/python" ]; then
-    "$python" -m venv "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
-    # (--system-site-packages would mean those of the interpreter that PATH's own environment was made from)
-    "$python" -c 'import sysconfig; print(*dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))), sep="\n")' \
-      | sed 's/.*/import site; site.addsitedir("&")/' >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python.pth"
-  fi
+  [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
+  # (--system-site-packages would mean those of the interpreter that PATH's own environment was made from)
+  "$python" -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
+    >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python.pth"
   say "Installing this package and what its tests need"
   "$VENV/bin/python" -m pip install -q "${index[@]}" --no-build-isolation -e . pytest pytest-timeout hypothesis networkx psutil \
     scikit-learn matplotlib || die "pip could not install them (above)"

@@ -118,7 +118,9 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
   if [ -n "$nccl" ]; then
     settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda" "PATH=$cuda/bin:$PATH")
-    if [ "$nccl" != system ]; then  # (the wheel's library has its version in its name, by which no linker looks)
+    # The wheel's library has its version in its name, by which no linker looks. (Where another environment takes this
+    # wheel from the cache, torch has loaded its own NCCL before.)
+    if [ "$nccl" != system ]; then
       mkdir -p "$work/nccl/lib"
       ln -s "$nccl/include" "$work/nccl/include"
       ln -s "$nccl"/lib/libnccl.so.* "$work/nccl/lib/libnccl.so"

@@ -19,9 +19,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def signature(name: str, tensor: torch.Tensor) -> str:
-    """Name, shape and dtype in one string, for comparison over ranks; strides too if they are not the shape's."""
-    strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-    return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{strides}"
+    """Name, shape and dtype in one string, for comparison over ranks."""
+    return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @torch.no_grad()

@@ -52,7 +52,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     def fill(value: Any) -> Any:
         if isinstance(value, _Shape):
             shape, dtype = value
-            sent = next(on_root).cpu().clone() if hvd.rank() == root_rank else torch.zeros(shape, dtype=dtype)
+            if hvd.rank() == root_rank:  # (Horovod takes contiguous tensors only)
+                sent = next(on_root).cpu().clone(memory_format=torch.contiguous_format)
+            else:
+                sent = torch.zeros(shape, dtype=dtype)
             received.append(hvd.broadcast(sent, root_rank, name=f"hvd_async.optimizer_state.{len(received)}"))
             return received[-1]
         return _map(value, fill)

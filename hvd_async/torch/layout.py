@@ -71,9 +71,9 @@ class Layout:
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
 
     @property
-    def strides(self) -> list[tuple[int, ...]]:
-        """Of the parameters, in their order, where they do not lie in memory as their shape has them; else ()."""
-        return [() if p.is_contiguous() else p.stride() for p in self.parameters]
+    def orders(self) -> list[str]:
+        """``memory_order`` of each parameter."""
+        return [memory_order(parameter) for parameter in self.parameters]
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """What ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
@@ -82,8 +82,8 @@ class Layout:
             ValueError: the elements of gradients that are pending lie in another order.
         """
         vectors = share.get("vectors", [])
-        strides = [tuple(stride) for stride in share.get("strides", self.strides)]
-        if strides != self.strides and any(vector is not None for vector in vectors):
+        pending = list(share.get("nbytes", ())) == list(self.nbytes) and any(v is not None for v in vectors)
+        if pending and share.get("orders", [""] * len(self.parameters)) != self.orders:
             raise ValueError(
                 "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
                 "it into the same memory format (torch.channels_last) before loading, or save after drain()"
@@ -111,7 +111,8 @@ class Layout:
             if gradient.is_sparse:
                 if not sparse_as_dense:
                     raise ValueError("a gradient is sparse: pass sparse_as_dense=True to send it as a dense tensor")
-                gradient = gradient.to_dense()
+                shaped(part, parameter).copy_(gradient.to_dense())
+                continue
             views.append(shaped(part, parameter))
             gradients.append(gradient)
         if views:
@@ -140,12 +141,18 @@ class Layout:
                 parameter.grad = None if id(parameter) in frozen else view
 
 
+def memory_order(parameter: torch.Tensor) -> str:
+    """In which order vectors have a parameter's elements: "channels_last", "channels_last_3d", or "", its shape's."""
+    kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if kind is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=kind):
+        return ""
+    return str(kind).removeprefix("torch.")
+
+
 def shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A part of a vector as a tensor whose elements lie as a parameter's do, channels last for example: copies between
-    the two are then plain ones, and optimizers take gradients and parameters together."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    kind = formats.get(like.dim())
-    if kind is None or like.is_contiguous() or not like.is_contiguous(memory_format=kind):
+    """A part of a vector as a tensor whose elements lie as a parameter's do: copies between the two are then plain
+    ones, and optimizers take gradients and parameters together."""
+    if not memory_order(like):
         return part.view_as(like)
     return part.as_strided(like.size(), like.stride(), part.storage_offset())
 

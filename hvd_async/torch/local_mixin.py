@@ -10,7 +10,7 @@ import torch
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
-from hvd_async.torch.streams import Shared
+from hvd_async.torch.streams import follow
 
 
 class LocalSettings(LocalState):
@@ -20,16 +20,11 @@ class LocalSettings(LocalState):
         named: parameters' names by id; None if none were given.
         named_buffers: those that are to agree after a drain.
         buffer_policy: how.
-        shared: this thread's streams, for the engine.
     """
 
     named: dict[int, str] | None = None
     named_buffers: list[tuple[str, torch.Tensor]]
     buffer_policy: str = "average"
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.shared = Shared()
 
 
 class LocalMixin(LocalWrapped, TorchWrapped):
@@ -61,7 +56,6 @@ class LocalMixin(LocalWrapped, TorchWrapped):
             with torch.enable_grad():
                 loss = closure()
         worker = self._async_worker()
-        self._async.shared.follow(worker.engine, self._async_parameters())
         self._async_before_step(worker, loss)
         worker.check_step()
         with self._async_updating(), torch.no_grad():
@@ -119,9 +113,14 @@ class LocalMixin(LocalWrapped, TorchWrapped):
 
     # -- for LocalWrapped ------------------------------------------------------------------------------------
 
+    def _async_worker(self) -> Any:
+        worker = super()._async_worker()
+        follow(worker.engine, self._async_parameters())
+        return worker
+
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        self._async.shared.follow(engine, self._async_parameters())
+        follow(engine, self._async_parameters())
         return super()._async_make(engine, finish)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from hvd_async.torch.compression import slots
 from hvd_async.torch.finite import Checks
 from hvd_async.torch.layout import MIB, Layout
 from hvd_async.torch.overlap import Overlap
-from hvd_async.torch.streams import Shared, mark
+from hvd_async.torch.streams import mark
 from hvd_async.wire import Round
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
@@ -32,7 +32,6 @@ class Settings(EagerState):
         self.slots = 1
         self.overlap: Overlap | None = None
         self.checks = Checks()
-        self.shared = Shared()
         self.passes: int = options["backward_passes_per_step"]
         self.bucket_cap_mb: float = options["bucket_cap_mb"]
         self.groups: Any = options["groups"]

@@ -21,7 +21,9 @@ from hvd_async.torch import hyper as hyperparameters
 from hvd_async.torch.base import TorchWrapped
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.compression import make_wire
+from hvd_async.torch.layout import memory_order
 from hvd_async.torch.settings import Settings
+from hvd_async.torch.streams import follow
 from hvd_async.wire import Round
 
 SCALING = ("grad_scale", "found_inf")
@@ -44,7 +46,8 @@ class EagerMixin(EagerWrapped, TorchWrapped):
             ReplicaStateError: between backward() and step(), when gradients are on their way.
         """
         state = self._async
-        if state.overlap is not None and state.met is not None:
+        if state.overlap is not None and (met := state.met) is not None:
+            follow(met.engine, state.layout.parameters)
             state.overlap.arm()
         super().zero_grad(set_to_none)
 
@@ -162,7 +165,6 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
         state = self._async
         worker = self._async_worker()
-        state.shared.follow(worker.engine, state.layout.parameters)
         gone: set[int] = set() if state.overlap is None else state.overlap.handed
         left = [index for index in range(len(state.layout)) if index not in gone]
         if state.overlap is not None:
@@ -235,7 +237,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
             ReplicaStateError: gradients are on their way.
         """
         layout = self._async.layout
-        return {**super().state_dict(), "hvd_async": {**self._async_share(layout.nbytes), "strides": layout.strides}}
+        return {**super().state_dict(), "hvd_async": {**self._async_share(layout.nbytes), "orders": layout.orders}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
@@ -252,6 +254,11 @@ class EagerMixin(EagerWrapped, TorchWrapped):
             self._async_take_share(layout.placed(share), layout.nbytes)
         super().load_state_dict(state_dict)
 
+    def _async_worker(self) -> EagerWorker:
+        worker: EagerWorker = super()._async_worker()
+        follow(worker.engine, self._async_parameters())
+        return worker
+
     def _async_new_worker(
         self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]
     ) -> EagerWorker:
@@ -259,7 +266,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         state = self._async
         config = EagerConfig(**state.config, buckets=len(state.layout))
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
-        state.shared.follow(engine, state.layout.parameters)
+        follow(engine, state.layout.parameters)
         return EagerWorker(engine, config, wire, finish, apply, state.checks.emptied)
 
     def _async_lay_out_if_new(self) -> None:
@@ -272,7 +279,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
     def _async_fingerprint(self) -> tuple[list[str], list[int]]:
         parameters = self._async_parameters()
         every = self._async.names(parameters)
-        names = [signature(every[id(p)], p) for p in parameters]
+        names = [f"{signature(every[id(p)], p)} {memory_order(p)}".rstrip() for p in parameters]
         sizes = [len(group["params"]) for group in self.param_groups]
         place = {id(p): index for index, p in enumerate(parameters)}
         members = [[place[id(p)] for p in bucket.parameters] for bucket in self._async.layout.buckets]

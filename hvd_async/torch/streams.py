@@ -1,6 +1,6 @@
 """CUDA streams: how the engine works beside the training thread without either waiting for the device.
 
-The engine's kernels go to the training thread's stream (``Shared``), so whatever both touch is in order. But a
+The engine's kernels go to the training thread's stream (``follow``), so whatever both touch is in order. But a
 collective must not wait for all that the training thread has queued since its vector was computed. So it is submitted
 from a stream of the engine's own, that waits for the vector's event alone (``mark``, ``beside``); and what a collective
 has brought is read from there too (``fetch``). On a CPU all of this does nothing.
@@ -12,6 +12,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +24,8 @@ EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
 """Whether Horovod says that a collective on a GPU is done when it is queued: its results are then in the order of the
 default stream."""
 _own: dict[torch.device, Any] = {}
+_followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionary()
+"""To which streams each engine's kernels go."""
 
 
 def _own_stream(device: torch.device) -> Any:
@@ -101,21 +104,17 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
 
 
-class Shared:
-    """Lets the engine's kernels go to the training thread's streams."""
-
-    def __init__(self) -> None:
-        self._devices: list[torch.device] | None = None
-        self._seen: tuple[Engine | None, list[Any]] = None, []
-
-    def follow(self, engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on to those of this thread, on the devices of these tensors, which are the same in each call."""
-        if self._devices is None:
-            self._devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
-        streams = [torch.cuda.current_stream(device) for device in self._devices]
-        if streams and self._seen != (engine, streams):
-            self._seen = engine, streams
-            engine.post(lambda: _follow(streams))
+def follow(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on."""
+    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    if not devices:
+        return
+    known = _followed.setdefault(engine, {})
+    streams = {device: torch.cuda.current_stream(device) for device in devices}
+    others = [stream for device, stream in streams.items() if known.get(device) != stream]
+    if others:
+        known.update(streams)
+        engine.post(lambda: _follow(others))
 
 
 def _follow(streams: Sequence[Any]) -> None:

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     quick(args, epochs=2)
+    args.delay = args.delay[-1:] if args.quick else args.delay
     if args.groups < 1 or args.ranks % args.groups:
         raise ValueError(f"--groups {args.groups}: {args.ranks} ranks cannot be parted into so many")
     blocks = blocks_of(args)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.rounds, args.repetitions = min(args.rounds, 5), 1
+        args.rounds, args.repetitions, args.fewer = min(args.rounds, 3), 1, 0
     sizes = [args.ranks, *([args.fewer] if args.fewer else [])]
     for size in sizes:
         if size < 2 or size % 2:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.steps, args.repetitions, args.megabytes = min(args.steps, 8), 1, min(args.megabytes, 20.0)
+        args.steps, args.repetitions, args.megabytes = min(args.steps, 5), 1, min(args.megabytes, 20.0)
     arms = parse_arms(args.arms, args.ranks, rivals=("horovod",))
     blocks = []
     for repetition in range(args.repetitions):

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.steps, args.repetitions = min(args.steps, 20), 1
+        args.steps, args.repetitions = min(args.steps, 12), 1
     arms = parse_arms(args.arms, args.ranks)
     times = linear(args.steps, args.ranks, args.delay)
     setting = {"delay": args.delay, "steps": args.steps}

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.delay, args.steps, args.repetitions = args.delay[:1], min(args.steps, 15), 1
+        args.delay, args.steps, args.repetitions = args.delay[:1], min(args.steps, 10), 1
     arms = parse_arms(args.arms, args.ranks)
     settings = []
     for delay in args.delay:

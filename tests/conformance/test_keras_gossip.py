@@ -20,7 +20,7 @@ from tests.conformance.keras_gossip_ranks import GossipTrainer, least_squares
 from tests.conformance.keras_ranks import flat, plain
 
 SIZES = {1: CASES[6], 2: CASES[2], 3: CASES[6], 5: CASES[7], 8: CASES[1]}
-"""Ranks, and with which optimizer: Adam, Nesterov, Adam, Adam with decay, momentum. (4 are tried under horovodrun.)"""
+"""Ranks, and with which optimizer. (4 are tried under horovodrun, on a ring.)"""
 
 
 class Run(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,6 +29,60 @@ def test_on_a_cpu_a_vector_is_as_it_was():
         vector += 1
     assert vector.tolist() == [2.0, 2.0, 2.0]
     assert not hasattr(vector, streams.READY)
+
+
+class Stream:
+    """Of torch.cuda's, what ``follow`` looks at."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.waited_for = device, []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+class OnDevice:
+    """Of a tensor on a GPU, what ``follow`` looks at."""
+
+    is_cuda, device = True, "cuda:0"
+
+
+class RecordingEngine:
+    """Runs what is posted at once."""
+
+    def __init__(self) -> None:
+        self.posts = 0
+
+    def post(self, command: Callable[[], None]) -> None:
+        self.posts += 1
+        command()
+
+
+def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypatch):
+    first, second, current = Stream("cuda:0"), Stream("cuda:0"), {}
+    current["training"] = current["engine"] = first
+    whose = {"thread": "training"}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[whose["thread"]])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.update(engine=stream))
+    engine = RecordingEngine()
+
+    def post(command: Callable[[], None]) -> None:
+        engine.posts += 1
+        whose["thread"] = "engine"
+        command()
+        whose["thread"] = "training"
+
+    monkeypatch.setattr(engine, "post", post)
+    streams.follow(engine, [torch.ones(3)])
+    assert engine.posts == 0, "nothing is on a GPU"
+    for stream, posts in ((first, 1), (first, 1), (second, 2), (second, 2), (first, 3)):
+        current["training"] = stream
+        before = current["engine"]
+        streams.follow(engine, [OnDevice(), OnDevice()])
+        assert (engine.posts, current["engine"]) == (posts, stream)
+        assert before is stream or stream.waited_for[-1] is before, "what the engine has left there comes first"
+    streams.follow(another := RecordingEngine(), [OnDevice()])
+    assert another.posts == 1, "each engine is told"
 
 
 def busy_after(vector: torch.Tensor) -> torch.cuda.Event:

@@ -56,6 +56,21 @@ def resnet50(classes: int = 10) -> torch.nn.Module:
     return model
 
 
+class Contiguous:
+    """A Horovod compression of contiguous copies where gradients are not (channels last), which Horovod refuses."""
+
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> Any:
+        """As Horovod's."""
+        return self._compression.compress(tensor.contiguous())
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> Any:
+        """As Horovod's."""
+        return self._compression.decompress(tensor, context)
+
+
 class Arm:
     """A model and the optimizer that an arm stands for.
 
@@ -84,7 +99,9 @@ class Arm:
         self._ends = contextlib.ExitStack()
         if base == "horovod":
             named = model.named_parameters()
-            self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=reduced)
+            self.optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=named, compression=Contiguous(reduced)
+            )
         elif base in RIVALS:
             self.model, self.optimizer = rivals.wrap(base, compression, model, optimizer, job, self._ends)
         elif self.ours:
