@@ -72,6 +72,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.seconds, args.fewer, args.repetitions = min(args.seconds, 8.0), 0, 1
+        args.delay = args.delay[:1]
     sizes = [args.ranks, *([args.fewer] if args.fewer else [])]
     if args.groups < 1 or any(size % args.groups for size in sizes):
         raise ValueError(f"--groups {args.groups}: {' and '.join(map(str, sizes))} ranks cannot be parted into so many")
