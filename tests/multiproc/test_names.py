@@ -76,6 +76,12 @@ def test_broadcast_optimizer_state_sends_state_and_takes_no_step(
     assert same(ranks, "trained")
 
 
+def test_broadcast_optimizer_state_takes_tensors_that_are_channels_last(job: RunJob) -> None:
+    ranks = job(TORCH, 2).case("broadcast channels last")
+    assert ranks[0]["last"] == 1, "else it shows nothing"
+    assert same(ranks, "state")
+
+
 @BOTH
 def test_join_drains_and_names_the_last_rank(job: RunJob, script: str) -> None:
     for rank in job(script, 2).case("join"):

@@ -75,6 +75,21 @@ def broadcast_state(report: Report, kind: str, steps: tuple[int, int]) -> None:
     report.put(f"broadcast {kind} {steps[0]} {steps[1]}", **result)
 
 
+def broadcast_channels_last(report: Report) -> None:
+    """Momentum lies in memory as its weights do, which Horovod does not take."""
+    model = torch.nn.Conv2d(3, 4, 2)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    model = model.to(memory_format=torch.channels_last)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    if hvd.rank() == 0:
+        model(torch.randn(2, 3, 5, 5)).square().mean().backward()
+        plain.step()
+    optimizer = hvd.EagerOptimizer(plain, model.named_parameters())
+    last = sum(not tensor.is_contiguous() for tensor in state_tensors(optimizer))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    report.put("broadcast channels last", last=last, state=crc(state_tensors(optimizer)))
+
+
 def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
     """Whole-number steps without stragglers."""
     for step in range(first + 1, first + steps + 1):
@@ -217,6 +232,7 @@ def main() -> None:
     for kind in ("sgd", "adam"):
         for steps in ((3, 2), (2, 0), (0, 2), (0, 0)):
             broadcast_state(report, kind, steps)
+    broadcast_channels_last(report)
     join(report)
     two_optimizers(report)
     transform(report)
