@@ -69,12 +69,13 @@ def parser() -> argparse.ArgumentParser:
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
         common.add_argument(
-            "--quick", action="store_true", help="a small run, to see that it works; judge nothing by it"
+            "--quick", action="store_true", help="a small run of fewer arms, to see that it works; judge nothing by it"
         )
         common.add_argument("--limit", type=float, metavar="MIN", help="end the job after so many minutes")
         common.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG)")
         case.add_arguments(one)
+        one.set_defaults(every_arm=one.get_default("arms"))
     every = cases.add_parser(
         "all",
         help="every case, one after the other: a folder of JSON files and plots",
@@ -99,7 +100,10 @@ def run_case(args: argparse.Namespace) -> Report:
         ValueError: its options cannot be.
         JobError: a job failed.
     """
-    report: Report = CASES[args.case].run(args, say)
+    case = CASES[args.case]
+    if args.quick and args.arms == args.every_arm:
+        args.arms = getattr(case, "QUICK", args.arms)
+    report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
     print(report.text(), flush=True)

@@ -15,6 +15,7 @@ from .report import Column, Goal, Report, Row, row
 from .schedule import parse_arms, quorum_of
 
 HELP = "no delays, real ResNet-50: ratio of step times to Horovod's, repeated until it is known well enough"
+QUICK = "horovod,all,solo"
 COLUMNS = (
     Column("framework", "setting.framework"),
     Column("arm", "arm"),

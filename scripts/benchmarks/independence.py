@@ -23,6 +23,7 @@ from .stalls import Stall, stalls
 from .timed import START
 
 HELP = "a training thread sleeps for 60 s: steps a second of the others, and who waits for whom; pulls that land on it"
+QUICK = "adpsgd"
 COLUMNS = (
     Column("arm", "arm"),
     Column("rank", "setting.rank", "d"),

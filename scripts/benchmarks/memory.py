@@ -13,6 +13,7 @@ from .report import Column, Goal, Report, Row, row
 from .schedule import one_random, parse_arms
 
 HELP = "most bytes of gradients held, as copies of the model's gradients; what a rank keeps that is done"
+QUICK = "horovod,solo"
 COLUMNS = (
     Column("mode", "setting.mode"),
     Column("arm", "arm"),

@@ -42,7 +42,7 @@ ARMS = (
     *("sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"),
     *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
 )
-QUICK = ("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd", "dpsgd-bf16", "adpsgd", "lsgd")
+QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd", "adpsgd")))
 COLUMNS = (
     Column("Mbit/s", "setting.bandwidth_mbit", "g"),
     Column("arm", "arm"),
@@ -110,7 +110,6 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.mbit, args.repetitions, args.steps = [min(args.mbit)], 1, min(args.steps, 5)
-        args.arms = ",".join(installed(QUICK)) if args.arms == ",".join(installed(ARMS)) else args.arms
     arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
     if min(args.mbit) <= 0 or args.steps < 1:
         raise ValueError("--mbit and --steps: take numbers above 0")

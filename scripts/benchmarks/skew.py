@@ -15,6 +15,7 @@ from .schedule import Schedule, even_seed, linear, parse_arms, replay
 HELP = "rank i arrives i x delay late, after a barrier before each step; seconds waited, ranks in a round"
 WARM_UP = 3
 """Rounds that a block of ``jobs/timed.py`` has usually had before its timed steps."""
+QUICK = "horovod,majority,solo"
 COLUMNS = (
     Column("arm", "arm"),
     Column("wait ms", "value", ".1f"),

@@ -15,6 +15,7 @@ from .schedule import Schedule, one_random, parse_arms, replay, slowest_work, sy
 HELP = "one random rank is held up in every step; step time against the schedule's own bounds"
 TOO_BUSY = 1.08
 """Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""
+QUICK = "horovod,majority,solo"
 COLUMNS = (
     Column("delay s", "setting.delay", "g"),
     Column("arm", "arm"),

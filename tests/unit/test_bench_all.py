@@ -98,3 +98,20 @@ def test_a_bug_in_a_case_does_not_end_the_run(bench, monkeypatch, tmp_path, caps
     assert out.strip().endswith("FAILED  broken")
     assert "KeyError: 'a bug in a case'" in err
     assert (tmp_path / "well.json").exists()
+
+
+def test_a_quick_run_has_fewer_arms_unless_they_are_named(bench, monkeypatch, capsys):
+    from benchmarks.report import Column, Report, row
+
+    seen = []
+
+    def note(args, say):
+        seen.append(args.arms)
+        return Report("noted", 4, [row("solo", {}, 1.0, "s")], (Column("arm", "arm"),))
+
+    case = types.SimpleNamespace(run=note, HELP="help", __doc__="Doc.", QUICK="horovod")
+    case.add_arguments = lambda one: one.set_defaults(arms="horovod,solo")
+    monkeypatch.setattr(bench, "CASES", {"noted": case})
+    for line in ([], ["--quick"], ["--quick", "--arms", "solo"]):
+        assert run(bench, monkeypatch, "noted", *line) in (0, None)
+    assert seen == ["horovod,solo", "horovod", "solo"]
