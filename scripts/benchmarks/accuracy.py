@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def quick(args: argparse.Namespace, epochs: int = 6) -> None:
+def quick(args: argparse.Namespace, epochs: int = 3) -> None:
     """Make it small if that is wanted."""
     if args.quick:
         args.folds, args.repetitions, args.epochs = 1, 1, min(args.epochs, epochs)

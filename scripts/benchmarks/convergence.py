@@ -38,6 +38,7 @@ COLUMNS = (
     Column("runs", "runs", "d"),
 )
 ALL = "horovod,all,majority,solo,auto,sgp,osgp,dpsgd,adpsgd,lsgd,easgd"
+QUICK = "horovod,majority,solo,sgp,dpsgd,adpsgd,lsgd"
 LESS = 1.0
 """Percentage points that an arm's mean accuracy may be below the synchronous one's."""
 SECONDS, LOSS, SCORE = range(3)

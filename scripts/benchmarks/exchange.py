@@ -50,6 +50,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.rounds, args.repetitions, args.fewer = min(args.rounds, 3), 1, 0
+        args.megabytes = args.megabytes[:1]
     sizes = [args.ranks, *([args.fewer] if args.fewer else [])]
     for size in sizes:
         if size < 2 or size % 2:

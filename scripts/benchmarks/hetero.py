@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.window, args.repetitions, args.slow = min(args.window, 12.0), 1, [max(args.slow)]
+        args.window, args.repetitions, args.slow = min(args.window, 8.0), 1, [max(args.slow)]
     arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
     setting = {"compute": args.compute, "window": args.window, "megabytes": args.megabytes}
     setting |= {"batch": args.batch_size, "seed": 0}
