@@ -102,7 +102,7 @@ def run_case(args: argparse.Namespace) -> Report:
     """
     case = CASES[args.case]
     if args.quick and args.arms == args.every_arm:
-        args.arms = getattr(case, "QUICK", args.arms)
+        args.arms = getattr(case, "QUICK", args.arms)  # (a case with many arms says which are enough)
     report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")

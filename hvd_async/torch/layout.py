@@ -82,15 +82,16 @@ class Layout:
             ValueError: the elements of gradients that are pending lie in another order.
         """
         vectors = share.get("vectors", [])
-        pending = list(share.get("nbytes", ())) == list(self.nbytes) and any(v is not None for v in vectors)
+        if list(share.get("nbytes", ())) != list(self.nbytes):
+            return share  # (gradients that are pending in other buckets are refused where they are taken back)
+        pending = any(vector is not None for vector in vectors)
         if pending and share.get("orders", [""] * len(self.parameters)) != self.orders:
             raise ValueError(
                 "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
                 "it into the same memory format (torch.channels_last) before loading, or save after drain()"
             )
-        pairs = itertools.zip_longest(vectors, self.buckets[: len(vectors)])
-        placed = [v if v is None or bucket is None else v.to(bucket.device) for v, bucket in pairs]
-        return {**share, "vectors": placed}
+        pairs = zip(vectors, self.buckets, strict=False)
+        return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
 
     @torch.no_grad()
     def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:

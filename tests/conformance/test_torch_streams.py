@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hvd_async.torch import streams
+import hvd_async.torch as hvd
+from hvd_async.testing import Cluster
+from hvd_async.torch import local_mixin, stepping, streams
 from hvd_async.torch.finite import Checks
 
 on_gpu = [
@@ -48,31 +50,24 @@ class OnDevice:
 
 
 class RecordingEngine:
-    """Runs what is posted at once."""
+    """Runs what is posted at once, as on a thread of its own: ``thread`` says whose turn it is."""
 
-    def __init__(self) -> None:
-        self.posts = 0
+    def __init__(self, thread: list[str]) -> None:
+        self.posts, self._thread = 0, thread
 
     def post(self, command: Callable[[], None]) -> None:
         self.posts += 1
+        self._thread[0] = "engine"
         command()
+        self._thread[0] = "training"
 
 
 def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypatch):
-    first, second, current = Stream("cuda:0"), Stream("cuda:0"), {}
-    current["training"] = current["engine"] = first
-    whose = {"thread": "training"}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[whose["thread"]])
+    first, second, thread = Stream("cuda:0"), Stream("cuda:0"), ["training"]
+    current = {"training": first, "engine": first}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[thread[0]])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.update(engine=stream))
-    engine = RecordingEngine()
-
-    def post(command: Callable[[], None]) -> None:
-        engine.posts += 1
-        whose["thread"] = "engine"
-        command()
-        whose["thread"] = "training"
-
-    monkeypatch.setattr(engine, "post", post)
+    engine = RecordingEngine(thread)
     streams.follow(engine, [torch.ones(3)])
     assert engine.posts == 0, "nothing is on a GPU"
     for stream, posts in ((first, 1), (first, 1), (second, 2), (second, 2), (first, 3)):
@@ -81,8 +76,39 @@ def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypa
         streams.follow(engine, [OnDevice(), OnDevice()])
         assert (engine.posts, current["engine"]) == (posts, stream)
         assert before is stream or stream.waited_for[-1] is before, "what the engine has left there comes first"
-    streams.follow(another := RecordingEngine(), [OnDevice()])
+    streams.follow(another := RecordingEngine(thread), [OnDevice()])
     assert another.posts == 1, "each engine is told"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "module"),
+    [(hvd.EagerOptimizer, stepping), (hvd.GossipOptimizer, local_mixin), (hvd.LeaderOptimizer, local_mixin)],
+    ids=["eager", "gossip", "leader"],
+)
+def test_the_engine_is_told_wherever_the_training_thread_comes_by(monkeypatch, wrapper, module):
+    """In a drain too, which may be on another stream than the steps."""
+    told = []
+    monkeypatch.setattr(module, "follow", lambda engine, tensors: told.append(engine))
+
+    def train(rank: int) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        options = {"group": 1} if wrapper is hvd.LeaderOptimizer else {}
+        opt = wrapper(torch.optim.SGD([parameter], lr=0.1), **options)
+
+        def step() -> None:
+            opt.zero_grad()
+            loss = (parameter - 1).square().sum()
+            loss.backward()
+            if wrapper is hvd.LeaderOptimizer:
+                opt.record_loss(loss)
+            opt.step()
+
+        for call in (step, step, opt.consensus_distance, opt.cut, step, opt.drain):
+            before = len(told)
+            call()
+            assert len(told) > before, call
+
+    Cluster(1).run(train)
 
 
 def busy_after(vector: torch.Tensor) -> torch.cuda.Event:

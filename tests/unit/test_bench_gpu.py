@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from scripts.benchmarks import gpu, plot
+from scripts.benchmarks.jobs import arms
 from scripts.benchmarks.launch import NotHereError
 from scripts.benchmarks.report import Report
 
@@ -36,6 +38,16 @@ def test_what_must_show(slower, waits, met):
     gpu.judge(report)
     assert len(report.goals) == 8  # (plain torch and Horovod are not judged)
     assert all(goal.met for goal in report.goals) == met
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_last(compression):
+    gradient = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    copies = arms.Contiguous(getattr(arms.hvd.Compression, compression))
+    sent, context = copies.compress(gradient)
+    assert sent.is_contiguous()
+    assert not gradient.is_contiguous()
+    assert torch.equal(copies.decompress(sent, context), gradient)
 
 
 def test_it_is_drawn(tmp_path):
