@@ -157,7 +157,7 @@ class Mail:
         packed = self._post.pack([(data, header) for _, data, header in rows])
         self.sent += len(rows)
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
-        first = command.mail[0][0] if command.mail else command.pairs[0][0]
+        first = self._place[command.mail[0][0] if command.mail else command.pairs[0][0]]
 
         def landed(result: Any) -> None:
             received, counts = result
@@ -170,7 +170,9 @@ class Mail:
                 self._deliver(place, key, weight, data)
             self.landed += 1
             self.gone += any(sender == own for sender, _ in command.mail)
-            if own == first:
+            # (To whom it goes knows when it has come. The sender's part is over when the system has taken it, which may
+            # be at once, and then exchanges seem to take no time.)
+            if first in senders or (first == self._place[own] and not rows):
                 self._engine.send(Landed(command.optimizer, command.round))
             self._after()
             self._try_held()

@@ -273,10 +273,17 @@ class Simulation:
         if any(rank.number in pair for pair in exchange.pairs):
             rank.local = 0
             rank.averagings += 1
-        first = exchange.mail[0][0] if exchange.mail else exchange.pairs[0][0]
-        if first == rank.number:
+        if self._tells(rank, exchange):
             rank.outbox.append(Landed(0, exchange.round))
         self._tell_starved(rank)
+
+    def _tells(self, rank: Rank, exchange: Exchange) -> bool:
+        """Whether this rank says that an exchange has landed: to whom its first rank sends, or that one itself."""
+        if not exchange.mail:
+            return rank.number == exchange.pairs[0][1]
+        first = self.job.ranks.index(exchange.mail[0][0])
+        sent = [there for sender, _, there in self.carried.get(exchange.round, []) if sender == first]
+        return any(rank.index in there for there in sent) or (rank.index == first and not any(sent))
 
     def _obey(self, rank: Rank) -> None:
         command = rank.inbox.popleft()

@@ -1,0 +1,55 @@
+"""Who tells the coordinator that an exchange has landed: to whom it goes, since a sender's part may end at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_async.events import Exchange, Landed, Offered
+from hvd_async.mail import HEADER, Letter, Mail
+
+RANKS = 4
+NOBODY = (-1,) * RANKS
+
+
+def told(own, exchange, receivers):
+    """What a rank tells in an exchange in which ``receivers[rank]`` gets that rank's message (-1: nobody)."""
+    sent = []
+    senders = [rank for rank, _ in exchange.mail if receivers[rank] == own]
+    senders += [b if a == own else a for a, b in exchange.pairs if own in (a, b)]
+    rows = [HEADER.pack(1, 1.0) for _ in senders]
+    result = rows, [senders.count(place) for place in range(RANKS)]
+    engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
+    post = SimpleNamespace(pack=list, unpack=lambda row: (None, row), nbytes=0, members=(), process_set=None)
+    mail = Mail(engine, post, lambda *_: None, lambda *_: None, lambda: None)
+    if any(rank == own for rank, _ in exchange.mail):
+        letters = [Letter(receivers[own], None)] if receivers[own] >= 0 else []
+        mail.offer(7, 1, letters, 1.0)
+        assert sent.pop() == Offered(7, 1)
+    mail.exchange(exchange)
+    return sent
+
+
+def telling(exchange, receivers=NOBODY):
+    """The ranks that tell; no rank tells anything else."""
+    found = {own: told(own, exchange, receivers) for own in range(RANKS)}
+    assert all(events == [Landed(7, exchange.round)] for events in found.values() if events)
+    return [own for own, events in found.items() if events]
+
+
+@pytest.mark.parametrize(("receivers", "tells"), [((1, 2, 3, 0), 1), ((2, 3, 0, 1), 2), ((3, 0, 1, 2), 3)])
+def test_the_receiver_of_the_first_message_tells(receivers, tells):
+    assert telling(Exchange(7, 1, [(rank, 1) for rank in range(RANKS)], []), receivers) == [tells]
+
+
+def test_also_where_some_ranks_only_send():
+    assert telling(Exchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, 3, -1)) == [3]
+
+
+def test_a_first_rank_that_sends_nothing_tells_itself():
+    assert telling(Exchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, -1, -1)) == [2]
+
+
+def test_of_pairs_the_partner_of_the_first():
+    assert telling(Exchange(7, 1, [], [(3, 1), (0, 2)])) == [1]
