@@ -50,6 +50,16 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
     assert torch.equal(copies.decompress(sent, context), gradient)
 
 
+def test_horovods_collectives_are_waited_for_asleep(monkeypatch):
+    looks = {1: [True], 2: [False, False, True], 3: [True]}
+    naps = []
+    monkeypatch.setattr(arms.hvd, "poll", lambda handle: looks[handle].pop(0))
+    monkeypatch.setattr(arms.time, "sleep", naps.append)
+    arms.sleep_until_done(looks)
+    assert naps == [arms.POLL] * 2
+    assert not any(looks.values())
+
+
 def test_it_is_drawn(tmp_path):
     rows = gpu.rows_of(blocks({"plain": 0.05, "horovod": 0.05, "all": 0.05}), SETTING)
     plot.save(Report("gpu", 1, rows, gpu.COLUMNS, draw=gpu.draw), tmp_path / "drawn.png")
