@@ -1,8 +1,8 @@
 """Start a job under horovodrun, take in its results block by block, and leave no process behind.
 
-A job is a module of ``jobs/``. It is told what to do by a JSON file, its plan, and answers by lines of JSON in another,
-one a block, which is also how the progress is known. All its processes carry a mark in their environment, by which they
-are found when the job has to be ended.
+A job is a module of ``jobs/``. It is told what to do by a JSON file, its plan, beside which the digits lie, and answers
+by lines of JSON in another, one a block, which is also how the progress is known. All its processes carry a mark in
+their environment, by which they are found when the job has to be ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 
 import psutil
 
+from . import digits
+
 SCRIPTS = Path(__file__).resolve().parents[1]
 VIRTUAL = SCRIPTS / "virtual_cluster.py"
 ROOT = SCRIPTS.parent
 MARK = "HVD_ASYNC_BENCH_JOB"
-FOLDER = "HVD_ASYNC_BENCH_FOLDER"
 GOODBYE = 15.0
 """Seconds that processes may take to end by themselves."""
 LOOK = 0.25
@@ -83,6 +84,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hvd_async_bench_") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
+        digits.leave(folder)
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
@@ -133,7 +135,7 @@ def _environment(mark: str, folder: Path, more: dict[str, str]) -> dict[str, str
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",  # all arms go through the CPU and Gloo
         MARK: mark,
-        FOLDER: str(folder),
+        digits.FOLDER: str(folder),
         **more,
     }
 

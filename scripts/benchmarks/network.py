@@ -42,7 +42,7 @@ ARMS = (
     *("sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"),
     *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
 )
-QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd", "adpsgd")))
+QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd")))
 COLUMNS = (
     Column("Mbit/s", "setting.bandwidth_mbit", "g"),
     Column("arm", "arm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -29,6 +30,20 @@ def test_images_to_test_on_are_in_no_clip_to_train_on():
 def test_folds_part_all_images():
     train, test = digits.fold(0)
     assert sorted([*train, *test]) == list(range(len(digits.images()[1])))
+
+
+def test_ranks_find_the_same_images_and_folds_without_scikit_learn(monkeypatch, tmp_path):
+    pixels, labels = digits.images()
+    digits.leave(tmp_path)
+    monkeypatch.setenv(digits.FOLDER, str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(digits, "_all", digits._all.__wrapped__)
+    assert np.array_equal(digits.images()[0], pixels)
+    assert np.array_equal(digits.images()[1], labels)
+    folds = [digits.fold(number)[1] for number in range(digits.FOLDS)]
+    assert np.array_equal(np.sort(np.concatenate(folds)), np.arange(len(labels)))
+    for test in folds:  # each has its share of each class
+        assert np.ptp(np.bincount(labels[test]) - np.bincount(labels) / digits.FOLDS) < 2
 
 
 def test_lengths_are_distributed_like_the_videos():

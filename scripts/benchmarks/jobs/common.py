@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from ..digits import FOLDER
+
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # to see where a job hangs
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises from 0; then it falls as a cosine."""
@@ -32,7 +34,7 @@ class Job:
 
     def __init__(self, hvd: Any, barrier: Callable[[], None]) -> None:
         self.rank, self.size = int(hvd.rank()), int(hvd.size())
-        self.folder = Path(os.environ["HVD_ASYNC_BENCH_FOLDER"])
+        self.folder = Path(os.environ[FOLDER])
         self.plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
         self.barrier = barrier
         self._hvd, self._gathered = hvd, 0

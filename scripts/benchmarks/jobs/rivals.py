@@ -1,4 +1,7 @@
-"""Rivals that go through torch's process groups on Gloo: DDP, its post-local SGD, decent-dp and torchft's local SGD."""
+"""Rivals that go through torch's process groups on Gloo: DDP, its post-local SGD, decent-dp and torchft's local SGD.
+
+Each is imported when it is asked for: all jobs import this module, and torch.distributed.optim takes a core 1 s.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from ..schedule import POST_LOCAL_PERIOD
 from .common import Job
@@ -48,13 +48,25 @@ def wrap(
         return _decent_dp(model, optimizer)
     wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     if name == "post-local-sgd":
-        state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
-        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(POST_LOCAL_PERIOD))
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    if compression in hooks:
+        return _post_local_sgd(wrapped, optimizer)
+    if compression in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         wrapped.register_comm_hook(None, hooks[compression])
     return wrapped, optimizer
+
+
+def _post_local_sgd(
+    wrapped: torch.nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+    wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(POST_LOCAL_PERIOD))
 
 
 class _InBackward:
