@@ -6,6 +6,8 @@ RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
 """Where it has wheels. It is a benchmark's rival."""
+DECENT_DP = "python_version < '3.14'"
+"""What it says it needs. A benchmark's rival too."""
 
 setup(
     name="hvd_async",
@@ -21,6 +23,6 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, "decent-dp", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
+        "dev": [*RUNNER, *TOOLS, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
     },
 )

@@ -27,8 +27,8 @@ need_packages() {
 # ensure_environment: .venv with both frameworks, this package with its development tools, and Horovod.
 ensure_environment() {
   local python=${PYTHON:-python3}
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-    || die "$python is older than 3.10; name a newer one with PYTHON=..."
+  "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+    || die "$python is not 3.10 to 3.13, which TensorFlow has wheels for; name another with PYTHON=..."
   if [ ! -x "$VENV/bin/python" ]; then
     say "Creating the virtual environment ${VENV#"$ROOT"/}"
     "$python" -m venv "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
