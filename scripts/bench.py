@@ -7,6 +7,7 @@ does nothing else. Progress goes to stderr, the table to stdout.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -106,6 +107,7 @@ def run_case(args: argparse.Namespace) -> Report:
     report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
+        report.goals = [dataclasses.replace(goal, judged=False) for goal in report.goals]
     print(report.text(), flush=True)
     if args.json is not None:
         report.write(args.json)

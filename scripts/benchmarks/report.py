@@ -31,16 +31,19 @@ class Goal:
         value: as measured.
         wanted: the limit, in words.
         met: whether it was.
+        judged: whether not to meet it says anything; a quick run leaves it open.
     """
 
     what: str
     value: float | str
     wanted: str
     met: bool
+    judged: bool = True
 
     def __str__(self) -> str:
         shown = self.value if isinstance(self.value, str) else f"{self.value:.4g}"
-        return f"{'met' if self.met else 'MISSED':6}  {self.what}: {shown} ({self.wanted})"
+        verdict = "met" if self.met else "MISSED" if self.judged else "open"
+        return f"{verdict:6}  {self.what}: {shown} ({self.wanted})"
 
 
 @dataclass

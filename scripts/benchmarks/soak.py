@@ -99,7 +99,7 @@ class Stopper:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.rounds, args.stop_every = min(args.rounds, 2000), min(args.stop_every, 1.0)
+        args.rounds, args.stop_every = min(args.rounds, 1000), min(args.stop_every, 1.0)
     report = Report("soak", args.ranks, [], COLUMNS, draw=draw)
     for arm in parse_arms(args.arms, args.ranks, rivals=(), gossip=True):
         gossips = gossip_of(arm) is not None

@@ -25,7 +25,7 @@ def bench(monkeypatch):
 
     def well(args, say):
         rows = [row("sgp", {"ranks": args.ranks}, 2.0 if args.quick else 3.0, "s")]
-        goals = [Goal("speed", 2.0, ">= 1", met=True)]
+        goals = [Goal("speed", 2.0, ">= 1", met=True), Goal("size", 2.0, "<= 1", met=False)]
         return Report("well", 4, rows, (Column("arm", "arm"), Column("s", "value", ".1f")), goals, draw=draw)
 
     def draw(figure, rows):
@@ -58,7 +58,7 @@ def test_a_case_that_fails_does_not_end_the_run(bench, monkeypatch, tmp_path, ca
     out, err = capsys.readouterr()
     assert "case 2 of 2: well" in err
     assert "failed: the job ill ended with exit code 3" in out
-    assert out.strip().endswith("well: met     speed: 2 (>= 1)\nFAILED  ill")
+    assert out.strip().endswith("well: met     speed: 2 (>= 1)\nwell: open    size: 2 (<= 1)\nFAILED  ill")
     found = json.loads((tmp_path / "new" / "well.json").read_text())
     assert found["rows"][0]["value"] == 2.0
     assert len(found["notes"]) == 1
@@ -70,7 +70,9 @@ def test_a_case_that_fails_does_not_end_the_run(bench, monkeypatch, tmp_path, ca
 def test_some_cases_only_and_not_quick(bench, monkeypatch, tmp_path, capsys):
     assert run(bench, monkeypatch, "all", "--only", "well", "--out", str(tmp_path)) == 0
     assert json.loads((tmp_path / "well.json").read_text())["rows"][0]["value"] == 3.0
-    assert "FAILED" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FAILED" not in out
+    assert "MISSED  size: 2 (<= 1)" in out
 
 
 def test_one_case(bench, monkeypatch, capsys):

@@ -119,6 +119,7 @@ def test_infinity_is_null():
 def test_goals_read_well():
     assert str(Goal("steps", 1.23456, ">= 1", True)) == "met     steps: 1.235 (>= 1)"
     assert str(Goal("same", "no", "yes", False)) == "MISSED  same: no (yes)"
+    assert str(Goal("same", "no", "yes", False, judged=False)) == "open    same: no (yes)"
 
 
 def test_text_has_all_parts():
