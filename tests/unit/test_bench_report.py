@@ -109,7 +109,7 @@ def test_json(tmp_path):
     assert content["transport"] == "gloo"
     assert "cores" in content["machine"]
     assert content["rows"] == ROWS
-    assert content["goals"] == [{"what": "a", "value": None, "wanted": "<= 1", "met": False}]
+    assert content["goals"] == [{"what": "a", "value": None, "wanted": "<= 1", "met": False, "judged": True}]
 
 
 def test_infinity_is_null():
