@@ -107,7 +107,7 @@ def run_case(args: argparse.Namespace) -> Report:
     report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
-        report.goals = [dataclasses.replace(goal, judged=False) for goal in report.goals]
+        report.goals = [dataclasses.replace(goal, judged=goal.exact) for goal in report.goals]
     print(report.text(), flush=True)
     if args.json is not None:
         report.write(args.json)

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.rounds, args.cpu_rounds, args.repetitions = min(args.rounds, 60), min(args.cpu_rounds, 6), 1
-        args.ranks = min(args.ranks, 4)
     arms = parse_arms(args.arms, args.cpu_ranks, rivals=())
     latencies = [
         {"what": "latency", "busy": busy, "rounds": args.rounds}

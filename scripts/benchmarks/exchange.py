@@ -21,7 +21,6 @@ HELP = "one exchange of weights between pairs: one alltoall of all ranks against
 ARMS = ("alltoall", "pairs", "alltoall-unaligned", "pairs-unaligned", "hop", "chunked")
 """hop: the alltoall in which each rank sends to the next one. chunked: as alltoall, in pieces, all submitted at once.
 unaligned: each pair begins at a random time."""
-QUICK = "alltoall,pairs,hop,chunked"
 UNALIGNED = "-unaligned"
 COLUMNS = (
     Column("ranks", "setting.ranks", "d"),

@@ -109,7 +109,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.mbit, args.repetitions, args.steps = [min(args.mbit)], 1, min(args.steps, 3)
+        args.mbit, args.repetitions, args.steps = [min(args.mbit)], 1, min(args.steps, 4)
     arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
     if min(args.mbit) <= 0 or args.steps < 1:
         raise ValueError("--mbit and --steps: take numbers above 0")

@@ -24,7 +24,6 @@ from .schedule import LEADERS, parse_arms
 from .timed import START
 
 HELP = "digits, the same seconds for all arms, with and without a late rank: accuracy, and time to a target"
-QUICK = "horovod,lsgd"
 COLUMNS = (
     Column("ranks", "setting.ranks", "d"),
     Column("delay s", "setting.delay", "g"),

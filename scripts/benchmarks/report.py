@@ -31,13 +31,15 @@ class Goal:
         value: as measured.
         wanted: the limit, in words.
         met: whether it was.
-        judged: whether not to meet it says anything; a quick run leaves it open.
+        exact: whether every run must show it, however short.
+        judged: whether not to meet it says anything; a quick run leaves open what is not exact.
     """
 
     what: str
     value: float | str
     wanted: str
     met: bool
+    exact: bool = False
     judged: bool = True
 
     def __str__(self) -> str:

@@ -48,11 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure."""
     if args.quick:
-        args.repetitions, args.steps, args.sizes = (
-            1,
-            min(args.steps, 5),
-            args.sizes or sorted({1, max(1, args.ranks // 2)}),
-        )
+        args.repetitions, args.steps, args.sizes = 1, min(args.steps, 5), args.sizes or sorted({1, args.ranks})
     sizes = args.sizes or sorted({size for size in (1, 2, 4) if size < args.ranks} | {args.ranks})
     if args.compute is None:
         most = 2 * (max(sizes) - 1) / max(sizes) * args.megabytes

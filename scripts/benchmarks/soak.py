@@ -99,7 +99,7 @@ class Stopper:
 def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
-        args.rounds, args.stop_every = min(args.rounds, 1000), min(args.stop_every, 1.0)
+        args.rounds, args.stop_every = min(args.rounds, 2000), min(args.stop_every, 1.0)
     report = Report("soak", args.ranks, [], COLUMNS, draw=draw)
     for arm in parse_arms(args.arms, args.ranks, rivals=(), gossip=True):
         gossips = gossip_of(arm) is not None
@@ -193,9 +193,10 @@ def judge(report: Report, each: Row) -> None:
     """Add what must show."""
     alike = each["produced"] == each["applied"] and each["applied_alike"]
     text = f"{each['applied']} of {each['produced']}"
-    report.goals.append(Goal(f"gradients applied, {each['arm']}", text, "all, on every rank", alike))
+    report.goals.append(Goal(f"gradients applied, {each['arm']}", text, "all, on every rank", alike, exact=True))
     same = "yes" if each["identical"] else "no"
-    report.goals.append(Goal(f"replicas identical, {each['arm']}", same, "bit for bit", each["identical"]))
+    what = f"replicas identical, {each['arm']}"
+    report.goals.append(Goal(what, same, "bit for bit", each["identical"], exact=True))
     grown = each["slope_mb"]
     report.goals.append(Goal(f"MB in 100,000 rounds, {each['arm']}", grown, f"<= {FLAT:g}", grown <= FLAT))
 

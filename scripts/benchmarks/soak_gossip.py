@@ -57,11 +57,12 @@ def judge(report: Report, each: Row) -> None:
     report.goals.append(Goal(f"{what}, {arm}", each["rounds"], f">= {wanted}", each["rounds"] >= wanted))
     alike = each["produced"] == each["applied"]
     text = f"{each['applied']} of {each['produced']}"
-    report.goals.append(Goal(f"messages taken in, {arm}", text, "all that were sent", alike))
+    report.goals.append(Goal(f"messages taken in, {arm}", text, "all that were sent", alike, exact=True))
     off = each["weights_off"]
     what = f"push-sum weights' sum less {ranks}, the most at {each['graphs']} cuts, {arm}"
-    report.goals.append(Goal(what, off, f"<= {WEIGHT * ranks:g}", off <= WEIGHT * ranks))
+    report.goals.append(Goal(what, off, f"<= {WEIGHT * ranks:g}", off <= WEIGHT * ranks, exact=True))
     same = "yes" if each["identical"] else "no"
-    report.goals.append(Goal(f"replicas identical after each drain, {arm}", same, "bit for bit", each["identical"]))
+    what = f"replicas identical after each drain, {arm}"
+    report.goals.append(Goal(what, same, "bit for bit", each["identical"], exact=True))
     grown = each["grown_mb"]
     report.goals.append(Goal(f"MB that memory grew by, once settled, {arm}", grown, f"<= {GROWS:g}", grown <= GROWS))

@@ -26,6 +26,7 @@ def bench(monkeypatch):
     def well(args, say):
         rows = [row("sgp", {"ranks": args.ranks}, 2.0 if args.quick else 3.0, "s")]
         goals = [Goal("speed", 2.0, ">= 1", met=True), Goal("size", 2.0, "<= 1", met=False)]
+        goals.append(Goal("same", "no", "always", met=False, exact=True))
         return Report("well", 4, rows, (Column("arm", "arm"), Column("s", "value", ".1f")), goals, draw=draw)
 
     def draw(figure, rows):
@@ -58,7 +59,9 @@ def test_a_case_that_fails_does_not_end_the_run(bench, monkeypatch, tmp_path, ca
     out, err = capsys.readouterr()
     assert "case 2 of 2: well" in err
     assert "failed: the job ill ended with exit code 3" in out
-    assert out.strip().endswith("well: met     speed: 2 (>= 1)\nwell: open    size: 2 (<= 1)\nFAILED  ill")
+    assert out.strip().endswith(
+        "well: met     speed: 2 (>= 1)\nwell: open    size: 2 (<= 1)\nwell: MISSED  same: no (always)\nFAILED  ill"
+    )
     found = json.loads((tmp_path / "new" / "well.json").read_text())
     assert found["rows"][0]["value"] == 2.0
     assert len(found["notes"]) == 1

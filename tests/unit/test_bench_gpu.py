@@ -50,6 +50,11 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
     assert torch.equal(copies.decompress(sent, context), gradient)
 
 
+def test_ranks_share_cores_where_there_are_fewer(monkeypatch):
+    monkeypatch.setattr(arms.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert [arms.share_cores(ranks) for ranks in (1, 2, 3)] == [False, False, True]
+
+
 def test_horovods_collectives_are_waited_for_asleep(monkeypatch):
     looks = {1: [True], 2: [False, False, True], 3: [True]}
     naps = []

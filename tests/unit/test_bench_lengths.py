@@ -34,15 +34,16 @@ def test_folds_part_all_images():
 
 def test_ranks_find_the_same_images_and_folds_without_scikit_learn(monkeypatch, tmp_path):
     pixels, labels = digits.images()
+    tests = [digits.fold(number)[1] for number in range(digits.FOLDS)]
     digits.leave(tmp_path)
     monkeypatch.setenv(digits.FOLDER, str(tmp_path))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     monkeypatch.setattr(digits, "_all", digits._all.__wrapped__)
     assert np.array_equal(digits.images()[0], pixels)
     assert np.array_equal(digits.images()[1], labels)
-    folds = [digits.fold(number)[1] for number in range(digits.FOLDS)]
-    assert np.array_equal(np.sort(np.concatenate(folds)), np.arange(len(labels)))
-    for test in folds:  # each has its share of each class
+    assert all(np.array_equal(digits.fold(number)[1], test) for number, test in enumerate(tests))
+    assert np.array_equal(np.sort(np.concatenate(tests)), np.arange(len(labels)))
+    for test in tests:  # each has its share of each class
         assert np.ptp(np.bincount(labels[test]) - np.bincount(labels) / digits.FOLDS) < 2
 
 

@@ -109,7 +109,9 @@ def test_json(tmp_path):
     assert content["transport"] == "gloo"
     assert "cores" in content["machine"]
     assert content["rows"] == ROWS
-    assert content["goals"] == [{"what": "a", "value": None, "wanted": "<= 1", "met": False, "judged": True}]
+    assert content["goals"] == [
+        {"what": "a", "value": None, "wanted": "<= 1", "met": False, "exact": False, "judged": True}
+    ]
 
 
 def test_infinity_is_null():

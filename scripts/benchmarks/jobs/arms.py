@@ -47,6 +47,11 @@ def barrier() -> None:
     hvd.synchronize(handle)
 
 
+def share_cores(ranks: int) -> bool:
+    """Whether there are fewer cores than ranks."""
+    return ranks > len(os.sched_getaffinity(0))
+
+
 def sleep_until_done(handles: Iterable[int]) -> None:
     """Wait for Horovod's collectives. Its ``synchronize()`` does so by asking without end whether they are done; where
     ranks share cores this takes them from ranks that still compute, and from the threads that send."""
@@ -135,7 +140,7 @@ class Arm:
             self._waited += time.perf_counter() - started
         if self._base == "horovod":
             started = time.perf_counter()
-            if self._job.size > len(os.sched_getaffinity(0)):
+            if share_cores(self._job.size):
                 sleep_until_done(handle for handle, _ in self.optimizer._handles.values())
             self.optimizer.synchronize()
             self._waited += time.perf_counter() - started
