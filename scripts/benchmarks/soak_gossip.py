@@ -54,7 +54,7 @@ def judge(report: Report, each: Row) -> None:
     """Add what must show. (A deadlock ends the job by force, and there is no row.)"""
     arm, ranks, wanted = each["arm"], report.ranks, each["setting"]["rounds"]
     what = "pairings" if arm.startswith("adpsgd") else "steps of each rank"
-    report.goals.append(Goal(f"{what}, {arm}", each["rounds"], f">= {wanted}", each["rounds"] >= wanted))
+    report.goals.append(Goal(f"{what}, {arm}", each["rounds"], f">= {wanted}", each["rounds"] >= wanted, exact=True))
     alike = each["produced"] == each["applied"]
     text = f"{each['applied']} of {each['produced']}"
     report.goals.append(Goal(f"messages taken in, {arm}", text, "all that were sent", alike, exact=True))

@@ -186,6 +186,7 @@ def test_independence_compares_waits_with_the_graph(waits, right):
     independence.judge(report)
     assert report.goals[0].value == f"{right} of 2 ranks"
     assert report.goals[0].met is (right == 2)
+    assert report.goals[0].exact
     assert (rows[1]["expected_step"], rows[2]["expected_step"]) == (0, 1)
 
 
@@ -245,6 +246,7 @@ def test_soak_of_gossip():
     report = Report("soak", 8, [row], soak.COLUMNS)
     soak_gossip.judge(report, row)
     assert [goal.met for goal in report.goals] == [True] * 5
+    assert [goal.exact for goal in report.goals] == [True] * 4 + [False]  # but memory
     assert "pairings" in report.goals[0].what
     report.text()
 
@@ -262,6 +264,25 @@ def test_soak_of_gossip_that_fails(changes, missed):
     soak_gossip.judge(report, row)
     [goal] = [goal for goal in report.goals if not goal.met]
     assert goal.what.startswith(missed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, None),
+        ({"applied": 7999}, "gradients applied"),
+        ({"applied_alike": False}, "gradients applied"),
+        ({"identical": False}, "replicas identical"),
+        ({"slope_mb": 6.0}, "MB in 100,000 rounds"),
+    ],
+)
+def test_soak_of_partial_allreduce(changes, missed):
+    """What must not be lost is judged in runs of any length, memory in long ones."""
+    row = {"arm": "solo", "produced": 8000, "applied": 8000, "applied_alike": True, "identical": True, "slope_mb": 1.0}
+    report = Report("soak", 4, [], soak.COLUMNS)
+    soak.judge(report, row | changes)
+    assert [goal.what.startswith(missed) for goal in report.goals if not goal.met] == [True] * (missed is not None)
+    assert [goal.exact for goal in report.goals] == [True, True, False]
 
 
 # -- exchange -------------------------------------------------------------------------------------------------
