@@ -11,7 +11,7 @@ DECENT_DP = "python_version < '3.14'"
 
 setup(
     name="hvd_async",
-    version="0.1.0",
+    version="0.2.0",
     description="Horovod optimizers that do not wait: eager-SGD, gossip and leaders for PyTorch and TensorFlow",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",

@@ -26,21 +26,23 @@ class Decision(NamedTuple):
     reason: str
 
 
-def check_quorum(quorum: Quorum, size: int) -> None:
-    """Refuse a quorum that no round at ``size`` ranks can have.
+def check_quorum(quorum: Quorum, size: int | None) -> None:
+    """Refuse a quorum that no round at ``size`` ranks (None: nobody knows how many yet) can have.
 
     Raises:
         ValueError: it is not "solo", "majority", "all", "auto", a count in 1..size, or a fraction in (0, 1].
     """
-    hint = f'take "solo", "majority", "all", "auto", a number of ranks from 1 to {size}, or a fraction such as 0.75'
+    most = "" if size is None else f" to {size}"
+    hint = f'take "solo", "majority", "all", "auto", a number of ranks from 1{most}, or a fraction such as 0.75'
     if isinstance(quorum, bool) or not isinstance(quorum, str | int | float):
         raise ValueError(f"quorum={quorum!r} is not a quorum: {hint}")
     if isinstance(quorum, str):
         if quorum not in NAMES:
             raise ValueError(f"quorum={quorum!r} is not known: {hint}")
     elif isinstance(quorum, int):
-        if not 1 <= quorum <= size:
-            raise ValueError(f"quorum={quorum} of {size} ranks cannot be: {hint}")
+        if quorum < 1 or (size is not None and quorum > size):
+            of = "" if size is None else f" of {size} ranks"
+            raise ValueError(f"quorum={quorum}{of} cannot be: {hint}")
     elif not 0.0 < quorum <= 1.0:
         raise ValueError(f"quorum={quorum} is not a fraction in (0, 1]: {hint}")
 

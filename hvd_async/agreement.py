@@ -11,6 +11,26 @@ STATE = "optimizer state: "
 """What names of the optimizer's own state begin with, in ``Opened``; all others are parameters."""
 
 
+MOST_BUCKETS = 1 << 16
+
+
+def fault_of(rank: int, opened: Opened, size: int) -> str | None:
+    """What in ``opened`` cannot be, whatever the other ranks say; None if it can.
+
+    Args:
+        rank: whose it is.
+        size: ranks in the job.
+    """
+    members = opened.members or list(range(size))
+    if rank not in members or len(set(members)) < len(members) or not 0 <= min(members) <= max(members) < size:
+        return f"it shares an optimizer with the ranks {members}, of {size}"
+    if len(opened.names) != len(opened.checksums):
+        return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"
+    if not 0 < opened.config.counts <= MOST_BUCKETS:
+        return f"it has {opened.config.counts} buckets of gradients, of {MOST_BUCKETS} at the most"
+    return None
+
+
 def disagreement(opened: dict[int, Opened]) -> str | None:
     """How the ranks' optimizers differ, and what mends it; None if they agree."""
     lowest = min(opened)
@@ -36,21 +56,31 @@ def disagreement(opened: dict[int, Opened]) -> str | None:
                 f"on every rank, with the same optimizer, and let every rank's optimizers take their first step in "
                 f"the same order."
             )
-    differing = [rank for rank in sorted(opened) if opened[rank].checksums != first.checksums]
-    if not differing:
+    difference = differing_replicas({rank: (one.names, one.checksums) for rank, one in opened.items()})
+    if difference is None:
         return None
-    other = opened[differing[0]]
-    name = next(n for n, a, b in zip(first.names, first.checksums, other.checksums, strict=True) if a != b)
+    differing, name = difference
     if name.startswith(STATE):
         return (
             f"the optimizer's state differs before the first step: {ranks_text(differing)} from rank {lowest}, first "
             f"in {name!r}. Call hvd.broadcast_optimizer_state(optimizer, root_rank=0) in torch, or use the Keras "
-            f"BroadcastGlobalVariablesCallback(0), before training; and load checkpoints on every rank or on rank 0 "
-            f"alone before that call."
+            f"BroadcastGlobalVariablesCallback(0) of hvd_async.tensorflow.keras, before training; and load checkpoints "
+            f"on every rank or on rank 0 alone before that call."
         )
     return (
         f"the weights differ before the first step: {ranks_text(differing)} from rank {lowest}, first in {name!r}. "
         f"Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) in torch, "
-        f"hvd.broadcast_variables(model.variables, root_rank=0) or the Keras BroadcastGlobalVariablesCallback(0) in "
-        f"TensorFlow, before training."
+        f"hvd.broadcast_variables(model.variables, root_rank=0) or the Keras BroadcastGlobalVariablesCallback(0) of "
+        f"hvd_async.tensorflow.keras in TensorFlow, before training. (Horovod's own does not work on Keras 3.)"
     )
+
+
+def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tuple[list[int], str] | None:
+    """Which ranks' (names, checksums) are not the lowest rank's, and the first name that differs; None if all agree."""
+    names, checksums = replicas[min(replicas)]
+    differing = [rank for rank in sorted(replicas) if replicas[rank] != (names, checksums)]
+    if not differing:
+        return None
+    pairs = zip_longest(zip(names, checksums, strict=True), zip(*replicas[differing[0]], strict=True))
+    name = next(str((own or other)[0]) for own, other in pairs if own != other)
+    return differing, name

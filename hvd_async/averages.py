@@ -63,6 +63,7 @@ class Averages:
         """Submit this rank's part, or nothing if it is done (engine thread)."""
         name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
         own = self._brought.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # (it may have been discarded while it waited)
         vector = self._post.zeros() if own is None else own
 
         def landed(total: Vector) -> None:

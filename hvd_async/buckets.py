@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 
@@ -26,3 +27,15 @@ def by_size(gradients: Sequence[tuple[Hashable, int]], cap: float) -> list[list[
         filling[kind].append(place)
         filled[kind] += nbytes
     return buckets
+
+
+def by_number(gradients: int, groups: int) -> list[range]:
+    """Part so many gradients, in the order of the forward pass, into groups of about equally many, as Horovod does: the
+    first ones are larger by one if it does not come out even.
+
+    Returns:
+        Their positions, by group; without empty groups.
+    """
+    each, more = divmod(gradients, groups)
+    ends = [group * each + min(group, more) for group in range(groups + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(ends) if end > start]

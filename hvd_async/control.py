@@ -1,38 +1,51 @@
 """The control plane on ZeroMQ: one ROUTER at the coordinator, one DEALER a rank, encrypted and authenticated by CURVE.
 
-Each rank makes a key pair; the public keys travel by a Horovod allgather, and only those are let in. A connection
-that ends (a killed process closes it at once; a frozen host or a cut link is found by ZeroMQ's own heartbeats) shows
-up as ``Gone``: ZeroMQ's I/O thread answers heartbeats by itself, so a rank that is merely slow, or holds Python's
-interpreter lock for long, is never taken for dead.
+Each rank makes a key pair; the public keys travel by a Horovod allgather (``rendezvous``), and only those are let in.
+A connection that ends (a killed process closes it at once; a frozen host or a cut link is found by ZeroMQ's own
+heartbeats) shows up as ``Gone``: ZeroMQ's I/O thread answers heartbeats by itself, so a rank that is merely slow, or
+holds Python's interpreter lock for long, is never taken for dead.
+
+What strangers can do is bounded: nobody is listened to before the keys are known, or once all ranks are in; those that
+knock between are few, for a limited time, and no frame is longer than ``LARGEST``. A rank that is let in and sends what
+cannot be read is ``Gone``; one that sends without end is read in turn with the others, and waits when too much of it
+is unread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-import psutil
 import zmq
 import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
-from hvd_async.coordinator import Coordinator
-from hvd_async.errors import EngineError, RankLostError
-from hvd_async.events import Command, DecodeError, Event, Hello, Lost, Welcome, decode_command, decode_event, encode
-from hvd_async.protocols import Channel, Collectives, Gone
+from hvd_async import settings
+from hvd_async.codec import DecodeError, decode_command, decode_event, encode
+from hvd_async.door import Door
+from hvd_async.errors import EngineError
+from hvd_async.events import Command, Event
+from hvd_async.protocols import Gone
 
-HEARTBEAT_MS = 5_000
-DEAD_AFTER_MS = 50_000
-"""After a heartbeat that is not answered: with the interval before it, within 60 s."""
-CONNECT_TIMEOUT = 60.0
 LINGER_MS = 2_000
+LONGEST_SILENCE = 86_400.0
+"""Seconds; ZeroMQ counts milliseconds in 32 bits."""
+ENDED = "died: the connection to the coordinator ended, unless it was this rank that stood still or was cut off"
+LARGEST = 16 << 20
+"""Bytes of a message: those that open a model have some 100 for each of its parameters, all others are small."""
+HANDSHAKE_MS = 15_000
+"""Who has not shown its key by then is put out."""
+KNOCKING = 64
+"""Connections that may be open at a time of which it is not known whose they are, beside three of each rank (which
+tries several addresses, each with a connection of its own)."""
+MOST_UNREAD = 1 << 16
+"""Messages of a rank; it is not listened to, not even to its heartbeats, until some of them have been read."""
+PASS = 256
+"""Messages that are read at a time before they are looked at, one of each rank in turn."""
 
 
 class _Waker:
@@ -60,9 +73,14 @@ class _Waker:
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.linger = LINGER_MS
-    made.sndhwm = made.rcvhwm = 0  # never drop: what is on its way is bounded by the protocol
-    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER_MS)
+    made.sndhwm = 0  # never drop: what is on its way is bounded by the protocol
+    made.rcvhwm = MOST_UNREAD
+    made.setsockopt(zmq.MAXMSGSIZE, LARGEST)
+    made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    # Silence shows by a heartbeat that is not answered, so the interval until it is sent counts too.
+    silence_ms = min(settings.dead_after(), LONGEST_SILENCE) * 1000
+    made.setsockopt(zmq.HEARTBEAT_IVL, round(silence_ms / 5))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_ms * 4 / 5))
     return made
 
 
@@ -78,14 +96,15 @@ class _Endpoint:
         for readable in (self._socket, self._monitor, self._waker.receiver):
             self._poller.register(readable, zmq.POLLIN)
         self._closed = False
-        self.undecodable = 0
-        """Messages that did not decode, and were dropped."""
 
     def wake(self) -> None:
         self._waker.wake()
 
     def _poll(self, timeout: float | None) -> bool:
         """Wait; returns whether the monitor has something to tell."""
+        if timeout is not None and 0 < timeout < 0.001:  # ZeroMQ counts in whole milliseconds
+            time.sleep(timeout)
+            timeout = 0.0
         milliseconds = None if timeout is None else max(0, round(timeout * 1000 + 0.499))
         ready: set[object] = {each for each, _ in self._poller.poll(milliseconds)}
         if self._waker.receiver.fileno() in ready:
@@ -116,38 +135,45 @@ class _Connection:
 
 
 class ZmqHub(_Endpoint):
-    """The coordinator's end. ``allow`` names the keys once they are known; nobody is let in before.
+    """The coordinator's end. ``allow`` names the keys once they are known; nobody is listened to before.
 
     Attributes:
         public: the server's CURVE public key (Z85).
-        port: the TCP port it listens on.
+        port: the TCP port, reserved; it listens there once keys are allowed.
     """
 
     def __init__(self) -> None:
         super().__init__(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._allowed = threading.Event()
         self._ranks: dict[str, int] = {}
         self._identities: dict[int, bytes] = {}
         self._connections: dict[int, _Connection] = {}
         """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
+        self._ended: dict[int, _Connection] = {}
+        self._gone: list[_Connection] = []
+        """Those that have ended and were not told, as something that was said on them may be unread."""
         self._ready: deque[tuple[int, Event | Gone]] = deque()
         self._encoded: tuple[Command | None, bytes] = (None, b"")
+        self._door = Door()
+        self.port = self._door.port
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._guard.start()
         self._guard.configure_curve_callback("*", credentials_provider=self)
         self.public, secret = zmq.curve_keypair()
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = self.public, secret
-        self.port = self._socket.bind_to_random_port("tcp://*")
 
-    def allow(self, keys: list[bytes]) -> None:
-        """Let in exactly the ranks whose public keys (Z85) these are, in rank order."""
+    def allow(self, keys: list[bytes], local: bool = False) -> None:
+        """Let in exactly the ranks whose public keys (Z85) these are, in rank order, until all of them have spoken.
+
+        Args:
+            local: whether all of them are on this machine.
+        """
         self._ranks = {key.decode(): rank for rank, key in enumerate(keys)}
-        self._allowed.set()
+        self._socket.setsockopt(zmq.USE_FD, self._door.open(local))
+        self._socket.bind(f"tcp://*:{self.port}")
 
     def callback(self, domain: str, key: bytes) -> bool:
         """The authenticator asks, in its own thread: is this public key (Z85) one of ours?"""
-        self._allowed.wait(CONNECT_TIMEOUT)  # a rank may be quicker to connect than rank 0 to read the keys
         return key.decode() in self._ranks
 
     def send(self, rank: int, command: Command) -> None:
@@ -163,60 +189,92 @@ class ZmqHub(_Endpoint):
         return self._ready.popleft() if self._ready else None
 
     def _hear(self) -> None:
-        """Take in what the socket and its monitor have, until both are empty: each lags behind the other.
+        """Take in what the socket and its monitor have: all of it, or so much that it is time to look at it.
 
-        A rank's probe of the port, or a stranger, may have had a descriptor just before the rank's own connection got
-        it; so messages find their connection only when the monitor has told of every one opened and ended before.
+        Each lags behind the other. A rank's probe of the port, or a stranger, may have had a descriptor just before the
+        rank's own connection got it; so messages find their connection only when the monitor has told of every one
+        opened and ended before.
         """
-        heard: list[tuple[int, Event, int]] = []
-        ended: dict[int, _Connection] = {}
-        gone: list[_Connection] = []
+        heard: list[tuple[int, Event | Gone, int]] = []
+        most = max(PASS, 2 * len(self._ranks))
+        before = len(self._gone)
         told = True
         while told:
-            heard += self._read()
+            heard += self._read(most - len(heard))
             told = False
             for kind, descriptor in self._monitored():
                 told = True
                 if kind == zmq.EVENT_ACCEPTED:
                     self._connections[descriptor] = _Connection()
                 elif (connection := self._connections.pop(descriptor, None)) is not None:
-                    ended[descriptor] = connection
-                    gone.append(connection)
-        for rank, event, descriptor in heard:  # what a rank said before its connection ended comes first
-            connection = self._connections.get(descriptor) or ended.get(descriptor)
+                    self._ended[descriptor] = connection
+                    self._gone.append(connection)
+        for rank, event, descriptor in heard:
+            connection = self._connections.get(descriptor) or self._ended.get(descriptor)
             if connection is not None:
                 connection.rank = rank
             self._ready.append((rank, event))
-        for connection in gone:
-            if connection.rank is not None:
+        unread = {connection.rank for connection in self._gone[before:]} | {rank for rank, *_ in heard} | {None}
+        self._tell_gone(unread if len(heard) == most else set())
+        self._mind_the_door()
+
+    def _tell_gone(self, unread: Collection[int | None]) -> None:
+        """Tell whose connections have ended, after what they said before that.
+
+        Args:
+            unread: those of whom something may be unread. (Each in turn is read, so of one that was not heard in a
+                whole pass there is nothing.)
+        """
+        for connection in self._gone:
+            if connection.rank is not None and connection.rank not in unread:
                 reason = "died: its connection to the coordinator ended without a goodbye"
                 self._ready.append((connection.rank, Gone(reason)))
+        self._gone = [connection for connection in self._gone if connection.rank in unread]
+        if not self._gone:
+            self._ended.clear()
 
-    def _read(self) -> list[tuple[int, Event, int]]:
-        """Every message that is there: sender, event, file descriptor."""
-        heard: list[tuple[int, Event, int]] = []
-        while True:
+    def _mind_the_door(self) -> None:
+        """Let nobody in once all ranks have spoken, nor while many are there that have not said whose they are."""
+        if not self._ranks:
+            return
+        if len(self._identities) == len(self._ranks):
+            self._door.shut(True)
+            return
+        knocking = sum(connection.rank is None for connection in self._connections.values())
+        most = KNOCKING + 3 * len(self._ranks)
+        if knocking >= most:
+            self._door.shut(True)
+        elif knocking <= most // 2:
+            self._door.shut(False)
+
+    def _read(self, most: int) -> list[tuple[int, Event | Gone, int]]:
+        """The messages that are there, so many at the most: sender, event, file descriptor."""
+        heard: list[tuple[int, Event | Gone, int]] = []
+        while len(heard) < most:
             try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return heard
-            except ValueError:  # not two frames
-                self.undecodable += 1
-                continue
-            rank = self._ranks[str(frame.get("User-Id"))]  # the guard let nobody else in
-            try:
-                event = decode_event(frame.bytes)
-            except DecodeError:
-                self.undecodable += 1
-                continue
+                break
+            rank = self._ranks[str(frames[-1].get("User-Id"))]  # the guard let nobody else in
             self._identities[rank] = identity.bytes
-            heard.append((rank, event, int(frame.get(zmq.SRCFD))))
+            heard.append((rank, _event(frames), int(frames[-1].get(zmq.SRCFD))))
+        return heard
 
     def close(self) -> None:
         if not self._closed:
-            self._allowed.set()  # the guard's thread may be waiting for the keys
             self._guard.stop()
         self._close()
+        self._door.close()
+
+
+def _event(frames: Sequence[zmq.Frame]) -> Event | Gone:
+    """A rank's message. (Dropping one would leave others to wait for what it said.)"""
+    try:
+        if len(frames) != 1:
+            raise DecodeError(f"it has {len(frames)} frames")
+        return decode_event(frames[0].bytes)
+    except DecodeError as error:
+        return Gone(f"broke the protocol: it sent a message that cannot be read ({error})")
 
 
 class ZmqChannel(_Endpoint):
@@ -231,13 +289,21 @@ class ZmqChannel(_Endpoint):
     def __init__(self, address: str, port: int, server_key: bytes, keys: tuple[bytes, bytes], host: str = "?") -> None:
         super().__init__(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._host = host
+        self.port: int | None = port
         self._gone: Gone | None = None
         self._socket.curve_serverkey = server_key
         self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        if ":" in address:
+            self._socket.ipv6, address = True, f"[{address}]"
         self._socket.connect(f"tcp://{address}:{port}")
 
     def send(self, event: Event) -> None:
-        self._socket.send(encode(event))
+        data = encode(event)
+        if len(data) > LARGEST:
+            what = f"{type(event).__name__} of {len(data)} bytes"
+            raise EngineError(f"a message is too long for the coordinator: {what}, of {LARGEST} at the most")
+        with contextlib.suppress(zmq.Again):  # this rank was refused: ``receive`` tells
+            self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         command = self._read()
@@ -245,123 +311,18 @@ class ZmqChannel(_Endpoint):
             told = self._monitored() if self._poll(timeout) else iter(())
             for event, _ in told:
                 refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                reason = "refused this rank's key" if refused else "died: the connection to the coordinator ended"
+                reason = "refused this rank's key" if refused else ENDED
                 self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason
             command = self._read()  # what the coordinator said before the connection ended comes first
         return self._gone if command is None else command
 
-    def _read(self) -> Command | None:
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                return decode_command(data)
-            except DecodeError:
-                self.undecodable += 1
+    def _read(self) -> Command | Gone | None:
+        try:
+            return decode_command(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        except DecodeError as error:
+            return Gone(f"sent a message that cannot be read ({error})", self._host)
 
     def close(self) -> None:
         self._close()
-
-
-# -- rendezvous -----------------------------------------------------------------------------------------------
-
-
-class _Card(msgspec.Struct, frozen=True):
-    """What each rank tells the others by the allgather; ``port`` and ``addresses`` only rank 0."""
-
-    public: bytes
-    host: str
-    server: bytes
-    port: int
-    addresses: list[str]
-
-
-def own_addresses() -> list[str]:
-    """This host's IPv4 addresses, best guess first: HVD_ASYNC_ADDRESS, HOROVOD_GLOO_IFACE's, its name's, all others."""
-    if os.environ.get("HVD_ASYNC_ADDRESS"):
-        return [os.environ["HVD_ASYNC_ADDRESS"]]
-    by_interface = {
-        name: [a.address for a in found if a.family == socket.AF_INET] for name, found in psutil.net_if_addrs().items()
-    }
-    ordered = list(by_interface.get(os.environ.get("HOROVOD_GLOO_IFACE", ""), []))
-    with contextlib.suppress(OSError):
-        ordered.append(socket.gethostbyname(socket.gethostname()))
-    ordered += [address for found in by_interface.values() for address in found]
-    distinct = list(dict.fromkeys(ordered))
-    return sorted(distinct, key=lambda address: address.startswith("127."))
-
-
-def _reachable(addresses: list[str], port: int, timeout: float = 3.0) -> str:
-    """The first address on which ``port`` takes a TCP connection.
-
-    Raises:
-        EngineError: none does.
-    """
-    for address in addresses:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout):
-            return address
-    raise EngineError(
-        f"the coordinator on rank 0 cannot be reached at port {port} of any of {', '.join(addresses)}. Name the right "
-        f"address of rank 0's host in its environment: HVD_ASYNC_ADDRESS=10.0.0.1, or HOROVOD_GLOO_IFACE=eth0."
-    )
-
-
-def rendezvous(collectives: Collectives) -> tuple[Channel, Coordinator | None]:
-    """Connect this rank to the coordinator, which rank 0 starts; every rank calls it. Blocks until all are there.
-
-    Args:
-        collectives: for the allgather of keys.
-
-    Raises:
-        EngineError: the coordinator could not be reached or did not answer within 60 s.
-    """
-    keys = zmq.curve_keypair()
-    hub = ZmqHub() if collectives.rank == 0 else None
-    with contextlib.ExitStack() as undo:
-        if hub is not None:
-            undo.callback(hub.close)
-        cards = _exchange_cards(collectives, keys[0], hub)
-        coordinator = None
-        if hub is not None:
-            hub.allow([c.public for c in cards])
-            warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
-            coordinator = Coordinator(hub, [c.host for c in cards], warn_after)
-            coordinator.start()
-            undo.pop_all()  # the coordinator closes the hub
-            undo.callback(coordinator.stop)
-        first = cards[0]
-        address = _reachable((["127.0.0.1"] if first.host == collectives.host else []) + first.addresses, first.port)
-        channel = ZmqChannel(address, first.port, first.server, keys, first.host)
-        undo.callback(channel.close)
-        _handshake(channel, collectives, f"the coordinator on host {first.host}, {address}:{first.port},")
-        undo.pop_all()
-    return channel, coordinator
-
-
-def _exchange_cards(collectives: Collectives, public: bytes, hub: ZmqHub | None) -> list[_Card]:
-    card = _Card(public, collectives.host, b"", 0, [])
-    if hub is not None:
-        card = _Card(public, collectives.host, hub.public, hub.port, own_addresses())
-    gathered = collectives.gather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
-    return [msgspec.msgpack.decode(data, type=_Card) for data in gathered]
-
-
-def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str) -> None:
-    """Say hello, and wait until every rank has.
-
-    Raises:
-        RankLostError, EngineError: it did not come to that.
-    """
-    channel.send(Hello(collectives.host, os.getpid()))
-    deadline = time.monotonic() + CONNECT_TIMEOUT
-    while (left := deadline - time.monotonic()) > 0:
-        match channel.receive(left):
-            case Welcome():
-                return
-            case Lost(rank, host, reason, context):
-                raise RankLostError(rank, host, reason, context)
-            case Gone(reason):
-                raise EngineError(f"{coordinator} {reason}")
-    raise EngineError(f"{coordinator} did not answer within {CONNECT_TIMEOUT:.0f} s")

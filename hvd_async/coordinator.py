@@ -11,16 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_async.agreement import fault_of
+from hvd_async.configs import EagerConfig, GossipConfig, LeaderConfig
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.events import (
+    Broken,
     Bye,
+    CallRoll,
     Command,
-    EagerConfig,
+    Done,
     Event,
     Failed,
-    GossipConfig,
     Hello,
-    LeaderConfig,
+    Here,
     Leaving,
     Lost,
     Opened,
@@ -29,9 +32,10 @@ from hvd_async.events import (
 )
 from hvd_async.exchanges import Exchanges
 from hvd_async.machine import Machine
-from hvd_async.notices import notice
+from hvd_async.notices import notice, printable
 from hvd_async.protocols import Gone, Hub
 from hvd_async.pulls import Pulls
+from hvd_async.rollcall import SETTLE, RollCall
 from hvd_async.rounds import Rounds
 
 MACHINES: Mapping[type, type[Machine[Any]]] = {
@@ -39,6 +43,11 @@ MACHINES: Mapping[type, type[Machine[Any]]] = {
     GossipConfig: Exchanges,
     LeaderConfig: Pulls,
 }
+
+MOST_OPTIMIZERS = 1024
+"""At a time."""
+ROLL_CALL_MARGIN = 5.0
+"""Seconds that a rank which is silent has longer to answer than the hub gives it."""
 
 
 class Coordinator:
@@ -49,6 +58,7 @@ class Coordinator:
         hosts: of the ranks, in order.
         warn_after: seconds of waiting for a rank before each warning.
         connect_timeout: seconds in which every rank must have connected; one that has not is lost.
+        dead_after: seconds after which the hub takes a rank that is silent for gone; no shorter is a roll call.
         clock: monotonic seconds.
     """
 
@@ -57,15 +67,22 @@ class Coordinator:
         hub: Hub,
         hosts: Sequence[str],
         warn_after: float = 60.0,
-        connect_timeout: float = 30.0,
+        connect_timeout: float = 60.0,
+        dead_after: float = 25.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hub, self._hosts, self._size = hub, list(hosts), len(hosts)
+        self._hub, self._hosts, self._size = hub, [printable(host) for host in hosts], len(hosts)
         self._warn_after, self._connect_timeout, self._clock = warn_after, connect_timeout, clock
+        self._dead_after = dead_after
         self._connected: set[int] = set()
         self._started = clock()
         self._left: set[int] = set()
+        self._absent: dict[int, str] = {}
+        """Ranks that had left when their connection ended, and how it did."""
+        self._roll: RollCall | None = None
         self._machines: dict[int, Machine[Any]] = {}
+        self._ended: set[int] = set()
+        """Numbers of optimizers that no rank has any more; engines may still tell of their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
@@ -83,8 +100,10 @@ class Coordinator:
         self._thread.join(timeout)
 
     def join(self, timeout: float) -> None:
-        """Wait until the coordinator has come to its end by itself."""
+        """Wait until the coordinator has come to its end by itself; longer if that is when a roll call ends."""
         self._thread.join(timeout)
+        if self._roll is not None:
+            self._thread.join(max(self._roll.limit, SETTLE) + timeout)
 
     # -- the thread -------------------------------------------------------------------------------------------
 
@@ -100,6 +119,7 @@ class Coordinator:
                     if deadline is not None and deadline <= now:
                         self._send(machine.tick(now), machine.ranks)
                 self._warn(now)
+                self._judge(now)
         except Exception as error:
             notice(f"the coordinator failed: {type(error).__name__}: {error}")
             self._lose(0, f"has a coordinator that failed with {type(error).__name__}: {error}")
@@ -109,6 +129,7 @@ class Coordinator:
 
     def _timeout(self) -> float:
         deadlines = [d for d in (machine.deadline() for machine in self._machines.values()) if d is not None]
+        deadlines += [] if self._roll is None else [self._roll.deadline()]
         until = min(deadlines, default=float("inf")) - self._clock()
         longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
         return max(0.0, min(until, longest))
@@ -116,11 +137,18 @@ class Coordinator:
     def _take(self, rank: int, event: Event | Gone, now: float) -> None:
         match event:
             case Gone(reason):
-                if rank not in self._left:
-                    self._lose(rank, reason)
-            case Failed(error):
-                self._lose(rank, f"failed: {error}")
+                self._end_of(rank, reason)
+            case Failed(error, horovod):
+                if horovod:
+                    self._call_roll(rank, error, now)
+                else:
+                    self._lose(rank, f"failed: {error}")
+            case Here():
+                if self._roll is not None:
+                    self._roll.present(rank)
             case Hello():
+                if rank in self._connected:
+                    self._lose(rank, "broke the protocol: it said hello twice")
                 self._connected.add(rank)
                 if len(self._connected) == self._size:
                     self._send_all([Welcome()])
@@ -132,26 +160,62 @@ class Coordinator:
                 if len(self._left) == self._size:
                     self._send_all([Bye()])
                     self._over = True
+            case Opened() if (fault := fault_of(rank, event, self._size)) is not None:
+                self._lose(rank, f"broke the protocol: {fault}")
             case _:
                 self._hear(rank, event, now)
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event of one of the optimizers; its first one says who shares it, and what it is."""
         machine = self._machines.get(event.optimizer)
+        if event.optimizer in self._ended:
+            return
         if machine is None:
             opened = event if isinstance(event, Opened) else None
             kind = MACHINES[type(opened.config)] if opened is not None else Rounds  # (which will refuse it)
             members = (opened.members if opened is not None else []) or range(self._size)
+            if len(self._machines) >= MOST_OPTIMIZERS:
+                self._lose(rank, f"broke the protocol: it opened an optimizer beside {MOST_OPTIMIZERS} others")
+                return
             machine = self._machines[event.optimizer] = kind(event.optimizer, members)
+        if isinstance(event, Opened) and rank not in machine.ranks:
+            self._break(
+                f"rank {rank} shares optimizer {event.optimizer} with {event.members or 'all ranks'}, and others "
+                f"share it with {list(machine.ranks)}: pass the same process_set on every rank of it"
+            )
+            return
+        if isinstance(event, Done):
+            self._ask_to_open(rank, machine)
         try:
             commands = machine.handle(rank, event, now)
         except ProtocolError as error:
             self._lose(rank, f"broke the protocol: {error}")
+        except Exception as error:  # noqa: BLE001  whatever a rank says, the coordinator does not fall over it
+            what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
+            self._lose(rank, f"broke the protocol: it sent {what}")
         else:
             self._send(commands, machine.ranks)
+            if machine.over:
+                del self._machines[event.optimizer]
+                self._ended.add(event.optimizer)
+            self._ask_for_missing()
             self._check_left()
             if (news := machine.news()) is not None:
                 notice(f"optimizer {event.optimizer}, {news}")
+
+    def _ask_to_open(self, rank: int, drained: Machine[Any]) -> None:
+        """Before ``rank`` is done with an optimizer: those that others are done with already, and it has not opened."""
+        for machine in self._machines.values():
+            if machine.ranks == drained.ranks and machine.only_drains:
+                self._send(machine.ask(rank), machine.ranks)
+
+    def _ask_for_missing(self) -> None:
+        """Ranks that wait in a drain for ranks that wait for them to open another optimizer: they open it now."""
+        for machine in self._machines.values():
+            for sibling in self._machines.values():
+                if sibling.ranks == machine.ranks and sibling.computing and sibling.computing <= machine.opening:
+                    for rank in sorted(sibling.draining):
+                        self._send(machine.ask(rank), machine.ranks)
 
     def _check_left(self) -> None:
         """A rank that has left will never open what others wait for."""
@@ -168,8 +232,49 @@ class Coordinator:
             for rank in ranks:
                 self._hub.send(rank, command)
 
+    def _end_of(self, rank: int, reason: str) -> None:
+        """A rank's connection has ended. Of one that has left it matters only if Horovod fails."""
+        if self._roll is not None and rank in self._roll.errors:
+            return
+        if rank in self._left and self._roll is None:
+            self._absent[rank] = reason
+        else:
+            self._lose(rank, reason)
+
+    def _call_roll(self, rank: int, error: str, now: float) -> None:
+        """Horovod has failed on ``rank``, whoever it is that did not take part: ask all ranks."""
+        if self._roll is None:
+            self._roll = RollCall(range(self._size), now, self._dead_after + ROLL_CALL_MARGIN)
+            self._send_all([CallRoll()])
+        self._roll.present(rank, printable(error))
+        for absent, reason in self._absent.items():
+            self._lose(absent, reason)
+            return
+
+    def _judge(self, now: float) -> None:
+        """Blame a rank that has not answered, else nobody."""
+        roll = self._roll
+        if roll is None or self._over or now < roll.deadline():
+            return
+        rank, error = next(iter(roll.errors.items()))
+        said = f"Horovod failed on rank {rank} on host {self._hosts[rank]} ({error})"
+        if roll.missing:
+            self._lose(min(roll.missing), f"has not answered for {roll.limit:g} s since {said}")
+        else:
+            self._break(f"{said}, and the job cannot go on; all ranks answer, so none is known to be lost")
+
+    def _break(self, problem: str) -> None:
+        """Tell everybody what has ended the job, where nobody is known to be to blame."""
+        problem = printable(problem)
+        notice(problem)
+        self._send_all([Broken(problem)])
+        self._over = True
+
     def _lose(self, rank: int, reason: str) -> None:
         """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
+        if self._over:
+            return
+        reason = printable(reason)
         context = "; ".join(
             f"optimizer {number} was waiting for {what}"
             for number, machine in self._machines.items()
@@ -191,11 +296,13 @@ class Coordinator:
         if len(self._connected) < self._size:
             if now - self._started > self._connect_timeout:
                 missing = min(set(range(self._size)) - self._connected)
-                self._lose(missing, f"did not connect within {self._connect_timeout:.0f} s")
+                self._lose(missing, f"did not connect within {self._connect_timeout:g} s")
             return
         if now - self._looked_at < self._warn_after / 8:
             return
         self._looked_at = now
+        for machine in self._machines.values():
+            self._send(machine.roll_call(now - self._warn_after / 8), machine.ranks)
         waits = {f" of optimizer {number}": machine.waiting_for() for number, machine in self._machines.items()}
         waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
         for whose, waiting in waits.items():

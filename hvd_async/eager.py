@@ -6,27 +6,31 @@ coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allr
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+from hvd_async.configs import EagerConfig
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.events import (
     Arrived,
-    Command,
     Drained,
-    EagerConfig,
     Go,
     Hyper,
+    OptimizerCommand,
+    Received,
+    ReportReceived,
     Settle,
     Stepped,
     Took,
 )
+from hvd_async.notices import notice
 from hvd_async.protocols import Vector
 from hvd_async.stats import Stats, Tally
 from hvd_async.transit import Transit
+from hvd_async.whole import Whole
 from hvd_async.wire import Held, Round, Wire
 from hvd_async.worker import Worker
 
@@ -54,7 +58,7 @@ class EagerWorker(Worker):
         apply: Apply = lambda round_: None,
         emptied: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        super().__init__(engine, config, wire.members, wire.process_set_id, finish)
+        super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish)
         self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
         self._tally = Tally(wire.members or range(engine.size))
         self._transit = Transit(engine, wire, self._inbox.deliver, self._tally)
@@ -63,17 +67,18 @@ class EagerWorker(Worker):
         """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
         self._handed: set[int] = set()
         """Buckets of the step after this that have been handed over."""
+        self.whole = Whole()
         self._empty = False
         """Whether one of them was empty."""
         self._version = 0
         self._applied = [0] * config.buckets
         self._produced = [0] * config.buckets
-        self._rounds_applied = self._skipped = self._unreleased = 0
-        self._told: Hyper | None = None
-        """The hyperparameters that the coordinator knows of."""
+        self._rounds_applied = self._skipped = 0
         self._total_produced: int | None = None
         self._settled_at = 0
         """Steps at the last drain or cut."""
+        self.mend: int | None = None
+        """Of the last drain or cut: the rank whose weights all take over, since it was shown most rounds; or None."""
         self._at_cut: list[Held] | None = None
         """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
 
@@ -87,26 +92,28 @@ class EagerWorker(Worker):
     @property
     def ready(self) -> bool:
         """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
-        return (
-            self._inbox.agreed
-            and not self._announced
-            and self._version + len(self._inbox.ready) >= self._steps + self._base
-        )
+        return self._inbox.agreed and not self._announced and self._behind <= 0 and self.whole.fine
 
-    def _caught_up(self, round_: int) -> bool:
-        """Whether a round is here, applied or waiting."""
-        return self._version + len(self._inbox.ready) >= round_
+    @property
+    def _behind(self) -> int:
+        """Rounds that its steps have brought and its weights have not seen."""
+        return self._steps + self._base - self._version
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Buckets of the step that is under way that have been handed over."""
+        return frozenset(self._handed)
 
     @property
     def settled(self) -> bool:
         """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
         return self._steps == self._settled_at and not self._handed
 
-    def offer(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
-        """The first half of ``open``: tell the coordinator, do not wait for the others."""
-        if self._number is None:
-            self._told = hyper or []
-        super().offer(names, checksums, hyper)
+    def _check_able(self) -> None:
+        """Raise, if this rank can neither hand over nor apply."""
+        self.whole.check()
+        self.engine.check()
+        self._check_drained()
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -118,17 +125,28 @@ class EagerWorker(Worker):
             vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
         """
         number = self._opened_number()
-        self._check_drained()
+        self._check_able()
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
-        self._handed.add(bucket)
-        self.release()
-        version, step = self._version, self._steps + 1 + self._base
-        self._prepare(bucket, vector)
-        self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
+        with self.whole(f"bucket {bucket} could not be handed over"):
+            version, step = self._version, self._steps + 1 + self._base
+            self._prepare(bucket, vector)
+            self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
+            self._handed.add(bucket)
 
-    def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None) -> list[Round]:
+    def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
+        """As ``finish_step``, and apply the rounds, as the start or ``apply`` says; returns how many there were."""
+        rounds = self.finish_step(vectors, hyper)
+        count = len(rounds)
+        self._apply_all(rounds, apply or self._apply)
+        return count
+
+    def finish_step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None) -> list[Round]:
         """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
+
+        After a step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that one. What it is given is the same
+        gradient again, or one of weights that lack a round: it is left out, for no gradient counts twice, and none may
+        be later than was agreed.
 
         Args:
             vectors: by bucket, those that ``hand_over`` has not had; they belong to the worker from now on.
@@ -136,15 +154,30 @@ class EagerWorker(Worker):
             most: return no more rounds than this, though more may wait (user code sees one round at a time).
 
         Returns:
-            Rounds in order, to be applied one after the other; none if this step's round was applied before.
+            Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
+            applied before.
         """
         number = self._opened_number()
-        self._check_drained()
-        # A step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) was handed over all the same: its round comes first.
-        self._await(lambda: self._caught_up(self._steps + self._base))
-        if sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
+        self._check_able()
+        if self._behind > 0:
+            notice(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
+        elif sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
-        self.release()
+        else:
+            with self.whole("a step could not be handed over"):
+                self._hand_in(number, vectors, hyper)
+        self._await(lambda: len(self._inbox.ready) >= self._behind)
+        with self.whole("a step could not be ended"):
+            self._uncount()
+            rounds = self._inbox.waiting(most)
+            if self.config.pace == "rounds":
+                taken = Took(number, self._version + len(rounds))
+                self._base = taken.version - self._steps
+                self.engine.post(lambda: self.engine.send(taken))
+        return rounds
+
+    def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
+        """Hand over what is left of this step."""
         version, step = self._version, self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
@@ -152,7 +185,6 @@ class EagerWorker(Worker):
         self._steps, self._skipped = self._steps + 1, self._skipped + self._empty
         self._handed.clear()
         self._empty = False
-
         told, self._told = None if hyper == self._told else hyper, hyper
 
         def hand_over() -> None:
@@ -161,14 +193,6 @@ class EagerWorker(Worker):
                 self._arrive(number, bucket, vector, version, step)
 
         self.engine.post(hand_over)
-        self._await(lambda: self._caught_up(step))
-        self._uncount()
-        rounds = self._take(most)
-        if self.config.pace == "rounds":
-            taken = Took(number, self._version)
-            self._base = self._version - self._steps
-            self.engine.post(lambda: self.engine.send(taken))
-        return rounds
 
     def _prepare(self, bucket: int, vector: Vector | None) -> None:
         """Count what is about to be handed over."""
@@ -185,18 +209,60 @@ class EagerWorker(Worker):
             self._produced[bucket] -= 1
         self._skipped += bool(emptied)
 
+    # -- applying rounds (training thread) --------------------------------------------------------------------
+
+    def _apply_all(self, rounds: list[Round], apply: Apply) -> None:
+        rounds.reverse()
+        while rounds:  # (one that is applied need not be held while the others are)
+            with self.applying(rounds[-1]):
+                apply(rounds.pop())
+
+    @contextlib.contextmanager
+    def applying(self, round_: Round) -> Iterator[None]:
+        """Around the application of the round that is next: afterwards it counts as applied."""
+        self.begin(round_)
+        try:
+            yield
+        except BaseException as error:
+            self.whole.fail(error)
+            raise
+        self.end()
+
+    def begin(self, round_: Round) -> None:
+        """As the beginning of ``applying``, where it is no block of code. ``end`` follows."""
+        self.whole.begin(f"round {round_.index} could not be applied")
+
+    def end(self) -> None:
+        """The round that is next has been applied."""
+        round_ = self._inbox.take()
+        if self._transit.timeline is not None:
+            self._transit.timeline.applied(self._opened_number(), round_.index, time.monotonic())
+        self._version = round_.index
+        self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
+        self._rounds_applied += round_.gradients > 0
+        self._tally.hold(-sum(self.wire.nbytes))
+        self.whole.end()
+
     # -- draining (training thread) ---------------------------------------------------------------------------
 
     def check_done(self) -> None:
         """Raise, if this rank cannot be done now.
 
         Raises:
-            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow.
+            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
+                broken off half-way.
         """
+        self.whole.check()
         if self._handed:
             raise ReplicaStateError(
-                "backward() has handed gradients over and no step() has followed: call optimizer.step() before this"
+                f"{self.label}: backward() has handed gradients over and no step() has followed: call "
+                f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
             )
+
+    def _say_done(self, flush: bool) -> None:
+        self.engine.check()
+        with self.whole("a drain could not be begun"):
+            super()._say_done(flush)
 
     def _counts(self) -> list[int]:
         self._uncount()
@@ -233,25 +299,37 @@ class EagerWorker(Worker):
             ReplicaMismatchError: the ranks did not fit together.
         """
         self._check_refused()
-        rounds = deque(self._take(None))
-        while rounds:
-            self._apply(rounds.popleft())
-        self.release()
+        self.whole.check()
+        self._apply_all(self._inbox.waiting(), self._apply)
         return self._inbox.complete(self._version)
 
-    def conclude(self, flush: bool) -> None:
+    def announce(self, flush: bool) -> None:
+        """As the worker's; at the process's end also between backward() and step()."""
+        if self._handed:
+            notice(
+                f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
+                f"were handed over to the last round"
+            )
+        super().announce(flush)
+
+    def conclude(self) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
         binding end it."""
-        drained = self._take_drained()
-        self._settled_at = self._steps
-        self._base = drained.rounds - self._steps
-        self._total_produced = max(drained.produced)
+        with self.whole("a drain could not be ended"):
+            drained = self._take_drained()
+            self._settled_at, self.shown, self.mend = self._steps, 0, drained.mend
+            self._base = drained.rounds - self._steps
+            self._total_produced = max(drained.produced)
         if drained.flushed and self._applied != drained.produced:
             raise GradientLossError(
                 f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
                 f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
             )
-        self._end(flush)
+        self._end(drained.flushed)
+
+    def discard_results(self) -> None:
+        """Rounds that come from now on are applied nowhere here."""
+        self._inbox.discard()
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
@@ -292,24 +370,6 @@ class EagerWorker(Worker):
             wait_s=self._wait_s,
         )
 
-    def _take(self, most: int | None) -> list[Round]:
-        rounds = self._inbox.take(most)
-        self.release()
-        self._unreleased = len(rounds) * sum(self.wire.nbytes)
-        for round_ in rounds:
-            if self._transit.timeline is not None:
-                self._transit.timeline.applied(self._opened_number(), round_.index, time.monotonic())
-            self._version = round_.index
-            self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
-            self._rounds_applied += round_.gradients > 0
-        return rounds
-
-    def release(self) -> None:
-        """The rounds that were taken last have been applied: they are no longer counted as held."""
-        if self._unreleased:
-            self._tally.hold(-self._unreleased)
-            self._unreleased = 0
-
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
@@ -317,13 +377,15 @@ class EagerWorker(Worker):
             self._transit.add(bucket, vector, version)
         self.engine.send(Arrived(number, bucket, step))
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case Go():
                 self._transit.go(command)
             case Settle(_, round_, hyper):
                 self._transit.settle(round_, hyper)
+            case ReportReceived():
+                self.engine.send(Received(command.optimizer, command.call, list(self._transit.landed)))
             case Drained():
                 held = [] if command.flushed else self._transit.pending()
                 self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)

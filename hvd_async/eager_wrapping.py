@@ -7,10 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.events import Hyper
 from hvd_async.lifecycle import Lifecycle
+from hvd_async.notices import notice
 from hvd_async.sharers import Sharers
 from hvd_async.stats import Stats
 from hvd_async.wire import Held, Round
@@ -20,31 +24,49 @@ from hvd_async.wrapping import Wrapped, WrapperState
 class EagerState(WrapperState):
     """As ``WrapperState``.
 
+    Args:
+        lifecycle: of the binding.
+        sharers: the ranks that share the optimizer.
+        config: as the user has it, of ``EagerConfig`` but for the number of buckets.
+        late_cap_mb: MiB of rounds that may wait for a late rank.
+
     Attributes:
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
+        config: of ``EagerConfig``, but for the number of buckets.
     """
 
     worker: EagerWorker | None
+    config: dict[str, Any]
 
-    def __init__(self, lifecycle: Lifecycle, sharers: Sharers) -> None:
+    def __init__(self, lifecycle: Lifecycle, sharers: Sharers, config: dict[str, Any], late_cap_mb: float) -> None:
         super().__init__(lifecycle, sharers)
+        self.config = config
         self.restored: list[Held] | None = None
+        self._late_cap_mb, self._said = late_cap_mb, False
+
+    def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
+        """What the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than memory for
+        late rounds allows."""
+        config = EagerConfig(**self.config, buckets=len(nbytes))
+        rounds = self._late_cap_mb * 2**20 / max(1, sum(nbytes))
+        if config.quorum == "all" or config.max_staleness + 1 <= rounds:
+            return config
+        lowered = max(0, int(rounds) - 1)
+        if self.index == 0 and not self._said and lowered < config.max_staleness:
+            self._said = True
+            notice(
+                f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
+                f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
+            )
+        return msgspec.structs.replace(config, max_staleness=lowered)
 
     @property
     def met(self) -> EagerWorker | None:
         """The worker, if gradients can be handed over to it now: the ranks have met and all is well."""
         worker = self.worker
-        fine = worker is not None and worker.ready and not worker.engine.replaced and self.broken is None
+        fine = worker is not None and worker.ready and not worker.engine.replaced
+        fine = fine and self.broken is None and not self.discarded
         return worker if fine else None
-
-    @contextlib.contextmanager
-    def applying(self, round_index: int) -> Iterator[None]:
-        """Around the application of a round: if it fails, this rank's weights are no longer the others'."""
-        try:
-            yield
-        except BaseException as error:
-            self.broken = f"round {round_index} could not be applied: {type(error).__name__}: {error}"
-            raise
 
 
 class EagerWrapped(Wrapped):
@@ -55,6 +77,16 @@ class EagerWrapped(Wrapped):
         """What this rank's optimizer has done so far."""
         worker: EagerWorker | None = self._async.worker
         return Stats() if worker is None else worker.stats()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The algorithm in force, "eager", and its settings."""
+        state = self._async
+        given = {
+            name: state.config[name] if state.worker is None else getattr(state.worker.config, name)
+            for name in state.config
+        }
+        return {"algorithm": "eager", **given}
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -78,21 +110,37 @@ class EagerWrapped(Wrapped):
         """Apply a round."""
         raise TypeError(f"{type(self).__name__} does not say how a round is applied")
 
+    def _async_worker(self) -> EagerWorker:
+        """As ``Wrapped``'s; raises as well, if a round was half applied here."""
+        worker: EagerWorker = super()._async_worker()
+        worker.whole.check()
+        return worker
+
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
         reference = weakref.ref(self)
 
         def apply(round_: Round) -> None:
             optimizer = reference()
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
-                optimizer._async_worker()  # raises if this rank's replica is none any more
                 optimizer._async_apply(round_)
 
         return self._async_new_worker(engine, finish, apply)
 
-    def _async_offer_to(self, worker: EagerWorker) -> None:
+    def _async_offer_to(self, worker: EagerWorker, number: int | None) -> None:
         if self._async.restored is not None:
             worker.restore(self._async.restored)
-        worker.offer(*self._async_fingerprint(), self._async_hyper())
+        worker.offer(*self._async_fingerprint(), self._async_hyper(), number)
+
+    def _async_names(self) -> list[str]:
+        return self._async_fingerprint()[0]
+
+    def _async_check_replicas(self, worker: EagerWorker) -> None:
+        """At the end of a drain. (Something may have been changed on one rank alone.) A collective.
+
+        Raises:
+            ReplicaMismatchError: replicas differ.
+        """
+        worker.compare(*self._async_fingerprint(), "drain()")
 
     def _async_met(self) -> None:
         self._async.restored = None
@@ -114,12 +162,7 @@ class EagerWrapped(Wrapped):
             held = worker.pending()
             synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
             if not worker.settled and not synchronous:
-                pending = max((len(versions) for _, versions in held), default=0)
-                raise ReplicaStateError(
-                    f"gradients are on their way: {pending} of this rank's would be lost by saving its state now, and "
-                    f"other ranks' too. Call drain() on every rank first and save rank 0's state, or call cut() on "
-                    f"every rank and save every rank's."
-                )
+                raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version
         return {
             "size": state.size,
@@ -171,3 +214,16 @@ class EagerWrapped(Wrapped):
     @staticmethod
     def _async_nothing_pending(worker: EagerWorker) -> bool:
         return not any(versions for _, versions in worker.pending())
+
+
+def _would_be_lost(own: int) -> str:
+    """Why a state is not saved while gradients are on their way, ``own`` of them this rank's."""
+    whose = (
+        f"{own} of this rank's would be lost by saving its state now, and other ranks' too"
+        if own
+        else "other ranks may have some, which would be lost by saving this rank's state now"
+    )
+    return (
+        f"gradients are on their way: {whose}. Call drain() on every rank first and save rank 0's state, or call cut() "
+        f"on every rank and save every rank's."
+    )

@@ -53,6 +53,10 @@ class RankLostError(HvdAsyncError):
         super().__init__(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
 
 
+class CollectiveFailedError(HvdAsyncError):
+    """Horovod has failed on some rank although all ranks are there: nobody is known to be to blame."""
+
+
 class WaitTimeoutError(HvdAsyncError):
     """The opt-in limit on waiting (``HVD_ASYNC_TIMEOUT``, s) ran out while every rank was still alive."""
 

@@ -1,8 +1,7 @@
 """The messages of the control plane: what ranks tell the coordinator, and what it commands.
 
-All are frozen msgspec structs; ``encode``/``decode_event``/``decode_command`` are the wire format (MessagePack). The
-sender of an event is known from its authenticated connection, so no event names its own rank.
-A leaf module: it imports nothing of the package.
+All are frozen msgspec structs; ``codec`` has their wire format. The sender of an event is known from its authenticated
+connection, so no event names its own rank.
 
 Terms (the same everywhere): a *step* is a rank's own count of ``opt.step()``; a *round* one partial allreduce of the
 whole model; a *bucket* a flat buffer of some parameters' gradients. Steps and rounds are numbered from 1.
@@ -10,107 +9,19 @@ whole model; a *bucket* a flat buffer of some parameters' gradients. Steps and r
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-Hyper: TypeAlias = list[dict[str, Any]]
+from hvd_async.configs import EagerConfig, GossipConfig, LeaderConfig, Standing
+from hvd_async.end_messages import EndCommand, EndEvent, RegisterOptimizer
+
+Number: TypeAlias = bool | int | float | None
+if TYPE_CHECKING:
+    Hyper: TypeAlias = list[dict[str, Any]]  # (bindings know by its name what a value is)
+else:
+    Hyper = list[dict[str, Number | list[Number]]]
 """Hyperparameters of a round: one dictionary (name -> number, bool, None or list of numbers) per parameter group."""
-
-
-class EagerConfig(msgspec.Struct, frozen=True, tag=True):
-    """What all ranks of a partial allreduce must have in common before the first round.
-
-    Attributes:
-        quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
-        max_staleness: rounds.
-        grace: seconds to wait for more ranks once the quorum is there.
-        seed: of majority's initiator draw.
-        buckets: how many buckets a round has.
-        pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
-    """
-
-    quorum: str | int | float
-    max_staleness: int
-    grace: float
-    seed: int
-    buckets: int
-    pace: str = "steps"
-
-    @property
-    def counts(self) -> int:
-        """How many numbers ``Done.produced`` has."""
-        return self.buckets
-
-
-class GossipConfig(msgspec.Struct, frozen=True, tag=True):
-    """What all ranks that gossip must have in common before the first exchange.
-
-    Attributes:
-        algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
-        graph: the topology's name, and a digest of its edges and their weights.
-        neighbours: of each rank (by its place among those that share the optimizer); AD-PSGD alone needs them here.
-        max_staleness: steps (OSGP).
-        max_local_steps: steps a rank may take between two averagings (AD-PSGD).
-        average_every: steps between two averages over all ranks; 0: never.
-        compression: how messages travel.
-        local_size: ranks that are averaged before they gossip; 1: none.
-    """
-
-    algorithm: str
-    graph: str
-    neighbours: list[list[int]] = []
-    max_staleness: int = 0
-    max_local_steps: int = 0
-    average_every: int = 0
-    compression: str = "none"
-    local_size: int = 1
-
-    @property
-    def counts(self) -> int:
-        """As ``EagerConfig.counts``: steps."""
-        return 1
-
-
-class Standing(msgspec.Struct, frozen=True):
-    """How it stands between ranks that follow a leader, at a drain or cut.
-
-    Attributes:
-        leader: the rank whose mean loss is the lowest; the lowest-numbered where none is known.
-        steps: since the last pull that was due, of each group of the ranks and, last, of all.
-        means: mean losses by place; None where there is none that is finite.
-    """
-
-    leader: int
-    steps: list[int]
-    means: list[float | None]
-
-
-class LeaderConfig(msgspec.Struct, frozen=True, tag=True):
-    """What all ranks that follow a leader must have in common before the first pull.
-
-    Attributes:
-        algorithm: "lsgd" or "easgd".
-        groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
-        local_period, global_period: pulls are due when the ranks have taken so many steps each, on the average: of a
-            group towards its leader, of all towards the global leader or the centre.
-        settings: what else must be the same, for people and for comparison: strengths of the pulls and the like.
-        buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
-        standing: of an earlier run's cut, if this one goes on from there.
-    """
-
-    algorithm: str
-    groups: list[list[int]]
-    local_period: int
-    global_period: int
-    settings: str
-    buffers: str = "local"
-    standing: Standing | None = None
-
-    @property
-    def counts(self) -> int:
-        """As ``EagerConfig.counts``: steps."""
-        return 1
 
 
 # -- events: rank -> coordinator ------------------------------------------------------------------------------
@@ -163,8 +74,23 @@ class Took(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have come back to this engine."""
+
+    optimizer: int
+    call: int
+    landed: list[int]
+
+
 class Offered(msgspec.Struct, frozen=True, tag=True):
     """This rank has a message for other ranks, ``key`` of its own; its engine holds it until an exchange takes it."""
+
+    optimizer: int
+    key: int
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """This rank has no message of its step ``key``, in which others may have some."""
 
     optimizer: int
     key: int
@@ -207,17 +133,23 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True):
     """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened (of
-    gossip: its steps)."""
+    gossip: its steps). Its user code has seen ``shown`` rounds before they were applied since the last drain or cut."""
 
     optimizer: int
     produced: list[int]
     flush: bool = True
+    shown: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank is ending on an error."""
+    """This rank is ending on an error; ``horovod``: on one of Horovod's, which says nothing of whose fault it is."""
 
     error: str
+    horovod: bool = False
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """The answer to ``CallRoll``."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
@@ -275,6 +207,13 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
     hyper: Hyper
 
 
+class ReportReceived(msgspec.Struct, frozen=True, tag=True):
+    """A round is long on its way: say at once that what was commanded before is submitted."""
+
+    optimizer: int
+    call: int
+
+
 class Exchange(msgspec.Struct, frozen=True, tag=True):
     """Submit an exchange, with this rank's part of it: ``mail`` as (sender, key), ``pairs`` of ranks to be averaged."""
 
@@ -318,7 +257,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
 
     ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``standing``:
-    of ranks that follow a leader.
+    of ranks that follow a leader. ``whole``: whether every rank that has stepped since the last drain still has the
+    optimizer, now and at the last drain. ``mend``: the rank whose weights to take over, where user code has seen most
+    rounds. ``gone``: ranks that have the optimizer no more, and take no step from now on.
     """
 
     optimizer: int
@@ -327,6 +268,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     last: int
     flushed: bool = True
     standing: Standing | None = None
+    whole: bool = True
+    mend: int | None = None
+    gone: list[int] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -345,41 +289,39 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     context: str
 
 
+class CallRoll(msgspec.Struct, frozen=True, tag=True):
+    """Horovod has failed on some rank: say that you are ``Here``."""
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """Horovod has failed, and the job cannot go on, although no rank is known to be lost. ``problem`` says why."""
+
+    problem: str
+
+
 class Bye(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
 OptimizerEvent: TypeAlias = (
-    Opened | Stepped | Arrived | Took | Offered | Wanted | Starved | Averaged | Iterated | Landed | Done
+    Opened
+    | Stepped
+    | Arrived
+    | Took
+    | Received
+    | Offered
+    | Passed
+    | Wanted
+    | Starved
+    | Averaged
+    | Iterated
+    | Landed
+    | Done
+    | EndEvent
 )
-Event: TypeAlias = Hello | OptimizerEvent | Failed | Leaving
-OptimizerCommand: TypeAlias = Agreed | Go | Settle | Exchange | Average | Pull | Retired | Drained | Refused
-Command: TypeAlias = Welcome | OptimizerCommand | Lost | Bye
-
-DecodeError = msgspec.DecodeError
-_encoder = msgspec.msgpack.Encoder()
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-
-
-def encode(message: Event | Command) -> bytes:
-    """The message's wire form."""
-    return _encoder.encode(message)
-
-
-def decode_event(data: bytes) -> Event:
-    """The event in ``data``.
-
-    Raises:
-        DecodeError: it is none.
-    """
-    return _events.decode(data)
-
-
-def decode_command(data: bytes) -> Command:
-    """The command in ``data``.
-
-    Raises:
-        DecodeError: it is none.
-    """
-    return _commands.decode(data)
+Event: TypeAlias = Hello | OptimizerEvent | Failed | Here | Leaving
+OptimizerCommand: TypeAlias = (
+    Agreed | Go | Settle | ReportReceived | Exchange | Average | Pull | Retired | Drained | Refused | EndCommand
+)
+"""For an optimizer that the rank has registered."""
+Command: TypeAlias = Welcome | OptimizerCommand | RegisterOptimizer | Lost | CallRoll | Broken | Bye

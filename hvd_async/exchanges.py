@@ -9,7 +9,9 @@ The laws it keeps:
    long.)
 2. *In order.* A rank's messages go in the order in which it offered them, one an exchange; of several ranks' those of
    the earliest step alone, since in one step of a graph nobody gets more than others, and ranks fall into step so.
-   (Not where hosts gossip: their messages of one step are of three stages.)
+   (Not where hosts gossip: their messages of one step are of three stages.) None goes that is more than ``AHEAD``
+   sending steps beyond the slowest active rank, since they would pile up where that one sleeps. A rank that has none of
+   a step says so: it takes no part in the exchange, and is not waited for.
 3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
    waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
    exchange at the most. So nobody waits for a neighbour that computes.
@@ -29,17 +31,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_async.configs import GossipConfig
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Average,
     Averaged,
     Command,
     Exchange,
-    GossipConfig,
     Landed,
     Offered,
     Opened,
     OptimizerEvent,
+    Passed,
     Retired,
     Starved,
     Wanted,
@@ -48,6 +51,8 @@ from hvd_async.machine import Machine
 
 SMOOTHING = 0.2
 """Of the running mean of how long an exchange takes."""
+AHEAD = 8
+"""Sending steps."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,9 @@ class Exchanges(Machine[GossipConfig]):
         self._wants: dict[int, float] = {}
         """Ranks that want to be averaged, in order, and since when."""
         self._gone: dict[int, int] = {}
-        """The last message of each rank that went, since the last drain."""
+        """The last step of each rank that has no message here any more, since the last drain."""
+        self._told: dict[int, int] = {}
+        """The last step of which each rank has offered messages, or said that it has none, since the last drain."""
         self._starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
@@ -112,12 +119,23 @@ class Exchanges(Machine[GossipConfig]):
 
     def _begin(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
+        size = len(self.ranks)
+        fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
+        if config.algorithm == "adpsgd" and not fit:
+            raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
         return config
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case Offered(_, key):
-                self._offered(rank, event, key, now)
+                self._check_offer(rank, event, key)
+                self._offers[rank].append(_Offer(key, now))
+                self._told[rank] = key
+                self._starved.pop(rank, None)
+            case Passed(_, key):
+                self._check_offer(rank, event, key)
+                self._told[rank] = self._gone[rank] = key
+                self._starved.pop(rank, None)
             case Wanted():
                 self._wanted(rank, event, now)
             case Starved(_, seen):
@@ -134,15 +152,13 @@ class Exchanges(Machine[GossipConfig]):
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a gossip")
         return self._advance(now)
 
-    def _offered(self, rank: int, event: OptimizerEvent, key: int, now: float) -> None:
+    def _check_offer(self, rank: int, event: OptimizerEvent, key: int) -> None:
         if self._config is None:
             self._running(rank, event)
         elif rank in self._done and self._config.local_size == 1:  # (else its engine still serves its host)
             raise ProtocolError(f"rank {rank} offered message {key} although it is done")
         if any(offer.key == key for offer in self._offers[rank]):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
-        self._starved.pop(rank, None)
-        self._offers[rank].append(_Offer(key, now))
 
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
         if self._running(rank, event).algorithm != "adpsgd":
@@ -166,7 +182,7 @@ class Exchanges(Machine[GossipConfig]):
         commands = self._due_averages()
         group = self._group()
         waits = [self._offers[rank][0].at for rank in group] + list(self._wants.values())
-        if self._flight is not None or not waits:
+        if self._flight is not None or not waits or self._is_ahead(group):
             return commands
         there = self._accounted(group)
         since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
@@ -187,6 +203,14 @@ class Exchanges(Machine[GossipConfig]):
             return list(keys)
         earliest = min(keys.values(), default=0)
         return [rank for rank, key in keys.items() if key == earliest]
+
+    def _is_ahead(self, group: Sequence[int]) -> bool:
+        """Whether the messages of these ranks must wait for the slowest rank."""
+        assert self._config is not None
+        if not group or self._config.local_size > 1:
+            return False
+        slowest = min((self._told.get(rank, 0) for rank in self._active()), default=0)
+        return self._offers[group[0]][0].key > slowest + AHEAD * max(1, self._config.max_staleness)
 
     def _accounted(self, group: Sequence[int]) -> set[int]:
         """The ranks that are in the next exchange, or cannot be before it has landed."""
@@ -212,7 +236,7 @@ class Exchanges(Machine[GossipConfig]):
     def _next(self, now: float) -> Exchange | None:
         """The next exchange, of all that waits; None if nobody that waits has a partner."""
         mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
-        self._gone |= dict(mail)
+        self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in mail}
         pairs = self._pair()
         if not mail and not pairs:
             return None
@@ -246,6 +270,20 @@ class Exchanges(Machine[GossipConfig]):
         if any(rank in there for there in self._averages.values()):
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
+    def _forget(self, rank: int) -> None:
+        for there in self._averages.values():
+            there.pop(rank, None)
+        self._averages = {index: there for index, there in self._averages.items() if there}
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Its engine still ends exchanges, and serves its host."""
+        serves = isinstance(event, Landed) or (isinstance(event, Offered) and self._of_hosts)
+        return self._hear(rank, event, now) if serves else []
+
+    @property
+    def _of_hosts(self) -> bool:
+        return self._config is not None and self._config.local_size > 1
+
     def _retire(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # (others may not have opened: they are told when all have)
@@ -266,6 +304,7 @@ class Exchanges(Machine[GossipConfig]):
             assert exchange is not None
             commands.append(exchange)
         self._gone.clear()
+        self._told.clear()
         self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
         self._averages.clear()
         self._average = 0

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from hvd_async import leaders
+from hvd_async.configs import LeaderConfig, Standing
 from hvd_async.engine import Engine
-from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Command, Drained, Iterated, LeaderConfig, Pull, Standing
+from hvd_async.events import Drained, Iterated, OptimizerCommand, Pull
 from hvd_async.leaders import LossWindow, Strengths
 from hvd_async.protocols import Vector
 from hvd_async.pulls import ALL
@@ -75,10 +75,10 @@ class FollowWorker(Worker):
     ) -> None:
         if kept is not None:
             config = msgspec.structs.replace(config, standing=kept.standing)
-        super().__init__(engine, config, sharers.members, sharers.id, finish)
+        super().__init__(engine, config, sharers.members, sharers.process_set, sharers.id, finish)
         self.config, self._strengths, self._sharers = config, strengths, sharers
         self.receiver = Receiver(engine, config, strengths, sharers, group_set)
-        self._losses = LossWindow(window)
+        self._losses, self._window = LossWindow(window), window
         self._centre: Vector = None
         """EASGD's at the last drain or cut, before anybody went on."""
         self._leader = sharers.ranks[0]
@@ -88,6 +88,8 @@ class FollowWorker(Worker):
         """Steps of all ranks until the last drain."""
         self._brought = brought if kept is None else kept.steps
         """Steps before this worker's first."""
+        self._recorded = self._brought
+        """Steps of this rank before its last loss."""
         self._step, self._before = 0, self._brought
         """Steps since the last drain or cut, and before it."""
         self._waited = 0.0
@@ -116,6 +118,7 @@ class FollowWorker(Worker):
     def record_loss(self, loss: float) -> None:
         """The training loss of this step."""
         self._losses.record(loss)
+        self._recorded = self.steps
 
     def check_step(self) -> None:
         """Raise, if no step can be taken now; before one changes any weight.
@@ -181,7 +184,8 @@ class FollowWorker(Worker):
             strengths = self._strengths.now(step)
             x = self._pulled(x, come, strengths) if come.fresh else self._near(x, come, strengths)
         self.receiver.show(x, step)
-        self.send(Iterated(self._opened_number(), self._losses.mean))
+        old = step - self._recorded > self._window  # (what is not told again grows old at the coordinator)
+        self.send(Iterated(self._opened_number(), None if old else self._losses.mean))
         return x
 
     def _pulled(self, x: Vector, come: Come, strengths: dict[str, float]) -> Vector:
@@ -234,8 +238,8 @@ class FollowWorker(Worker):
         self._check_refused()
         return self._whole()
 
-    def conclude(self, flush: bool) -> None:
-        """All ranks are done: with ``flush``, let the binding put ``gather``'s weights into the model."""
+    def conclude(self) -> None:
+        """All ranks are done: in a drain, let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         assert drained.standing is not None
         assert self._done_at is not None
@@ -269,19 +273,13 @@ class FollowWorker(Worker):
         """
         if self.config.algorithm == "easgd":
             return self._centre
-        name = f"hvd_async.follow.{self._opened_number()}.leader"
-        return self.engine.broadcast(weights, self._leader, name, self._sharers.process_set)
+        return self.broadcast(weights, self._leader, "the leader's weights")
 
-    def orphaned(self) -> None:
-        """The optimizer is gone, and the others are at a drain.
-
-        Raises:
-            ReplicaStateError: always: its weights, and its batch-norm statistics, were theirs too.
-        """
-        raise ReplicaStateError(
-            f"rank {self.engine.rank}'s optimizer was deleted while other ranks went on with theirs: keep it until all "
-            f"have called drain()"
-        )
+    def discard_results(self) -> None:
+        """Pulls go on for the other ranks, and move nothing here."""
+        self.keep = None
+        self.receiver.withhold_statistics()
+        self.receiver.resume()
 
     @property
     def leader(self) -> int:
@@ -292,23 +290,20 @@ class FollowWorker(Worker):
         """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
         return self._kept
 
-    def retire(self) -> None:
-        """This worker is of no more use, after a drain."""
-        self.engine.unregister(self._opened_number())
-
     def stats(self) -> LeaderStats:
         """A snapshot."""
         return self.receiver.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case Pull():
                 self.receiver.pull(command)
             case Drained():
-                self.receiver.pause(command.rounds)
+                if not self.deleted:
+                    self.receiver.pause(command.rounds)
                 super().obey(command)
             case _:
                 super().obey(command)

@@ -43,7 +43,7 @@ class Giving:
         letters: what other ranks send.
 
     Attributes:
-        offered: steps whose messages were offered, ever.
+        offered: steps of which messages were offered, ever.
         short: whether an empty message has come since the last drain or cut.
     """
 
@@ -56,7 +56,7 @@ class Giving:
         self.short = False
 
     def offer(self, optimizer: int, step: int, phase: int, message: Vector, weight: float) -> Gift | None:
-        """Offer a step's messages; None if they take nothing with them.
+        """Offer a step's messages, if any rank has some then; None if they take nothing with them.
 
         Args:
             step: since the last drain or cut.
@@ -64,6 +64,8 @@ class Giving:
             message: what is sent, shape (n,); it must stay as it is until it has gone.
             weight: this rank's push-sum weight.
         """
+        if not self._plan.moves(phase):
+            return None
         out = [(to, p) for to, p in self._plan.out(self._place, phase) if step <= self._letters.last(to, step)]
         gift, data = None, None
         if out and weight < LEAST_WEIGHT and self._is_short(step):
@@ -72,7 +74,7 @@ class Giving:
             data, sent = self._known.encode(edge("out", self._plan, phase), message)
             gift = Gift(sent, sum(p for _, p in out), weight)
         letters = [Letter(to, data) for to, _ in out]
-        self.offered += 1
+        self.offered += bool(letters)
         self._engine.post(lambda: self._mail.offer(optimizer, step, letters, weight))
         return gift
 

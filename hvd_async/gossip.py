@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvd_async.averages import Averages
+from hvd_async.configs import GossipConfig
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
-from hvd_async.events import Average, Command, Drained, Exchange, GossipConfig, Retired, Starved
+from hvd_async.events import Average, Drained, Exchange, OptimizerCommand, Retired, Starved
 from hvd_async.giving import Gift, Giving, edge
-from hvd_async.knowledge import Knowledge
+from hvd_async.knowledge import Kept, Knowledge
 from hvd_async.letters import Letters, Message
 from hvd_async.mail import Mail, Post
 from hvd_async.plan import Plan
@@ -31,16 +32,6 @@ from hvd_async.worker import Worker
 
 WEIGHT_TOLERANCE = 1e-6
 """Relative, of the sum of push-sum weights."""
-
-
-class Kept(NamedTuple):
-    """What of a rank's gossip a checkpoint after ``cut()`` holds, beside its weights z."""
-
-    weight: float
-    copies: dict[str, Vector]
-    """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
-    base: int
-    """Steps since the last drain, of the rank that took most."""
 
 
 class GossipWorker(Worker):
@@ -58,7 +49,7 @@ class GossipWorker(Worker):
     """
 
     def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
-        super().__init__(engine, plan.config, post.members, post.process_set_id, finish)
+        super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
         self.config: GossipConfig = plan.config
         self.plan, self._post = plan, post
         self._ranks = post.members or tuple(range(engine.size))
@@ -72,8 +63,7 @@ class GossipWorker(Worker):
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
         self._base = self._longest = 0
-        """Steps between the last drain and the last cut, of the rank that took most of them at each cut, so that all
-        ranks count alike; and of that rank since (engine thread)."""
+        """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
         self._taken = self._aside = 0
         """Messages taken in, and left aside."""
         self._ahead = 0
@@ -91,8 +81,12 @@ class GossipWorker(Worker):
         self._waited_for = [0.0] * len(self._ranks)
         self._total = 0
         """Steps of all ranks until the last drain."""
+        self._all_mass = True
+        """Whether all ranks that have stepped since the last drain are in this one."""
         self.keep: object = None
         self.log: list[Any] | None = None
+        self._noted: list[tuple[int, int]] = []
+        """What the log has not told yet."""
 
     @property
     def weight(self) -> float:
@@ -138,14 +132,20 @@ class GossipWorker(Worker):
         """
         self._opened_number()
         self._check_drained()
-        # (a rank that waits for nobody must not run away from what it sends)
-        self._await(lambda: self._giving.offered - self._mail.gone <= 1 + self.config.max_staleness)
-        message = before if self.wants_before else after
+        late, sends_before, x = self.config.max_staleness > 0, self.wants_before, after
         self._step += 1
-        x = after if self.config.algorithm == "allreduce" else self._send(message, after)
-        self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
-        self._await_messages()
-        x = self._take_in(x)
+        if self.plan.moves(self._base + self._step):
+            # (a rank that waits for nobody must not run away from what it sends; OSGP: one message an edge under way)
+            self._await(lambda: self._giving.offered - self._mail.gone <= (0 if late else 1))
+        if late:  # all that others have sent at earlier steps comes in before more is given away
+            self._await_messages()
+            x = self._take_in(x, self._step - 1)
+        if self.config.algorithm != "allreduce":
+            x = self._send(before if sends_before else x, x)
+        if not late:
+            self._await_messages()
+        x = self._take_in(x, self._step)
+        self._note()
         if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
             x = self._average(x)
         if self._sends_ahead:
@@ -182,6 +182,7 @@ class GossipWorker(Worker):
             return f"messages of {ranks_text(self._ranks[place] for place in missing_now())} in step {self._step}"
 
         waited, missing_now = self._wait_s, self._letters.missing
+        self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
         if missing_now():
             self.engine.post(self._tell_starved)
         while missing := missing_now():
@@ -190,9 +191,9 @@ class GossipWorker(Worker):
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s
 
-    def _take_in(self, x: Vector, all_: bool = False) -> Vector:
-        """Mix in what has come, in one order: of senders' steps up to this one's, or ``all_``."""
-        messages = self._letters.take(all_)
+    def _take_in(self, x: Vector, until: int | None = None) -> Vector:
+        """Mix in what has come, in one order: of senders' steps up to ``until``, or all."""
+        messages = self._letters.take(until)
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
@@ -203,8 +204,14 @@ class GossipWorker(Worker):
             self._weight += p * weight
         self._taken += len(messages)
         if self.log is not None:
-            self.log.append((self._step, [(sender, step) for sender, step, weight, _ in messages if weight]))
+            self._noted += [(sender, step) for sender, step, weight, _ in messages if weight]
         return x
+
+    def _note(self) -> None:
+        """Record what was taken in since the last time."""
+        if self.log is not None:
+            self.log.append((self._step, self._noted))
+            self._noted = []
 
     def _average(self, x: Vector) -> Vector:
         """The mean of x and w over the ranks that are not done."""
@@ -234,9 +241,10 @@ class GossipWorker(Worker):
         self._check_refused()
         return self._whole()
 
-    def conclude(self, flush: bool) -> None:
+    def conclude(self) -> None:
         """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
+        self._all_mass = drained.whole
         total = sum(drained.produced)
         if total != self._total or (drained.flushed and not self._together):
             self._end(drained.flushed)  # (else nothing is to be done, and a rank's optimizer may be gone by now)
@@ -250,16 +258,11 @@ class GossipWorker(Worker):
         self._letters.restart()
         self.engine.post(self._mail.resume)
 
-    def orphaned(self) -> None:
-        """The optimizer is gone, and the others are at a drain or cut.
-
-        Raises:
-            ReplicaStateError: always: its weights were theirs too.
-        """
-        raise ReplicaStateError(
-            f"rank {self.engine.rank}'s optimizer was deleted while other ranks went on with theirs: keep it until all "
-            f"have called drain()"
-        )
+    def discard_results(self) -> None:
+        """Messages that come from now on are mixed into nothing; exchanges go on for the other ranks."""
+        self.keep = None
+        self._letters.discard()
+        self._mail.resume()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """In a drain or cut, after all messages have come: take them in; with ``flush``, average all ranks.
@@ -280,13 +283,16 @@ class GossipWorker(Worker):
             weights, left = self._end_ahead(weights)
         if not flush:
             if self._letters.come:  # (else the weights stay as they are, to the bit)
-                x = self._take_in(weights * self._weight, all_=True)
+                x = self._take_in(weights * self._weight)
+                self._note()
                 weights = x * (1.0 / self._weight)
             self._leave_aside(left)
             if self._uneven:  # which edges were left out is known at one end only: both start anew
                 self._known.forget_edges()
             return weights
-        z = self.consensus(self._take_in(weights * self._weight, all_=True))
+        x = self._take_in(weights * self._weight)
+        self._note()
+        z = self.consensus(x)
         self._weight = 1.0
         self._known.begin(z)
         return z
@@ -314,14 +320,16 @@ class GossipWorker(Worker):
         Args:
             x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
         """
-        size, name = len(self._ranks), f"hvd_async.gossip.{self._opened_number()}"
-        total = self.engine.sum(self._post.scalar(self._weight), f"{name}.weight", self._post.process_set)
-        if abs(float(total[0]) - size) > WEIGHT_TOLERANCE * size:
+        total = self.sum(self._post.scalar(self._weight), "the sum of push-sum weights")
+        size, weight = len(total.ranks), float(total.vector[0])
+        if not self._all_mass:  # a rank that was discarded took its share with it
+            return self.sum(x, "the average of all ranks").vector * (1.0 / weight)
+        if abs(weight - size) > WEIGHT_TOLERANCE * size:
             raise GradientLossError(
-                f"push-sum weights of {size} ranks sum to {float(total[0]):.9g}: messages were lost or counted twice. "
-                f"This is a bug in hvd_async; please report it with stats()."
+                f"{self.label}: push-sum weights of {size} ranks sum to {weight:.9g}: messages were lost or counted "
+                f"twice. This is a bug in hvd_async; please report it with stats()."
             )
-        return self.engine.sum(x, f"{name}.mean", self._post.process_set) * (1.0 / size)
+        return self.sum(x, "the average of all ranks").vector * (1.0 / size)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -334,10 +342,6 @@ class GossipWorker(Worker):
         self._known.restore(kept.copies)
         self._weight = kept.weight
         self._base, self._restored, self._together = kept.base, True, False
-
-    def retire(self) -> None:
-        """This worker is of no more use, after a drain."""
-        self.engine.unregister(self._opened_number())
 
     def stats(self) -> GossipStats:
         """A snapshot."""
@@ -359,7 +363,7 @@ class GossipWorker(Worker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case Exchange():
@@ -369,17 +373,17 @@ class GossipWorker(Worker):
             case Retired(_, rank, step):
                 self._letters.retire(self._ranks.index(rank), step)
             case Drained():
-                self._mail.pause(command.rounds)
+                if not self.deleted:
+                    self._mail.pause(command.rounds)
                 known, total = list(self._letters.retired.values()), command.produced[0]
                 steps = {*known, total - self._stepped - sum(known)}  # (all but the last have retired)
                 self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
-                self._letters.retired.clear()
+                self._letters.begin_anew(map(self._ranks.index, command.gone))
                 super().obey(command)
             case _:
                 super().obey(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        """A message has come."""
         self._letters.deliver(sender, key, weight, data)
 
     def _tell_starved(self) -> None:

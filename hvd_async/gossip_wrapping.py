@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.gossip import GossipWorker
 from hvd_async.hosts import HostWorker
+from hvd_async.knowledge import Kept
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.mail import Post
@@ -113,6 +114,13 @@ class GossipWrapped(LocalWrapped):
         raise TypeError(f"{type(self).__name__} does not say how its messages travel")
 
     # -- for users --------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
+        plan = self._async.plan
+        names = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        return {**{name: getattr(plan.config, name) for name in names}, "topology": plan.topology.name}
 
     def switch(self, **changes: Any) -> None:
         """Go on with other settings, from the average of all ranks. A collective, with a ``drain()`` at its start.

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Command, Retired
+from hvd_async.events import Drained, OptimizerCommand, Retired
 from hvd_async.giving import LEAST_WEIGHT
-from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.gossip import GossipWorker
+from hvd_async.knowledge import Kept
 from hvd_async.mail import Letter, Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -69,6 +70,8 @@ class HostWorker(GossipWorker):
         """Messages that were taken in before they had to be: (host, its step)."""
         self._parts: dict[int, dict[int, _Mass]] = {}
         """What came back, by step and owner."""
+        self._ended: Drained | None = None
+        """An end that this rank, whose optimizer is gone, has to come to by itself."""
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step, as ``GossipWorker.mix``; z is that of the whole host."""
@@ -107,13 +110,7 @@ class HostWorker(GossipWorker):
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """As ``GossipWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
-        with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
-            self._letters.come = {
-                (host, -i): self._letters.come[host, step] for i, (host, step) in enumerate(sorted(self._letters.come))
-            }
-            self._steps.clear()
-            self._had.clear()
-            self._mixed = 0
+        self._count_anew()
         if not flush:
             self._together = False
             self._split_up = bool(self._letters.come) or self._excess is not None
@@ -122,7 +119,39 @@ class HostWorker(GossipWorker):
         self._weights = [1.0] * len(self._locals)
         return z
 
-    def _take_in(self, x: Vector, all_: bool = False) -> Vector:
+    def _count_anew(self) -> None:
+        with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
+            self._letters.come = {
+                (host, -i): self._letters.come[host, step] for i, (host, step) in enumerate(sorted(self._letters.come))
+            }
+            self._steps.clear()
+            self._had.clear()
+            self._mixed = 0
+
+    def discard_results(self) -> None:
+        """This rank's optimizer is gone; its engine goes on with its part of the weights for the ranks of its host."""
+        self.keep, self._ended = None, self._inbox.drained
+        if self._ended is None:
+            self._mail.resume()
+        else:
+            self._end_without_optimizer()
+
+    def _end_without_optimizer(self) -> None:
+        """Once all exchanges of an end have landed: count steps anew, as ``conclude`` does where there is an optimizer.
+        (Else its host would wait for ever for steps that it counts on.)"""
+        ended = self._ended
+        if ended is None or self._mail.landed < ended.rounds:
+            return
+        self._ended = None
+        self._count_anew()
+        self._base = 0 if ended.flushed else self._base + self._longest
+        if ended.flushed:
+            with self.engine.changed:
+                self._letters.come.clear()
+        self._giving.short = False
+        self._mail.resume()
+
+    def _take_in(self, x: Vector, until: int | None = None) -> Vector:
         """Add what other hosts have sent, in a drain: to this rank's part of this rank's x."""
         x = self._with_leftover(x, keep=False)
         self._excess = None
@@ -172,12 +201,21 @@ class HostWorker(GossipWorker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         super().obey(command)
         match command:
             case Retired():
                 self._progress()
+            case Drained() if self.deleted:
+                self._mail.pause(command.rounds)
+                self._ended = command
+                self._end_without_optimizer()
+
+    def _tell_starved(self) -> None:
+        """An exchange has landed."""
+        super()._tell_starved()
+        self._end_without_optimizer()
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         step, stage = divmod(key, STAGES)
@@ -218,27 +256,30 @@ class HostWorker(GossipWorker):
 
     def _progress(self) -> None:
         """Do what can be done of the next step of the host."""
+        late = self.config.max_staleness > 0
         while (step := self._steps.get(self._mixed + 1)) is not None:
             number = self._mixed + 1
             if step.mass is None:
                 if any(self._active(place, number) and place not in step.given for place in self._locals):
                     return
-                if not step.given:
+                if not step.given or (late and self._lacks(number)):
                     return
                 step.mass = self._share(number, step)
-            mass = self._with_others(number, step.mass)
-            if mass is None:
+            if self._lacks(number):
                 return
-            self._give_back(number, step, mass)
+            self._give_back(number, step, self._with_others(step.mass, number, number))
             del self._steps[number]
             self._mixed = number
 
     def _share(self, number: int, step: _Step) -> _Mass:
-        """Add up what the ranks of the host have given, and send other hosts their share."""
+        """Add up what the ranks of the host have given, and send other hosts their share; OSGP: also of what they have
+        sent at earlier steps."""
         masses = [step.given[place] for place in sorted(step.given)]
         x, weight = masses[0].x + 0, masses[0].weight
         for mass in masses[1:]:
             x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
+        if self.config.max_staleness:
+            x, weight = self._with_others(_Mass(x, weight), number, number - 1)
         size = len(self._locals)
         receivers = [
             (host, p) for host, p in self.plan.out(self._host, self._base + number) if self._goes_on(host, number)
@@ -258,20 +299,24 @@ class HostWorker(GossipWorker):
             x = self._post.add(x, message, -given)
         return _Mass(x, weight * (1.0 - given))
 
-    def _with_others(self, number: int, mass: _Mass) -> _Mass | None:
-        """With what other hosts have sent; None while a message that has to be waited for is missing."""
+    def _lacks(self, number: int) -> bool:
+        """Whether a message is missing that a step has to wait for."""
         last = number - self.config.max_staleness  # (earlier ones were waited for in earlier steps)
-        for host, _ in self._into(self._host, last) if last > 0 else ():
-            if self._goes_on(host, last) and (host, last) not in self._letters.come and (host, last) not in self._had:
-                return None
+        return any(
+            self._goes_on(host, last) and (host, last) not in self._letters.come and (host, last) not in self._had
+            for host, _ in (self._into(self._host, last) if last > 0 else ())
+        )
+
+    def _with_others(self, mass: _Mass, number: int, until: int) -> _Mass:
+        """With what other hosts have sent, of their steps up to ``until``."""
         with self.engine.changed:
-            here = sorted(key for key in self._letters.come if key[1] <= number)
+            here = sorted(key for key in self._letters.come if key[1] <= until)
             come = [self._letters.come.pop(key) for key in here]
         x, weight = mass
         for (_, past), (own_weight, part) in zip(here, come, strict=True):
             x, weight = self._post.add(x, part, 1.0), weight + own_weight
             self._staleness[max(0, number - past)] += 1
-        self._had = {(host, past) for host, past in self._had.union(here) if past > last}
+        self._had = {(host, past) for host, past in self._had.union(here) if past >= number - self.config.max_staleness}
         self._taken += len(come)
         return _Mass(x, weight)
 

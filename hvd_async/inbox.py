@@ -28,14 +28,21 @@ class Inbox:
         self.agreed = False
         self.refused: str | None = None
         self.drained: Drained | None = None
+        self._discards = False
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def deliver(self, rounds: list[Round]) -> None:
         """Rounds, in order."""
         with self._changed:
-            self.ready.extend(rounds)
+            if not self._discards:
+                self.ready.extend(rounds)
             self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Keep nothing from now on: nobody takes it (engine thread, as ``deliver``, so without the lock)."""
+        self._discards = True
+        self.ready.clear()
 
     def tell(self, agreed: bool = False, refused: str | None = None, drained: Drained | None = None) -> None:
         """What the coordinator has said."""
@@ -53,16 +60,20 @@ class Inbox:
         return float("inf") if self.drained is None else self.drained.rounds
 
     def has_round(self) -> bool:
-        """Whether ``take`` would return one."""
+        """Whether ``waiting`` would return one."""
         return bool(self.ready) and self.ready[0].index <= self._last()
 
-    def take(self, most: int | None) -> list[Round]:
-        """Rounds that are waiting, ``most`` at the most."""
-        taken: list[Round] = []
+    def waiting(self, most: int | None = None) -> list[Round]:
+        """Rounds that are to be applied, ``most`` at the most. They stay here until they are: who is interrupted before
+        finds them again."""
         with self._changed:
-            while self.has_round() and (most is None or len(taken) < most):
-                taken.append(self.ready.popleft())
-        return taken
+            rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
+        return rounds if most is None else rounds[:most]
+
+    def take(self) -> Round:
+        """The first round, which has been applied."""
+        with self._changed:
+            return self.ready.popleft()
 
     def complete(self, version: int) -> bool:
         """Whether all ranks are done, and ``version`` has seen all rounds."""

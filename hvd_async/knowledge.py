@@ -6,11 +6,23 @@ left out is part of the next difference.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hvd_async.mail import Post
 from hvd_async.protocols import Vector
 
 EVERYWHERE = "everywhere"
 """What all ranks know: the weights that they began with, or that the last drain gave them."""
+
+
+class Kept(NamedTuple):
+    """What of a rank's gossip a checkpoint after ``cut()`` holds, beside its weights z."""
+
+    weight: float
+    copies: dict[str, Vector]
+    """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
+    base: int
+    """Steps since the last drain, of the rank that took most."""
 
 
 class Knowledge:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from hvd_async import leaders
+from hvd_async.configs import LeaderConfig, Standing
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.events import LeaderConfig, Standing
 from hvd_async.following import FollowWorker, Kept
-from hvd_async.leaders import Strengths
+from hvd_async.leaders import Strength, Strengths
 from hvd_async.lifecycle import Lifecycle
 from hvd_async.local_wrapping import LocalState, LocalWrapped
 from hvd_async.protocols import Vector
@@ -80,7 +80,9 @@ class LeaderState(LocalState):
                 _checked(name, given[name], callables=algorithm == "lsgd")
         if algorithm == "easgd" and given["alpha"] is None:
             given["alpha"] = given["beta"] / sharers.size
-        self.strengths = Strengths(**{name: given[name] for name in names})
+        self.given = {name: given[name] for name in names}
+        """Strengths, by name."""
+        self.strengths = Strengths(**self.given)
         self.window, self.spread = given.get("loss_window", 1), leaders.spread(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
@@ -95,10 +97,20 @@ class LeaderState(LocalState):
             global_period=given["global_period"],
             settings=", ".join(told),
             buffers=buffers,
+            loss_window=self.window,
+            local=_moves(self.strengths.local_pull, self.strengths.local_prox),
+            whole=_moves(self.strengths.alpha, self.strengths.beta)
+            if algorithm == "easgd"
+            else _moves(self.strengths.global_pull, self.strengths.global_prox),
         )
         self.stats_before = LeaderStats()
         self.steps_before = 0
         self.losses: list[Any] = []
+
+
+def _moves(*strengths: Strength) -> bool:
+    """Whether a pull of these strengths may change anything."""
+    return any(callable(strength) or strength != 0 for strength in strengths)
 
 
 def _resolved(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +162,13 @@ class LeaderWrapped(LocalWrapped):
         """Make batch-norm statistics those of a rank. A collective."""
         raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The algorithm in force and its settings; strengths that are functions of the step as they were given."""
+        state = self._async
+        names = ("algorithm", "groups", "local_period", "global_period", "buffers")
+        return {**{name: getattr(state.config, name) for name in names}, "loss_window": state.window, **state.given}
+
     def record_loss(self, loss: Any) -> None:
         """Say what this step's training loss was, before ``step()``: the lowest mean of the last ones leads.
 
@@ -198,10 +217,10 @@ class LeaderWrapped(LocalWrapped):
                     f"rank {rank} has {other.decode()}. Pass the same group on every rank."
                 )
 
-    def _async_offer_to(self, worker: FollowWorker) -> None:
+    def _async_offer_to(self, worker: FollowWorker, number: int | None) -> None:
         worker.keep = self
         worker.begin(self._async_read(), self._async_statistics())
-        worker.offer(*self._async_fingerprint(self._async.restored is not None))
+        worker.offer(*self._async_fingerprint(self._async.restored is not None), number=number)
 
     def _async_finish(self, worker: FollowWorker, flush: bool) -> None:
         super()._async_finish(worker, flush)

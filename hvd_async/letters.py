@@ -46,19 +46,32 @@ class Letters:
         """Messages that steps so far call for, and that were not taken yet. (The engine may be looking at it: it is
         replaced, never changed.)"""
         self._step = 0
+        self._discards = False
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def deliver(self, sender: int, step: int, weight: float, data: Vector) -> None:
         """One has come; whoever waits for it is told when all of its exchange are here."""
         with self._engine.changed:
-            self.come[sender, step] = (weight, data)
+            if not self._discards:
+                self.come[sender, step] = (weight, data)
+
+    def discard(self) -> None:
+        """Keep nothing from now on: nobody takes it."""
+        with self._engine.changed:
+            self._discards = True
+            self.come.clear()
 
     def retire(self, place: int, step: int) -> None:
         """A rank is done, after so many steps."""
         with self._engine.changed:
             self.retired[place] = step
             self._engine.changed.notify_all()
+
+    def begin_anew(self, gone: Iterable[int]) -> None:
+        """After an end: all go on but those that are ``gone`` (by place), to whom nothing may be sent."""
+        with self._engine.changed:
+            self.retired = dict.fromkeys(gone, 0)
 
     # -- both -------------------------------------------------------------------------------------------------
 
@@ -85,10 +98,10 @@ class Letters:
         self._step = step
         self._due = self._due | {(sender, step) for sender in senders}
 
-    def take(self, all_: bool) -> list[Message]:
-        """Those of senders' steps up to this one's, or ``all_``, in one order."""
+    def take(self, until: int | None) -> list[Message]:
+        """Those of senders' steps up to this one, or all, in one order."""
         with self._engine.changed:  # (else the engine might miss what was just taken)
-            found = self._pop(lambda step: all_ or step <= self._step)
+            found = self._pop(lambda step: until is None or step <= until)
             left = self._due.difference((message.sender, message.step) for message in found)
             self._due = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
         return found

@@ -90,6 +90,12 @@ class LocalWrapped(Wrapped):
             ReplicaStateError: an earlier step was broken off here.
         """
         self.cut()
+        with self._async_consensus():
+            yield
+
+    @contextlib.contextmanager
+    def _async_consensus(self) -> Iterator[None]:
+        """As ``consensus``, after a cut. A collective."""
         worker = self._async_worker()
         own, put_back = self._async_read(), self._async_keep_buffers()
         forgotten = False
@@ -118,13 +124,16 @@ class LocalWrapped(Wrapped):
         state, worker = self._async, self._async.worker
         if worker is not None:
             state.stats_before, state.rounds_before = self.stats(), self.rounds
-            worker.retire()
+            worker.delete()
             state.worker = None
 
-    def _async_offer_to(self, worker: Any) -> None:
+    def _async_offer_to(self, worker: Any, number: int | None) -> None:
         worker.keep = self
         worker.begin(self._async_read())
-        worker.offer(*self._async_fingerprint(self._async.restored is not None))
+        worker.offer(*self._async_fingerprint(self._async.restored is not None), number=number)
+
+    def _async_names(self) -> list[str]:
+        return self._async_fingerprint(self._async.restored is not None)[0]
 
     def _async_met(self) -> None:
         self._async.restored = None

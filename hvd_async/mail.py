@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvd_async.engine import Engine
-from hvd_async.events import Exchange, Landed, Offered
+from hvd_async.events import Exchange, Landed, Offered, Passed
 from hvd_async.protocols import Rows, Vector
 
 NAMES_IN_RING = 4
@@ -108,7 +108,10 @@ class Mail:
         """Of all exchanges here."""
 
     def offer(self, optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
-        """Have an exchange carry messages, one to a receiver, soon. (No letters: this rank holds nobody up.)"""
+        """Have an exchange carry messages, one to a receiver, soon; without any, only say that there are none."""
+        if not letters:
+            self._engine.send(Passed(optimizer, key))
+            return
         self._outbox[key] = _Outgoing(letters, weight)
         self._engine.send(Offered(optimizer, key))
 
@@ -172,7 +175,7 @@ class Mail:
             self.gone += any(sender == own for sender, _ in command.mail)
             # (To whom it goes knows when it has come. The sender's part is over when the system has taken it, which may
             # be at once, and then exchanges seem to take no time.)
-            if first in senders or (first == self._place[own] and not rows):
+            if first in senders:
                 self._engine.send(Landed(command.optimizer, command.round))
             self._after()
             self._try_held()

@@ -18,6 +18,10 @@ from hvd_async.topology import Topology
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 TOLERANCE = 1e-9
 SCHEMES = ("uniform", "metropolis")
+MOST_STEPS = 2000
+"""For which push-sum weights are followed."""
+STRIP = "pass topology=hvd_async.topology.from_networkx(graph)"
+"""What leaves a graph's weights out."""
 
 
 def uniform(topology: Topology, step: int) -> Matrix:
@@ -66,6 +70,41 @@ def matrices(topology: Topology, scheme: str) -> list[Matrix]:
         raise ValueError(f"mixing={scheme!r} is not known: take one of {', '.join(map(repr, SCHEMES))}")
     make = uniform if scheme == "uniform" else metropolis
     return [make(topology, step) for step in range(topology.period)]
+
+
+def of_networkx(graph: Any) -> Matrix | None:
+    """The matrix that a networkx graph's edge weights are, as of BlueFog's graphs: W[i, j] of the edge from j to i, of
+    an undirected one both. A rank keeps the weight of its edge to itself; without such edges, what it does not send.
+
+    Returns:
+        Shape (P, P), float64; None if no edge has a weight, or all have 1, which is networkx's default.
+
+    Raises:
+        ValueError: some edges have a weight and others none, or a rank gives away more or less than it has.
+    """
+    edges = [(int(a), int(b), weight) for a, b, weight in graph.edges(data="weight")]
+    if all(weight is None or weight == 1 for _, _, weight in edges):
+        return None
+    bare = [(a, b) for a, b, weight in edges if weight is None]
+    if bare:
+        raise ValueError(
+            f"the edge {bare[0]} has no weight, and others have one: edge weights are mixing weights; give all edges "
+            f"one, or none ({STRIP})"
+        )
+    weights = np.zeros((len(graph), len(graph)))
+    for a, b, weight in edges:
+        weights[b, a] += weight
+        if a != b and not graph.is_directed():
+            weights[a, b] += weight
+    if not any(a == b for a, b, _ in edges):
+        np.fill_diagonal(weights, 1.0 - weights.sum(axis=0))
+    try:
+        check_columns(weights)
+    except ValueError as error:
+        raise ValueError(
+            f"edge weights of a networkx graph are mixing weights: {error} (to leave them out, {STRIP})"
+        ) from None
+    return weights
 
 
 # -- checks ---------------------------------------------------------------------------------------------------
@@ -133,6 +172,27 @@ def _check_sums(sums: Matrix, verb: str, part: str) -> None:
         raise ValueError(
             f"mixing matrix: rank {int(wrong[0])} {verb} {sums[wrong[0]]:.6g} in all; every {part} must sum to 1"
         )
+
+
+def least_weight(weights: Sequence[Matrix], overlap: bool = False) -> float:
+    """The lowest push-sum weight at which a rank computes a gradient, where all ranks begin with 1 and all messages of
+    a step are there before the next ones go: the optimizer's step in z = x / w is at most 1 / that times its own.
+
+    Args:
+        weights: a matrix a phase, columns sum to 1.
+        overlap: whether it computes while what it has given away is not made up for yet (OSGP).
+    """
+    least, w = 1.0, np.ones(len(weights[0]))
+    for _ in range(-(-MOST_STEPS // len(weights))):
+        begin = w
+        for each in weights:
+            if overlap:
+                least = min(least, float((w * each.diagonal()).min()))
+            w = each @ w
+            least = min(least, float(w.min()))
+        if np.abs(w - begin).max() < TOLERANCE:  # periods repeat from here on
+            break
+    return least
 
 
 # -- how fast ranks agree -------------------------------------------------------------------------------------

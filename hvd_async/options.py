@@ -17,26 +17,28 @@ def check_eager_options(
     max_staleness: int,
     grace: float,
     buffers: str,
-    size: int,
+    ranks: int,
     *,
     bucket_cap_mb: float = 25.0,
+    late_cap_mb: float = 4096.0,
     pace: str = "steps",
     nonfinite: str = "skip",
 ) -> None:
-    """Refuse what no eager optimizer at ``size`` ranks can have.
+    """Refuse what no eager optimizer at so many ranks can have.
 
     Raises:
         ValueError: with a hint.
     """
-    check_quorum(quorum, size)
+    check_quorum(quorum, ranks)
     if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
         raise ValueError(
             f"max_staleness={max_staleness!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
         )
     if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
         raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a size in MiB: take a number above 0, 25 is usual")
+    for name, size, usual in (("bucket_cap_mb", bucket_cap_mb, 25), ("late_cap_mb", late_cap_mb, 4096)):
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+            raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
     for name, value, known in (
         ("buffers", buffers, BUFFERS),
         ("pace", pace, PACES),

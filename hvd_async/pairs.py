@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 
 from hvd_async.engine import Engine
-from hvd_async.events import Command, Drained, Exchange, Retired, Wanted
-from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.events import Drained, Exchange, OptimizerCommand, Retired, Wanted
+from hvd_async.gossip import GossipWorker
+from hvd_async.knowledge import Kept
 from hvd_async.mail import Post
 from hvd_async.plan import Plan
 from hvd_async.protocols import Vector
@@ -113,7 +114,7 @@ class PairWorker(GossipWorker):
             self._asked = True
             self.engine.send(Wanted(self._opened_number()))
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case Exchange(_, _, _, pairs):
@@ -126,7 +127,8 @@ class PairWorker(GossipWorker):
                     self._left.discard(self._ranks.index(rank))
                     self.engine.changed.notify_all()
             case Drained():
-                self._left = set(self.plan.topology.neighbours(self._place))
+                gone = set(map(self._ranks.index, command.gone))
+                self._left = set(self.plan.topology.neighbours(self._place)) - gone
                 self._owed, self._asked = 0, False
                 super().obey(command)
             case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,18 @@ from typing import Any
 import numpy as np
 
 from hvd_async import mixing, topology
-from hvd_async.events import GossipConfig
+from hvd_async.configs import GossipConfig
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
 
 DIRECTED = ("sgp", "osgp")
 SYMMETRIC = ("dpsgd", "adpsgd")
 ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
+LEAST_WEIGHT, LOW_WEIGHT = 0.025, 0.1
+"""Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
+1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
+MOST_COPIES = 32
+"""Vectors of weights that a rank keeps for 8-bit differences."""
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
 DEFAULTS: Mapping[str, Any] = {
     "graph": None,
@@ -66,9 +72,23 @@ class Plan:
     topology: Topology
     matrices: tuple[Matrix, ...]
 
+    @property
+    def every(self) -> int:
+        """Steps from one in which messages go to the next. OSGP sends each ``max_staleness`` steps, when those sent
+        before have come: with more under way a rank would give itself away, and z = x / w run off."""
+        return max(1, self.config.max_staleness)
+
     def phase(self, step: int) -> int:
-        """Of a step, from 1."""
-        return (step - 1) % len(self.matrices)
+        """Of a step in which messages go, from 1."""
+        return (step - 1) // self.every % len(self.matrices)
+
+    def moves(self, step: int) -> bool:
+        """Whether any rank sends anything at ``step``."""
+        return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
+
+    @cached_property
+    def _busy(self) -> list[bool]:
+        return [any(out) for out, _ in self._edges]
 
     @cached_property
     def _edges(self) -> list[tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]]:
@@ -82,15 +102,28 @@ class Plan:
 
     def out(self, place: int, step: int) -> list[tuple[int, float]]:
         """(receiver, weight) of what ``place`` sends at ``step``, in ascending order."""
-        return self._edges[self.phase(step)][0][place]
+        return self._edges[self.phase(step)][0][place] if self.moves(step) else []
 
     def into(self, place: int, step: int) -> list[tuple[int, float]]:
         """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
-        return self._edges[self.phase(step)][1][place]
+        return self._edges[self.phase(step)][1][place] if self.moves(step) else []
 
     def senders(self, place: int) -> frozenset[int]:
         """Of whom ``place`` gets anything, at any step."""
         return frozenset(sender for _, into in self._edges for sender, _ in into[place])
+
+    @property
+    def least_weight(self) -> float:
+        """As ``mixing.least_weight``; lower only while ranks are done, then by the part that a rank keeps of 0.75."""
+        return mixing.least_weight(self.matrices, overlap=self.config.max_staleness > 0)
+
+    @property
+    def copies(self) -> int:
+        """Vectors of weights that a rank keeps at most for 8-bit differences (CHOCO-SGD): what all began with, one for
+        each phase in which it sends, one for each sender in each phase."""
+        size = len(self.matrices[0])
+        counts = [sum(bool(out[r]) + len(into[r]) for out, into in self._edges) for r in range(size)]
+        return 1 + max(counts)
 
     @property
     def most(self) -> int:
@@ -171,7 +204,32 @@ def make_plan(
         compression=compression,
         local_size=local_size,
     )
-    return Plan(config, chosen, tuple(matrices))
+    plan = Plan(config, chosen, tuple(matrices))
+    _check_weight(plan)
+    if compression == "int8" and plan.copies > MOST_COPIES:
+        raise ValueError(
+            f"int8 on topology {chosen.name!r} keeps {plan.copies} copies of the weights on a rank (one for each edge "
+            f"and phase), and {MOST_COPIES} are the limit: take 'exponential' (1 + 2 log2 P), another graph with fewer "
+            f"edges and phases, or compression bf16"
+        )
+    return plan
+
+
+def _check_weight(plan: Plan) -> None:
+    """Refuse, or warn of, push-sum weights so low that z = x / w runs away."""
+    algorithm, least = plan.config.algorithm, plan.least_weight if plan.config.algorithm in DIRECTED else 1.0
+    if least >= LOW_WEIGHT:
+        return
+    text = (
+        f"topology {plan.topology.name!r} under {algorithm}: push-sum weights fall to {least:.3g}, so the optimizer's "
+        f"step is up to {1 / least:.3g} times as long as its learning rate says"
+    )
+    hint = "take a topology on which ranks get as much as they give, such as 'exponential'"
+    if algorithm == "osgp":
+        hint += ", with few receivers a step"
+    if least < LEAST_WEIGHT:
+        raise ValueError(f"{text}, which lets weights run away; {hint}")
+    warnings.warn(f"{text}; lower that, or {hint}", stacklevel=3)
 
 
 def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
@@ -201,6 +259,8 @@ def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
 
 def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what: str) -> tuple[Topology, list[Matrix]]:
     """The graph and its matrices, fit for the algorithm."""
+    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, algorithm)) is not None:
+        graph, weights = None, own
     if isinstance(weights, str):
         chosen = _topology(size, graph, peers, algorithm)
         matrices = mixing.matrices(chosen, weights)
@@ -249,11 +309,29 @@ def _topology(size: int, graph: Any, peers: int, algorithm: str) -> Topology:
         raise ValueError(f"peers={peers}: a graph that is given says itself who sends to whom; leave peers out")
     if isinstance(graph, Topology):
         return graph
-    if hasattr(graph, "nodes") and hasattr(graph, "is_directed"):
+    if _is_networkx(graph):
         return topology.from_networkx(graph)
     raise ValueError(
         f"topology={graph!r} is none: take a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph"
     )
+
+
+def _is_networkx(graph: Any) -> bool:
+    return hasattr(graph, "nodes") and hasattr(graph, "is_directed")
+
+
+def _weighted(graph: Any, peers: int, weights: Any, algorithm: str) -> Matrix | None:
+    """The mixing matrix that a networkx graph's edges carry; None if they carry none."""
+    topology.from_networkx(graph)  # (its nodes are ranks)
+    matrix = mixing.of_networkx(graph)
+    if matrix is None:
+        return None
+    if algorithm == "adpsgd" or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
+        own = "adpsgd averages half and half" if algorithm == "adpsgd" else "leave mixing and peers out"
+        raise ValueError(
+            f"the edges of this networkx graph have weights, which are mixing weights: {own}; or {mixing.STRIP}"
+        )
+    return matrix
 
 
 def _of_matrices(matrices: Sequence[Matrix]) -> Topology:

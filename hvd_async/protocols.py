@@ -27,7 +27,13 @@ class Gone(NamedTuple):
 
 
 class Channel(Protocol):
-    """A rank's connection to the coordinator. Only its engine thread uses it, but for ``wake``."""
+    """A rank's connection to the coordinator. Only its engine thread uses it, but for ``wake``.
+
+    Attributes:
+        port: the TCP port at which the coordinator listens; None if there is none.
+    """
+
+    port: int | None
 
     def send(self, event: Event) -> None:
         """Send; never blocks."""
@@ -115,6 +121,12 @@ class Collectives(Protocol):
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
         """Start sending rank ``root``'s vector to all; the others' may be written over."""
+
+    def describe(self, vector: Vector) -> tuple[int, str]:
+        """Its length, and its kind: its dtype and whatever else ``zeros`` has to know, the same on all ranks."""
+
+    def zeros(self, length: int, kind: str) -> Vector:
+        """Zeros of a kind that ``describe`` told, here or on another rank."""
 
     def blank(self, vector: Vector) -> Vector:
         """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hvd_async import leaders
+from hvd_async.configs import LeaderConfig
 from hvd_async.engine import Engine
-from hvd_async.events import Landed, LeaderConfig, Pull
+from hvd_async.events import Landed, Pull
 from hvd_async.leaders import Strengths
 from hvd_async.protocols import Vector
 from hvd_async.pulls import ALL, CENTRE, NOBODY
@@ -137,6 +138,11 @@ class Receiver:
         """Batch-norm statistics, outside of a step."""
         with self._lock:
             self._statistics = None if self._statistics is None else statistics
+
+    def withhold_statistics(self) -> None:
+        """Have no part in averages of batch-norm statistics any more: as one whose own are not finite."""
+        with self._lock:
+            self._statistics = None if self._statistics is None else self._statistics * 0
 
     def start_from(self, weights: Vector) -> None:
         """All ranks have these weights; what has come is of no more use."""

@@ -14,6 +14,8 @@ The laws it keeps:
    of the one before, or those that the first rank opened with), then all are told; after a cut (no rank asked for
    more) it stays where it is.
 6. *Illegal moves change nothing.* They raise ProtocolError.
+7. *Who holds a round up is named*, also when it has fired: of a round that is long on its way a roll is called, and an
+   engine that does not answer has not submitted it.
 
 States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
 the rounds fired and all ranks count as computing again) ; refused, if the ranks do not agree.
@@ -27,15 +29,17 @@ from typing import Any
 
 from hvd_async import activation
 from hvd_async.autoquorum import AutoQuorum
+from hvd_async.configs import EagerConfig
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Arrived,
     Command,
-    EagerConfig,
     Firing,
     Go,
     Hyper,
     OptimizerEvent,
+    Received,
+    ReportReceived,
     Settle,
     Stepped,
     Took,
@@ -57,6 +61,14 @@ class _Bucket:
     """When its grace ends, while it is all that holds the round back."""
     loaded: bool = False
     """Whether a gradient was handed over since the last round took what was pending."""
+    landed: int = 0
+    """Rounds that are known to have come back to some rank; they come back to all at much the same time."""
+    fired_at: float = 0.0
+    """When the last round fired."""
+    called: int = 0
+    """The number of the first roll call since then; 0 before there was one."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks whose engines have submitted that round, as the roll call has shown."""
 
 
 @dataclass
@@ -91,6 +103,8 @@ class Rounds(Machine[EagerConfig]):
         """Each rank's hyperparameters, as it told them last."""
         self._rounds: dict[int, _Round] = {}
         self._last_hyper: Hyper = []
+        self._calls = 0
+        """Rolls that were called."""
 
     def tick(self, now: float) -> list[Command]:
         """Fire what only waited for its grace to run out."""
@@ -99,6 +113,16 @@ class Rounds(Machine[EagerConfig]):
     def deadline(self) -> float | None:
         """The earliest end of a grace."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
+
+    def roll_call(self, fired_before: float) -> list[Command]:
+        """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
+        late = [b for b in self._buckets if b.landed < b.fired and b.fired_at <= fired_before]
+        if not late:
+            return []
+        self._calls += 1
+        for bucket in late:
+            bucket.called = bucket.called or self._calls
+        return [ReportReceived(self._optimizer, self._calls)]
 
     def news(self) -> str | None:
         """Another quorum was chosen, and why."""
@@ -111,10 +135,19 @@ class Rounds(Machine[EagerConfig]):
                 late = {r for r in self._active() if bucket.position[r] < round_}
                 blocking = self._too_late(bucket, round_) or late
                 return f"round {round_}", frozenset(blocking)
+        for bucket in self._buckets:
+            if bucket.called and bucket.landed < bucket.fired:
+                silent = frozenset(self.ranks) - bucket.answered
+                if silent:
+                    return f"round {bucket.fired}, which has begun,", silent
+                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(self.ranks)
         return None
 
     def _begin(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
+        # (a rank outside of a process set is on its own, with the quorum of the others)
+        most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
+        activation.check_quorum(config.quorum, most)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
         self._last_hyper = self._told[self.ranks[0]]
         if config.quorum == "auto":
@@ -132,6 +165,8 @@ class Rounds(Machine[EagerConfig]):
                 return self._arrived(rank, event, now)
             case Took():
                 return self._took(rank, event, now)
+            case Received():
+                return self._present(rank, event)
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
 
@@ -164,6 +199,8 @@ class Rounds(Machine[EagerConfig]):
             )
         bucket.position[rank] = event.step
         bucket.loaded = True
+        for each in self._buckets:  # (a rank that is in its next step has seen the round of the one before)
+            each.landed = max(each.landed, event.step - 1)
         if event.step == bucket.fired + 1:
             bucket.waiting[rank] = now
         if self._auto is not None and all(b.position[rank] >= event.step for b in self._buckets):
@@ -180,9 +217,28 @@ class Rounds(Machine[EagerConfig]):
             bucket.position[rank] = event.version
         return self._advance(rank, now)
 
+    def _present(self, rank: int, event: Received) -> list[Command]:
+        if len(event.landed) != len(self._buckets):
+            raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(self._buckets)}")
+        if any(landed > bucket.fired for bucket, landed in zip(self._buckets, event.landed, strict=True)):
+            raise ProtocolError(f"rank {rank} has seen rounds {event.landed}, which it cannot have")
+        for bucket, landed in zip(self._buckets, event.landed, strict=True):
+            if 0 < bucket.called <= event.call:
+                bucket.answered.add(rank)
+            bucket.landed = max(bucket.landed, landed)
+        return []
+
     def _check_done(self, rank: int) -> None:
         if any(rank in bucket.waiting for bucket in self._buckets):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Its engine still says what it has received."""
+        return self._present(rank, event) if isinstance(event, Received) else []
+
+    def _forget(self, rank: int) -> None:
+        for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
+            bucket.waiting.pop(rank, None)
 
     def _retire(self, rank: int, now: float) -> list[Command]:
         return self._advance(rank, now)
@@ -248,6 +304,8 @@ class Rounds(Machine[EagerConfig]):
         bucket.fired += 1
         bucket.quorum_at = None
         bucket.loaded = False
+        bucket.fired_at, bucket.called = now, 0
+        bucket.answered.clear()
         number, held = bucket.fired, 0.0
         round_ = self._round(number)
         if self._all_fired(number):
@@ -277,6 +335,9 @@ class Rounds(Machine[EagerConfig]):
                 round_ = self._round(bucket.fired + 1)
                 round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
                 commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
+        for number, round_ in sorted(self._rounds.items()):
+            if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
+                commands.append(Settle(self._optimizer, number, self._last_hyper))
         for bucket in self._buckets:
             bucket.position = dict.fromkeys(self.ranks, last)
         self._in_step.clear()

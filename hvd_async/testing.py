@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvd_async.codec import decode_command, decode_event, encode
 from hvd_async.coordinator import Coordinator
 from hvd_async.engine import Engine
-from hvd_async.events import Command, Event, Failed, Hello, Leaving, decode_command, decode_event, encode
+from hvd_async.events import Command, Event, Failed, Hello, Leaving
 from hvd_async.lifecycle import use_engine
 from hvd_async.protocols import Channel, Gone, Handle, Rows, Vector
 
@@ -93,6 +94,8 @@ class MemoryHub:
 
 class MemoryChannel:
     """A rank's end, in memory."""
+
+    port: int | None = None
 
     def __init__(self, hub: _Mailbox, own: _Mailbox, rank: int) -> None:
         self._hub, self._own, self._rank = hub, own, rank
@@ -220,6 +223,12 @@ class MemoryCollectives:
         members = _members(process_set)
         at = root if members is None else members.index(root)
         return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[at], members))
+
+    def describe(self, vector: Vector) -> tuple[int, str]:
+        return len(vector), str(vector.dtype)
+
+    def zeros(self, length: int, kind: str) -> Vector:
+        return 0.0  # (whatever the framework of the other ranks' arrays: it adds to all)
 
     def blank(self, vector: Vector) -> Vector:
         return vector * float("nan")  # (so that a test sees it if it is used)

@@ -260,6 +260,9 @@ def inner_outer(size: int, local_size: int, outer: str = "ring") -> Topology:
 def from_networkx(graph: Any) -> Topology:
     """Any ``networkx`` graph whose nodes are the ranks 0 to P - 1; an undirected edge goes both ways.
 
+    A topology has no weights: those of the edges are left out. (The graph itself, passed as
+    ``topology=``, has them used.)
+
     Raises:
         ValueError: its nodes are others.
     """

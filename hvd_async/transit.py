@@ -35,6 +35,7 @@ class _Flight:
     """A round some of whose buckets have gone but which is not whole yet."""
 
     sums: list[Vector | None]
+    counts: list[int]
     started: float
     hyper: Hyper | None = None
 
@@ -58,6 +59,8 @@ class Transit:
         self._held: deque[Go] = deque()
         self._flights: dict[int, _Flight] = {}
         self._next_ready = 1
+        self.landed = [0] * self._buckets
+        """Rounds that have come back, by bucket."""
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """A gradient, computed at ``version``, is pending from now on."""
@@ -97,9 +100,11 @@ class Transit:
 
         def landed(sums: Vector) -> None:
             self._busy.discard(name)
+            self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
             if self.timeline is not None:
                 self.timeline.round(go.optimizer, go.bucket, go.round, go.firing, submitted, time.monotonic(), late_by)
-            flight.sums[go.bucket] = self._wire.decode(sums, go.bucket)
+            flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
+            flight.counts[go.bucket] = self._wire.count(decoded)  # now, and not when the last has come and all wait
             self._pass_on()
             held, self._held = self._held, deque()
             for late in held:
@@ -127,7 +132,7 @@ class Transit:
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
         if flight is None:
-            flight = self._flights[round_] = _Flight([None] * self._buckets, time.monotonic())
+            flight = self._flights[round_] = _Flight([None] * self._buckets, [0] * self._buckets, time.monotonic())
         return flight
 
     def _pass_on(self) -> None:
@@ -139,7 +144,7 @@ class Transit:
                 break
             del self._flights[self._next_ready]
             self._tally.came(time.monotonic() - flight.started)
-            ready.append(Round(self._next_ready, sums, flight.hyper, tuple(self._wire.count(s) for s in sums)))
+            ready.append(Round(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
             self._next_ready += 1
         if ready:
             self._deliver(ready)

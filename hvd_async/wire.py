@@ -36,6 +36,12 @@ def count_slots(size: int, max_staleness: int, dtype: str) -> int:
     return -(-size // each)
 
 
+def largest_summand(size: int) -> float:
+    """The largest float16 of which ``size`` may be added up, in any order, without an infinity. Each addition rounds up
+    by 2^-11 of its result at the most, and never by more than the number that is added."""
+    return 65504 / size / min(2.0, (1 + 2**-11) ** size)
+
+
 def same(vector: Vector) -> Vector:
     """The vector itself: no compression."""
     return vector

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # (off by default on CPUs without AVX-512, which is slow)
 settings.register_profile(  # the same examples each time; HVD_ASYNC_EXPLORE=1 looks for others
     "hvd_async",
     deadline=None,

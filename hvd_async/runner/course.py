@@ -7,8 +7,9 @@ the very batches that would have come.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from . import sharding
@@ -46,7 +47,8 @@ class Course:
     """One rank's way.
 
     `length` is an epoch's steps on the rank with the most batches; with --pace rounds, its rounds. `last_epoch` is the
-    number of epochs after which the run ends, the same on all ranks: tests and checkpoints are collective.
+    number of epochs after which the run ends, the same on all ranks: tests and checkpoints are collective; None if the
+    clock ends it.
     """
 
     def __init__(self, options: Options, source: Source, rank: int, size: int) -> None:
@@ -55,8 +57,19 @@ class Course:
         self._samples = source.count("train")
         self.length = sharding.most_batches(self._samples, size, options.step_images, lockstep=options.lockstep)
         steps = options.steps
-        self.last_epoch = min(options.epochs, math.ceil(steps / self.length)) if steps else options.epochs
+        self.last_epoch: int | None = min(options.epochs, math.ceil(steps / self.length)) if steps else options.epochs
+        if options.minutes is not None:
+            self.last_epoch = None
         self.start = Position()
+
+    def epochs(self) -> Iterable[int]:
+        """Those that are left; without end if the clock ends the run."""
+        first = self.start.epoch
+        return itertools.count(first) if self.last_epoch is None else range(first, self.last_epoch)
+
+    def is_last(self, epoch: int) -> bool:
+        """Whether the run ends with it, as far as that is known before."""
+        return epoch + 1 == self.last_epoch
 
     def resume(self, position: Position) -> None:
         """Begin there. If an epoch has another length by now, as the job has another size, at the same share of it."""
@@ -86,7 +99,7 @@ class Course:
         else:
             whole = all(place.done >= place.end for place in places)
         if whole:
-            return None if epoch + 1 == self.last_epoch else Position(epoch + 1)
+            return None if self.is_last(epoch) else Position(epoch + 1)
         if self._options.pace == "rounds":
             return Position(epoch, step=done - epoch * self.length, steps_per_epoch=self.length)
         share = sum(place.done for place in places) / sum(place.count for place in places)

@@ -252,6 +252,13 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
         "the schedule still spans --epochs, and --resume goes on from there (default: no cap)",
     )
     add(
+        "--minutes",
+        type=number(0, open_=True),
+        metavar="M",
+        help="end after M minutes of training, tests in between included, whatever the machine does in them: the "
+        "learning rate's schedule, --epochs long, is spread over that time (default: no limit)",
+    )
+    add(
         "--optimizer",
         choices=OPTIMIZERS,
         help="lars: sgd whose rate follows, layer by layer, 0.001 |weights| / (|gradient| + --weight-decay |weights|) "

@@ -85,6 +85,7 @@ class Options:
     batch_size: int
     epochs: int
     steps: int | None
+    minutes: float | None
     optimizer: str
     lr: float
     lr_images: int | None
@@ -184,6 +185,7 @@ def _options(framework: str, given: argparse.Namespace) -> Options:
     _fill_algorithm(values)
     _fill_recipe(values)
     _check_files(given)
+    _check_minutes(given)
     is_folder = given.data not in ("digits", "synthetic")
     if given.data == "synthetic" and given.augment is not None:
         raise ValueError("--augment has nothing to vary in synthetic images: leave it out")
@@ -221,7 +223,7 @@ def _fill_algorithm(values: dict[str, Any]) -> None:
         elif owner is None:
             raise ValueError(f"{_flag(name)} only means something with --algorithm {_either(owners)}: leave it out")
     if algorithm == "eager":
-        check_quorum(values["quorum"], 1_000_000)  # a count is checked against the job's size in Options.at
+        check_quorum(values["quorum"], None)  # a count is checked against the job's size in Options.at
     if values["compression"] != "none" and algorithm in LEADER:
         raise ValueError(f"--compression: weights travel as they are with --algorithm {algorithm}: leave it out")
     if values["local_period"] and values["local_period"] > (values["global_period"] or 16):
@@ -285,6 +287,17 @@ def _check_files(given: argparse.Namespace) -> None:
         raise ValueError(
             f"--data {given.data}: there is no such folder; say digits, synthetic, or a folder that holds "
             "train/ and val/"
+        )
+
+
+def _check_minutes(given: argparse.Namespace) -> None:
+    if given.minutes is None:
+        return
+    if given.steps is not None:
+        raise ValueError("--steps and --minutes both say when the run ends: take one of them")
+    if given.resume:
+        raise ValueError(
+            "--resume goes on to --epochs or --steps, and not for so many --minutes: leave one of the two out"
         )
 
 

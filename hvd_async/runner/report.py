@@ -63,9 +63,16 @@ class Reporter:
     """Progress on the screen and under `log_dir`; does nothing where `enabled` is false (every rank but 0)."""
 
     def __init__(
-        self, *, enabled: bool, epochs: int, progress: str = "auto", log_dir: Path | None = None, resumed: bool = False
+        self,
+        *,
+        enabled: bool,
+        epochs: int | None,
+        progress: str = "auto",
+        log_dir: Path | None = None,
+        resumed: bool = False,
     ) -> None:
-        """progress: bar, lines, or auto (a bar if stderr is a terminal). resumed: go on in the logs that are there."""
+        """epochs: how many there will be, None if the clock ends the run. progress: bar, lines, or auto (a bar if
+        stderr is a terminal). resumed: go on in the logs that are there."""
         self._enabled, self._epochs = enabled, epochs
         self._terminal = sys.stderr.isatty()
         self._wants_bar = progress == "bar" or (progress == "auto" and self._terminal)
@@ -80,7 +87,7 @@ class Reporter:
 
             self._bar = tqdm(
                 total=steps,
-                desc=f"epoch {epoch + 1}/{self._epochs}",
+                desc=self._label(epoch + 1),
                 unit="step",
                 file=sys.stderr,
                 ncols=None if self._terminal else BAR_COLUMNS,
@@ -102,7 +109,7 @@ class Reporter:
             return
         accuracy = "" if row.test_accuracy is None else f", test accuracy {row.test_accuracy:.4f}"
         loss = "" if row.train_loss is None else f"loss {row.train_loss:.4f}, "
-        self.note(f"epoch {row.epoch}/{self._epochs}: {loss}{row.images_per_sec:.1f} images/s{accuracy}")
+        self.note(f"{self._label(row.epoch)}: {loss}{row.images_per_sec:.1f} images/s{accuracy}")
         if self._table is not None:
             self._table.add(row)
         if self._events is not None:
@@ -123,6 +130,9 @@ class Reporter:
             self._close_bar()
             # Beside a bar in its own stream: a launcher forwards the two streams in no particular order.
             print(text, file=sys.stderr if self._wants_bar else sys.stdout, flush=True)
+
+    def _label(self, number: int) -> str:
+        return f"epoch {number}" if self._epochs is None else f"epoch {number}/{self._epochs}"
 
     def close(self) -> None:
         """Close the bar and the files; nothing may be reported afterwards."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import sharding
 from .batches import Batch
+from .budget import Budget, Pace
 from .course import Course, Place, Position
 from .data import evaluation_data, open_source
 from .figures import Figures, Learned, Outcome, Replicas, Totals
@@ -41,6 +42,8 @@ class Trainer(Protocol):
     """A model with its optimizer, in some framework."""
 
     checkpoint_suffix: str
+    opening: str | None
+    """What people should know before the first step, if it takes long."""
 
     @property
     def rounds(self) -> int:
@@ -98,6 +101,7 @@ class Run:
         self._asked, self._clock, self._sleep = asked, clock, sleep
         self.source = open_source(options.data, options.image_size, vary=options.augment, workers=options.workers)
         self._course = Course(options, self.source, world.rank, world.size)
+        self._budget = Budget(options.minutes, options.epochs, clock)
         self._position = Position()
         self._learned = Learned()
         self._seen: Outcome | None = None
@@ -108,6 +112,8 @@ class Run:
         self._stopped = False
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
+        self._unasked = 0
+        """In lockstep: the steps before ranks next ask each other whether to stop."""
 
     def fit(self, trainer: Trainer) -> dict[str, Any] | None:
         """Collective: the whole run, from the last checkpoint if so asked.
@@ -128,21 +134,33 @@ class Run:
                 reporter.note(f"resumed after {self._told(self._position)}")
             elif options.resume:
                 reporter.note(f"nothing to resume in {options.checkpoint_dir}: starting afresh")
+            if trainer.opening is not None:
+                reporter.note(trainer.opening)
             rounds = trainer.rounds
-            for epoch in range(self._position.epoch, self._course.last_epoch):
+            self._begin(reporter)
+            for epoch in self._course.epochs():
                 self._epoch(epoch, trainer, reporter, lambda: trainer.rounds - rounds)
                 if self._stopped:
                     self._stop(reporter)
                     return None
+                if self._budget.over:
+                    break
             if self._learned.test_accuracy is None:  # resumed at the end: no epoch was left to do
                 self._learned = Learned(None, self._test(trainer), self._position.best_accuracy)
             return self._finish(trainer, reporter)
+
+    def _begin(self, reporter: Reporter) -> None:
+        """Collective where the clock ends the run: all ranks' clocks start together."""
+        if self._budget.limited:
+            self.world.gather(None, "hvd_async.runner.begin")
+            reporter.note(f"training for {self.options.minutes:g} minutes")
+        self._budget.begin()
 
     def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter, rounds: Callable[[], int]) -> None:
         first, end = self._course.steps(epoch)
         reporter.begin_epoch(epoch, self._course.length if self.options.pace == "rounds" else end - first)
         begin, slept, steps, images, loss_sum = self._clock(), self._slept_s, len(self._step_times), self._images, 0.0
-        rate, step = self.options.schedule.rate(epoch), epoch * self._course.length
+        rate, step = self._rate(epoch), epoch * self._course.length
         trainer.begin_epoch(epoch)
         for step, rate, batch in self._steps(epoch, first, rounds):
             loss = trainer.train_step(batch, rate)
@@ -157,10 +175,13 @@ class Run:
             self._train_s += seconds
             loss, total, seconds, counted = self._meet(trainer, loss_sum, self._images - images, seconds)
             stop = self._where_to_stop(epoch, len(self._step_times) - steps, rounds)
-            self._stopped = stop is not None
+            self._stopped = stop is not None and not self._budget.over
             accuracy = self._test(trainer) if self._test_is_due(epoch) and not self._stopped else None
-            self._learned = Learned(loss / total if total else None, accuracy, self._position.best_accuracy)
+            train_loss = loss / total if total else self._learned.train_loss
+            self._learned = Learned(train_loss, accuracy, self._position.best_accuracy)
             self._checkpoint(stop or self._course.after(epoch), accuracy, trainer)
+        if self._budget.over and self.options.checkpoint_dir is None:
+            trainer.drain()  # (nobody knew before that this epoch is the last)
         if self._stopped and not total:
             return  # before its first step: there is nothing to report
         times = self._step_times[steps:]
@@ -183,7 +204,7 @@ class Run:
     def _together(self, epoch: int, trainer: Trainer) -> AbstractContextManager[None]:
         """Collective: in it all ranks have the same model. Afterwards they have their own again, unless it is kept: a
         checkpoint must do for any number of ranks."""
-        if self.options.checkpoint_dir is None and epoch + 1 < self._course.last_epoch:
+        if self.options.checkpoint_dir is None and not self._course.is_last(epoch):
             return trainer.consensus()
         trainer.drain()
         return contextlib.nullcontext()
@@ -204,31 +225,52 @@ class Run:
             if delay:
                 self._sleep(delay)
                 self._slept_s += delay
-            yield step, options.schedule.rate(passed), batch
+            yield step, self._rate(passed), batch
             now = self._clock()
             self._step_times.append(now - begin)
             begin = now
 
+    def _rate(self, passed: float) -> float:
+        """The learning rate when so many epochs have passed."""
+        return self.options.schedule.rate(self._budget.passed(passed))
+
     def _is_to_stop(self) -> bool:
-        """Whether this rank takes no more steps. Collective in lockstep, where all ranks must take equally many."""
-        if self._asked is None:
+        """Whether this rank takes no more steps. Collective, now and then, in lockstep, where all ranks must take
+        equally many."""
+        if self._asked is None and not self._budget.limited:
             return False
-        asked = self._asked()
-        return any(self.world.gather(asked, "hvd_async.runner.asked")) if self.options.lockstep else asked
+        stops = self._budget.used_up() or (self._asked is not None and self._asked())
+        if not self.options.lockstep:
+            return stops
+        if self._unasked > 0:
+            self._unasked -= 1
+            return False
+        pause = 1 if self._asked is not None else self._budget.steps_to_next_question(self._seconds_a_step())
+        rows = self.world.gather((stops, pause), "hvd_async.runner.asked")
+        self._unasked = rows[0][1] - 1
+        return any(stops for stops, _ in rows)
+
+    def _seconds_a_step(self) -> float:
+        """On the average, without the first, in which frameworks prepare things; 0 if there was none."""
+        return float(np.mean(self._step_times[1:] or self._step_times or [0.0]))
 
     def _where_to_stop(self, epoch: int, steps: int, rounds: Callable[[], int]) -> Position | None:
-        """Collective: where the run is after so many steps in an epoch, if a rank was asked to stop and work is left.
+        """Collective: where the run is after so many steps in an epoch, if its time is over, or if a rank was asked to
+        stop and work is left; None if it goes on, or ends anyway.
 
         The others follow: a rank that has not been asked yet has gone on to the end of the epoch.
         """
-        if self._asked is None:
+        if self._asked is None and not self._budget.limited:
             return None
-        rows: list[tuple[bool, Place]] = self.world.gather(
-            (self._asked(), self._course.place(epoch, steps)), "hvd_async.runner.stop"
+        asked = self._asked is not None and self._asked()
+        pace = self._budget.pace(self._seconds_a_step() * self._course.length)
+        rows: list[tuple[bool, Pace, Place]] = self.world.gather(
+            (asked, pace, self._course.place(epoch, steps)), "hvd_async.runner.stop"
         )
-        if not any(asked for asked, _ in rows):
+        self._budget.agree(epoch, [row[1] for row in rows])
+        if not self._budget.over and not any(row[0] for row in rows):
             return None
-        return self._course.stopped(epoch, [place for _, place in rows], rounds())
+        return self._course.stopped(epoch, [row[2] for row in rows], rounds())
 
     def _stop(self, reporter: Reporter) -> None:
         """Collective: no rank ends before rank 0 has saved, as launchers then end the others."""
@@ -245,7 +287,8 @@ class Run:
         return sum(losses), sum(counts), max(times), Totals.of(outcomes)
 
     def _test_is_due(self, epoch: int) -> bool:
-        return epoch + 1 == self._course.last_epoch or (epoch + 1) % self.options.eval_every == 0
+        last = self._course.is_last(epoch) or self._budget.over
+        return last or (epoch + 1) % self.options.eval_every == 0
 
     def _test(self, trainer: Trainer) -> float | None:
         """Collective: the accuracy over all test images that can be read."""

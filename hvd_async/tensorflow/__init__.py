@@ -8,7 +8,9 @@ from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.leader import LeaderOptimizer
+from hvd_async.tensorflow.swapped import mend
 
+mend()
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
 __all__ = [name for name in dir() if not name.startswith("_")]
 _ours = (

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_async.buckets import by_size
-from hvd_async.engine import Engine
-from hvd_async.sharers import Sharers
+from hvd_async.buckets import by_number, by_size
+from hvd_async.worker import Worker
 
 
 def raw(variable: Any) -> Any:
@@ -24,6 +24,12 @@ def raw(variable: Any) -> Any:
 def accumulated(variable: Any) -> tf.DType:
     """In which dtype a variable's gradients are added up: half precision in float32."""
     return tf.float64 if raw(variable).dtype == tf.float64 else tf.float32
+
+
+def has_gradients(variable: Any) -> bool:
+    """Whether a variable can have any: integers, such as counters, are left alone."""
+    dtype = raw(variable).dtype
+    return not (dtype.is_integer or dtype.is_bool)
 
 
 class Bucket(NamedTuple):
@@ -56,9 +62,7 @@ def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence
     if groups is None:
         parts = _by_size(variables, backwards, cap_bytes)
     elif isinstance(groups, int):
-        each, more = divmod(len(variables), groups)
-        ends = [i * each + min(i, more) for i in range(groups + 1)]
-        parts = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        parts = [list(part) for part in by_number(len(variables), groups)]
     else:
         listed = [[_place(v, variables) for v in group] for group in groups]
         flat = [i for part in listed for i in part]
@@ -69,7 +73,8 @@ def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence
     for part in parts:
         by_dtype: dict[tf.DType, list[int]] = {}
         for index in part:
-            by_dtype.setdefault(accumulated(variables[index]), []).append(index)
+            if has_gradients(variables[index]):
+                by_dtype.setdefault(accumulated(variables[index]), []).append(index)
         for dtype, indices in by_dtype.items():
             ordered = tuple(sorted(indices))
             buckets.append(Bucket(dtype, ordered, tuple(int(variables[i].shape.num_elements()) for i in ordered)))
@@ -179,8 +184,20 @@ class Layout:
     def _tail(self, dtype: tf.DType) -> tf.Tensor:
         return tf.one_hot(self._terms.slot, self._terms.slots, dtype=dtype)
 
+    def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """A round's sums, with zeros in place of the gradients of these variables."""
+        changed = []
+        for vector, bucket in zip(sums, self.buckets, strict=True):
+            left_out = np.repeat(np.isin(bucket.indices, indices), bucket.sizes)
+            if left_out.any():
+                mask = np.append(left_out, np.zeros(self._terms.slots, bool))
+                vector = tf.where(mask, tf.zeros([], bucket.dtype), vector)
+            changed.append(vector)
+        return changed
+
     def averages(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What a round's sums over the ranks mean: a gradient for each variable, in their order, shapes and dtypes."""
+        """What a round's sums over the ranks mean: a gradient for each variable that can have one, in their order,
+        shapes and dtypes."""
         gradients: dict[int, tf.Tensor] = {}
         for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
             flat, after = tf.reshape(vector, [sum(sizes) + self._terms.slots]), self._terms.after
@@ -191,7 +208,7 @@ class Layout:
                 part = part if after == 1.0 else part * tf.constant(after, dtype)
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
-        return [gradients[i] for i in range(len(self._variables))]
+        return [gradients[i] for i in sorted(gradients)]
 
 
 def checksum(variable: Any) -> int:
@@ -210,7 +227,7 @@ def own_name(variable: Any) -> str:
     return str(variable.path).rpartition("/")[2]
 
 
-def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers: Sharers, root: int) -> None:
+def unify_buffers(worker: Worker, variables: Sequence[Any], policy: str, root: int) -> None:
     """Make batch-norm statistics agree: the ``average`` of ranks whose own are finite, or rank ``root``'s (``root``).
 
     Integer variables (random seeds of dropout layers) stay each rank's own. A collective.
@@ -221,25 +238,25 @@ def unify_buffers(engine: Engine, variables: Sequence[Any], policy: str, sharers
             by_dtype.setdefault(variable.dtype, []).append(variable)
     for dtype, group in by_dtype.items():
         flat = tf.concat([*(tf.reshape(v, [-1]) for v in group), tf.ones([1], dtype)], axis=0)
-        name = f"hvd_async.buffers.{policy}.{dtype.name}.{sharers.id}"
+        what = f"the {policy} of buffers ({dtype.name})"
         if policy == "average":
             # A rank whose batch held NaN has nothing to say; the last element counts those that have.
             finite = tf.reduce_all(tf.math.is_finite(flat))
-            total = engine.sum(flat if finite else tf.zeros_like(flat), name, sharers.process_set)
+            total = worker.sum(flat if finite else tf.zeros_like(flat), what).vector
             if total[-1] == 0:
                 continue
             unified = total[:-1] / total[-1]
         else:
-            unified = engine.broadcast(flat, root, name, sharers.process_set)[:-1]
+            unified = worker.broadcast(flat, root, what)[:-1]
         for variable, part in zip(group, tf.split(unified, [v.shape.num_elements() for v in group]), strict=True):
             variable.assign(tf.reshape(part, variable.shape))
 
 
-def consensus_distance(engine: Engine, variables: Sequence[Any], sharers: Sharers) -> float:
+def consensus_distance(worker: Worker, variables: Sequence[Any]) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
-    name = f"hvd_async.consensus.{sharers.id}"
     flat = tf.concat([tf.reshape(tf.cast(raw(v), tf.float64), [-1]) for v in variables], axis=0)
-    mean = engine.sum(flat, f"{name}.mean", sharers.process_set) / sharers.size
+    mean, ranks, _ = worker.sum(flat, "consensus_distance()")
+    mean = mean / len(ranks)
     square = tf.reshape(tf.reduce_sum((flat - mean) ** 2), [1])
-    total = engine.sum(square, f"{name}.square", sharers.process_set)
-    return float((total[0] / sharers.size) ** 0.5)
+    total, ranks, _ = worker.sum(square, "consensus_distance()")
+    return float((total[0] / len(ranks)) ** 0.5)

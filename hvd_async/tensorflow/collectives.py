@@ -219,6 +219,12 @@ class HorovodCollectives:
             ("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name, process_set=ranks), vector
         )
 
+    def describe(self, vector: Any) -> tuple[int, str]:
+        return int(vector.shape[0]), tf.as_dtype(vector.dtype).name
+
+    def zeros(self, length: int, kind: str) -> Any:
+        return np.zeros(length, tf.as_dtype(kind).as_numpy_dtype)
+
     def blank(self, vector: Any) -> Any:
         return np.empty_like(vector)
 
@@ -237,4 +243,6 @@ class HorovodCollectives:
         return unpack(handle.result().numpy().tobytes())
 
 
-LIFECYCLE = Lifecycle(HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None)
+LIFECYCLE = Lifecycle(
+    HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
+)

@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_async.wire import EXACT, count_slots
+from hvd_async.wire import EXACT, count_slots, largest_summand
 
 
 class BF16Compressor:
@@ -80,11 +80,12 @@ class Codec:
         """A vector as it travels.
 
         float16 ends at 65504: what could overflow in the sum over the ranks is brought to the largest number that
-        cannot, since an infinity would reach every rank's weights.
+        cannot, since an infinity would reach every rank's weights. Its counts are not.
         """
         if self.wire[vector.dtype] == tf.float16 and vector.dtype != tf.float16:
-            limit = tf.constant(float(tf.float16.max) / self._size, vector.dtype)
-            vector = tf.clip_by_value(vector, -limit, limit)
+            limit = tf.constant(largest_summand(self._size), vector.dtype)
+            gradients, counts = vector[: -self.slots], vector[-self.slots :]
+            vector = tf.concat([tf.clip_by_value(gradients, -limit, limit), counts], axis=0)
         encoded, _ = self._compression.compress(vector)
         return encoded
 

@@ -17,6 +17,7 @@ from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.mixin import EagerMixin
 from hvd_async.tensorflow.scaling import LossScaleMixin, OuterMixin
 from hvd_async.tensorflow.state import State
+from hvd_async.tensorflow.swapped import check_not_horovods
 from hvd_async.tensorflow.update import RoundTransform
 from hvd_async.wrapping import Wrapped, derived
 
@@ -42,6 +43,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     grace: float = 0.0,
     seed: int = 0,
     bucket_cap_mb: float = 25.0,
+    late_cap_mb: float = 4096.0,
     pace: str = "steps",
     nonfinite: str = "skip",
     round_transform: RoundTransform | None = None,
@@ -62,7 +64,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         name: of the optimizer, as in Horovod.
         device_dense, device_sparse: where vectors are put together, and where sparse gradients are made dense.
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a class with ``compress`` and ``decompress``.
-        sparse_as_dense: send sparse gradients (embeddings) as dense tensors; without it they are refused.
+        sparse_as_dense: nothing to do: sparse gradients (of embeddings) always travel as dense ones, so that late ones
+            can be added up. Their average is that of Horovod, whose ranks send each other rows.
         gradient_predivide_factor: f divides gradients by f before the sum over the ranks and by P / f after it.
         op: ``hvd.Average`` or ``hvd.Sum`` (then a round is the sum of the gradients it carries).
         backward_passes_per_step: so many ``apply()`` calls are added up on this rank before they are handed over as
@@ -82,6 +85,9 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         seed: of majority's draw, the same on all ranks.
         bucket_cap_mb: MiB of gradients that travel together. In a graph a bucket leaves while backward still computes
             those of earlier layers (but for loss scaling and ``nonfinite="raise"``, which look at all of them first).
+        late_cap_mb: MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where
+            a round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank 0
+            says so. ``float("inf")`` leaves it alone.
         pace: "steps" (all ranks do the same number of steps, and one that is always slower holds the others up after
             ``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds`` or the
             callback ``StopAtRounds``).
@@ -107,6 +113,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers,
         sharers.named,
         bucket_cap_mb=bucket_cap_mb,
+        late_cap_mb=late_cap_mb,
         pace=pace,
         nonfinite=nonfinite,
     )
@@ -115,6 +122,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
+    check_not_horovods(optimizer)
     if isinstance(optimizer, Wrapped | OuterMixin):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
@@ -124,12 +132,12 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         scales=scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size),
         compression=compression,
         cap_bytes=bucket_cap_mb * 2**20,
+        late_cap_mb=late_cap_mb,
         groups=_groups(num_groups, groups),
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         nonfinite=nonfinite,
         devices=(device_dense, device_sparse),
-        sparse_as_dense=sparse_as_dense,
         round_transform=round_transform,
         model=model,
         buffers=buffers,

@@ -6,13 +6,14 @@ alone waits in ``take``. (An op that waits holds one of TensorFlow's inter-op th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_async.eager import EagerWorker
 from hvd_async.events import Hyper
+from hvd_async.notices import notice
 from hvd_async.tensorflow.buffers import Layout
 from hvd_async.wire import Round
 
@@ -44,12 +45,8 @@ class Feed:
         """Of the passes before this one."""
         self._given: dict[int, tf.Tensor | None] = {}
         """Of this pass, not handed over yet."""
-        self._handed: set[int] = set()
-        """Buckets of this step that the worker has."""
         self._spoilt: list[int] = []
         """Buckets of this pass that were not finite."""
-        self._cut_short = False
-        """Whether an earlier step was broken off after some of its buckets were handed over."""
         self.done = 0
         """Backward passes since the last step."""
 
@@ -65,13 +62,10 @@ class Feed:
         finite = is_finite(vector)
         if not finite:
             self._spoilt.append(bucket)
-        if bucket in self._handed:
-            self._cut_short = True
         last = self.done + 1 == self._passes
-        if worker is None or not last or scaled or self._raises or self._cut_short:
+        if worker is None or not last or scaled or self._raises or bucket in worker.gone:
             self._given[bucket] = vector if finite else None
         else:
-            self._handed.add(bucket)
             worker.hand_over(bucket, self._whole(bucket, vector if finite else None))
 
     def take(self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool) -> tuple[list[Round], bool]:
@@ -83,7 +77,8 @@ class Feed:
             scaled: as for ``give``.
 
         Returns:
-            The rounds that wait to be applied (none unless this pass ends a step), and whether all gradients of this
+            The rounds that wait to be applied (none unless this pass ends a step), each between the worker's ``begin``
+            and ``end``, and whether all gradients of this
             pass were finite.
 
         Raises:
@@ -96,29 +91,30 @@ class Feed:
                 f"NaN or infinity in this rank's gradients (bucket {spoilt[0]} of {len(self._layout)}); "
                 f'nonfinite="skip" would leave them out and go on'
             )
-        for bucket in range(len(self._layout)):
-            if bucket not in given and (self._cut_short or bucket not in self._handed):
-                given[bucket] = self._layout.nothing(bucket)
         if spoilt and scaled:
-            given = dict.fromkeys(given)
+            given = dict.fromkeys(range(len(self._layout)))
         if self.done + 1 < self._passes:
             self.done += 1
-            for bucket, vector in given.items():
+            for bucket in range(len(self._layout)):
+                vector = self._of(given, bucket)
                 if vector is not None:
                     self._sums[bucket] = self._plus(bucket, vector)
             return [], not spoilt
         worker = meet()
-        rounds: list[Round] = []
-        if self._cut_short:
-            rest = [bucket for bucket in range(len(self._layout)) if bucket not in self._handed]
-            self._cut_short = False
-            self._handed.clear()
-            rounds += worker.step(dict.fromkeys(rest), hyper)
-        vectors = {bucket: self._whole(bucket, vector) for bucket, vector in given.items()}
-        self._handed.clear()
+        gone = worker.gone
+        if gone & given.keys():
+            notice(
+                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
+                f"others, and its own of these are left out"
+            )
+        left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
+        vectors = {bucket: self._whole(bucket, self._of(given, bucket)) for bucket in left}
         self.done = 0
-        rounds += worker.step(vectors, hyper)
-        return rounds, not spoilt
+        return worker.finish_step(vectors, hyper), not spoilt
+
+    def _of(self, given: Mapping[int, tf.Tensor | None], bucket: int) -> tf.Tensor | None:
+        """What was given of a bucket; a gradient that is zero if nothing was."""
+        return given[bucket] if bucket in given else self._layout.nothing(bucket)
 
     def _plus(self, bucket: int, vector: tf.Tensor) -> tf.Tensor:
         before = self._sums.pop(bucket, None)

@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.tensorflow.functions import allgather_object
 
 from hvd_async import timeline
-from hvd_async.errors import ReplicaStateError
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.waiting import told_if_long
 
-timeline.watch_exit(hvd.shutdown)
+_horovods_join, _horovods_shutdown = hvd.join, hvd.shutdown  # (what ``swapped`` puts in their place calls them)
+timeline.watch_exit(_horovods_shutdown)
 
 BROADCASTABLE = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, **options: Any) -> Any:
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, process_set: Any = hvd.global_process_set, inplace: bool = False
+) -> None:
     """Give every rank the variables of ``root_rank``; takes Keras variables too (Horovod's own fails on them).
 
-    Random seeds of dropout layers (uint32) are left alone: they ought to differ.
+    Random seeds of dropout layers (uint32) are left alone: they ought to differ. Variables go by their places: names
+    differ between ranks where one has made more layers or optimizers, since Keras numbers them, and Horovod's would
+    wait for each other.
+
+    Args:
+        variables: the same on all ranks, in one order.
+        root_rank: whose.
+        process_set: the ranks that take part.
+        inplace: as in Horovod; it has no effect here.
+
+    Raises:
+        ReplicaMismatchError: the ranks have different variables.
     """
-    plain = [raw(v) for v in variables]
-    return hvd.broadcast_variables([v for v in plain if v.dtype.name in BROADCASTABLE], root_rank=root_rank, **options)
+    plain = [one for one in map(raw, variables) if one.dtype.name in BROADCASTABLE]
+    if tf.executing_eagerly():
+        with told_if_long("hvd.broadcast_variables()"):
+            _check_alike(plain, process_set)
+            tf.function(lambda: _broadcast(plain, root_rank, process_set), autograph=False)()
+    else:
+        _broadcast(plain, root_rank, process_set)
+
+
+def _broadcast(variables: Sequence[tf.Variable], root_rank: int, process_set: Any) -> None:
+    for place, variable in enumerate(variables):
+        name = f"hvd_async.broadcast_variables.{place}"
+        variable.assign(hvd.broadcast(variable, root_rank, name=name, process_set=process_set))
+
+
+def _check_alike(variables: Sequence[tf.Variable], process_set: Any) -> None:
+    own = [f"{tuple(variable.shape)} {variable.dtype.name}" for variable in variables]
+    everyone = allgather_object(own, name="hvd_async.broadcast_variables", process_set=process_set)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            place = next(i for i, (a, b) in enumerate(zip_longest(everyone[0], other)) if a != b)
+            name = variables[place].name if place < len(variables) else "(not here)"
+            raise ReplicaMismatchError(
+                f"broadcast_variables: the ranks have different variables: rank {rank} of them has {len(other)}, and "
+                f"rank 0 has {len(everyone[0])}; first at place {place}, which is {name} on this rank. Build the same "
+                f"model and the same optimizer on every rank before"
+            )
 
 
 def DistributedGradientTape(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802  Horovod's name
@@ -47,11 +90,11 @@ def join() -> int:
         The last rank to join.
     """
     last = LIFECYCLE.join()
-    return int(hvd.join()) if last is None else last
+    return int(_horovods_join()) if last is None else last
 
 
 def shutdown() -> None:
     """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
     LIFECYCLE.shutdown()
-    hvd.shutdown()
+    _horovods_shutdown()
     timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew

@@ -126,17 +126,17 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     # -- what stands for all ranks ----------------------------------------------------------------------------
 
-    def _async_unite(self, vector: tf.Tensor, name: str) -> tf.Tensor:
+    def _async_unite(self, vector: tf.Tensor, what: str) -> tf.Tensor:
         state, worker = self._async, self._async.worker
         if state.config.algorithm == "easgd" or worker is None:
-            return super()._async_unite(vector, name)
-        return worker.engine.broadcast(vector, worker.leader, name, state.sharers.process_set)
+            return super()._async_unite(vector, what)
+        return worker.broadcast(vector, worker.leader, what)
 
     def _async_replaced(self) -> None:
         """No rank goes on before all have them: a pull of ranks that have not would move centres apart."""
-        state, worker = self._async, self._async_worker()
+        worker = self._async_worker()
         worker.receiver.start_from(self._async_read())
-        worker.engine.sum(tf.zeros([1]), f"hvd_async.local.{state.sharers.id}.replaced", state.sharers.process_set)
+        worker.sum(tf.zeros([1]), "the start from other weights")
 
     def _async_copy_statistics(self, root: int) -> None:
         self._async_unify_by("root", root)

@@ -19,6 +19,7 @@ from hvd_async.tensorflow.flat import Flat
 from hvd_async.tensorflow.local_state import LocalSettings
 from hvd_async.tensorflow.local_stepping import LocalStepping
 from hvd_async.tensorflow.scaling import OuterMixin
+from hvd_async.tensorflow.swapped import check_not_horovods
 from hvd_async.wrapping import Wrapped, derived
 
 
@@ -132,15 +133,14 @@ class LocalMixin(LocalStepping, LocalWrapped):
         super()._async_finish(worker, flush)
         averages = self._async_averages() if flush and self.use_ema else []
         if averages:
-            state = self._async
             with tf.init_scope():
                 flat = Flat(averages)
-                flat.write(self._async_unite(flat.read(), f"hvd_async.local.{state.sharers.id}.averages"))
+                flat.write(self._async_unite(flat.read(), "Keras' moving averages"))
 
-    def _async_unite(self: Any, vector: tf.Tensor, name: str) -> tf.Tensor:
+    def _async_unite(self: Any, vector: tf.Tensor, what: str) -> tf.Tensor:
         """What stands for all ranks' vectors after a drain: their mean. A collective."""
-        state = self._async
-        return state.worker.engine.sum(vector, name, state.sharers.process_set) / state.size
+        total, ranks, _ = self._async.worker.sum(vector, what)
+        return total / len(ranks)
 
     def _async_averages(self: Any) -> list[Any]:
         """Keras' moving averages of the variables that are mixed."""
@@ -166,7 +166,7 @@ class LocalMixin(LocalStepping, LocalWrapped):
         if state.model is not None:
             with tf.init_scope():
                 variables = state.model.non_trainable_variables
-                unify_buffers(self._async_worker().engine, variables, policy, state.sharers, root)
+                unify_buffers(self._async_worker(), variables, policy, root)
 
     def _async_keep_buffers(self) -> Callable[[], None]:
         model = self._async.model
@@ -181,7 +181,7 @@ class LocalMixin(LocalStepping, LocalWrapped):
     def _async_distance(self) -> float:
         state = self._async
         assert state.flat is not None
-        return consensus_distance(self._async_worker().engine, state.flat.variables, state.sharers)
+        return consensus_distance(self._async_worker(), state.flat.variables)
 
 
 def statistics(model: Any) -> list[Any]:
@@ -198,6 +198,7 @@ def check_optimizer(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
+    check_not_horovods(inner)
     if isinstance(optimizer, OuterMixin) or isinstance(inner, Wrapped):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
 

@@ -14,7 +14,7 @@ from hvd_async.eager import EagerWorker
 from hvd_async.eager_wrapping import EagerWrapped
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import EagerConfig, Hyper
+from hvd_async.events import Hyper
 from hvd_async.tensorflow import checkpoint
 from hvd_async.tensorflow.buffers import checksum, consensus_distance, own_name, raw, signature, unify_buffers
 from hvd_async.tensorflow.state import State
@@ -30,9 +30,13 @@ class EagerMixin(Stepping, EagerWrapped):
     _wrapped_class: ClassVar[type[Any]]
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name == "loss_scale_factor":
+        if name == "loss_scale_factor" and value is None:
             # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.
-            self._async.scaled_outside = value is None
+            raise ReplicaStateError(
+                "a LossScaleOptimizer cannot be around an EagerOptimizer (compile() puts one there under "
+                "mixed_float16): it leaves steps out when a gradient overflows, and other ranks would wait for them. "
+                "Write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+            )
         super().__setattr__(name, value)
 
     def register_local_var(self, variable: Any) -> None:
@@ -55,7 +59,7 @@ class EagerMixin(Stepping, EagerWrapped):
 
     def consensus_distance(self: Any) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._async_worker().engine, self._trainable_variables, self._async.sharers)
+        return consensus_distance(self._async_worker(), self._trainable_variables)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
@@ -112,7 +116,7 @@ class EagerMixin(Stepping, EagerWrapped):
             members=sharers.members,
             process_set_id=sharers.id,
         )
-        return EagerWorker(engine, EagerConfig(**state.options, buckets=len(layout)), wire, finish, apply)
+        return EagerWorker(engine, state.config_for(layout.nbytes), wire, finish, apply)
 
     def _async_fingerprint(self: Any) -> tuple[list[str], list[int]]:
         state = self._async
@@ -137,17 +141,15 @@ class EagerMixin(Stepping, EagerWrapped):
 
     def _async_apply(self: Any, round_: Round) -> None:
         """Apply a round outside of a step."""
-        state = self._async
-        self._async_check_applied()
-        self._async_worker()  # raises if that found a round broken off
+        update = self._async.update
         if round_.gradients:
-            with state.applying(round_.index), tf.init_scope():
-                state.update(*state.update.parts(round_.hyper, round_.sums))
+            with tf.init_scope():
+                put_back = update.keep(round_)
+                update(*update.parts(round_))
+                put_back()
 
     def _async_finish(self: Any, worker: EagerWorker, flush: bool) -> None:
         state = self._async
-        self._async_check_applied()
-        self._async_worker()
         with tf.init_scope():
             if flush and state.feed.done:
                 warnings.warn(
@@ -157,4 +159,6 @@ class EagerMixin(Stepping, EagerWrapped):
                 )
             if flush and state.model is not None and state.buffer_policy != "local":
                 variables, root = state.model.non_trainable_variables, state.sharers.ranks[0]
-                unify_buffers(worker.engine, variables, state.buffer_policy, state.sharers, root)
+                unify_buffers(worker, variables, state.buffer_policy, root)
+            if flush:
+                self._async_check_replicas(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from hvd_async.eager_wrapping import EagerState
@@ -24,9 +25,7 @@ class State(EagerState):
     """
 
     def __init__(self, sharers: Sharers, **options: Any) -> None:
-        super().__init__(LIFECYCLE, sharers)
-        self.options: dict[str, Any] = options["config"]
-        """Of ``EagerConfig``, but for the number of buckets."""
+        super().__init__(LIFECYCLE, sharers, options["config"], options["late_cap_mb"])
         self.scales: tuple[float, float] = options["scales"]
         self.compression: Any = options["compression"]
         self.cap_bytes: float = options["cap_bytes"]
@@ -36,18 +35,15 @@ class State(EagerState):
         self.nonfinite: str = options["nonfinite"]
         self.devices: tuple[str, str] = options["devices"]
         """For dense and for sparse gradients."""
-        self.sparse_as_dense: bool = options["sparse_as_dense"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
         self.buffer_policy: str = options["buffers"]
-        self.scaled_outside = False
-        """Whether a LossScaleOptimizer that is not ours was put around this optimizer."""
         self.momentum_correction = False
         self.codec: Codec | None = None
         self.layout: Layout | None = None
         self.feed: Feed | None = None
         self.update: Update | None = None
-        self.fetched: deque[Round] = deque()
-        """Rounds that this step has taken and its loop has not applied yet."""
-        self.fetching: int | None = None
-        """The round that the loop is applying."""
+        self.waiting: deque[Round] = deque()
+        """Rounds that this step's loop has not come to yet."""
+        self.put_back: Callable[[], None] = lambda: None
+        """Ends the application of the round that the loop has come to: see ``Update.keep``."""

@@ -8,6 +8,7 @@ in the order they were made, so no hand-over is behind the op that waits. The sa
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,15 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_async.errors import ReplicaStateError
+from hvd_async.tensorflow import tracebacks
 from hvd_async.tensorflow.buffers import Layout, Terms, accumulated, partition, raw, signature
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.feed import Feed
 from hvd_async.tensorflow.state import State
 from hvd_async.tensorflow.update import Update
+
+OP_NAME = "hvd_async_needs_jit_compile_False"
+"""XLA, which cannot run such ops, tells people this name."""
 
 
 class Stepping:
@@ -38,17 +42,11 @@ class Stepping:
                 ``trainable`` is frozen: rounds that this rank leads do not move it.
 
         Raises:
-            ValueError: no variable has a gradient, or one is sparse.
+            ValueError: no variable has a gradient.
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
             FloatingPointError: NaN or infinity in the gradients, with ``nonfinite="raise"``.
         """
-        if self._async.scaled_outside:
-            raise ReplicaStateError(
-                "a LossScaleOptimizer is around this EagerOptimizer (compile() does that under mixed_float16). It "
-                "leaves steps out when a gradient overflows, and other ranks would wait for them: write "
-                "EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
-            )
         self._async_take(list(grads), trainable_variables, None)
 
     def _async_take(self: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
@@ -107,7 +105,7 @@ class Stepping:
         buckets = partition([raw(v) for v in variables], state.cap_bytes, state.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
         before, after = state.scales
-        codec = Codec(state.compression, dtypes, state.size, state.options["max_staleness"], after)
+        codec = Codec(state.compression, dtypes, state.size, state.config["max_staleness"], after)
         terms = Terms(before, after / codec.scale, codec.slots, state.index % codec.slots, state.devices[0])
         state.codec, state.layout = codec, Layout(variables, buckets, terms)
         state.feed = Feed(state.layout, state.passes, state.average_passes, state.nonfinite)
@@ -119,11 +117,6 @@ class Stepping:
         static = None if self.loss_scale_factor is None else 1.0 / self.loss_scale_factor
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
-                if not self._async.sparse_as_dense:
-                    raise ValueError(
-                        f"the gradient of {variable.path} is sparse: pass sparse_as_dense=True to EagerOptimizer to "
-                        f"send it as a dense tensor"
-                    )
                 with tf.device(self._async.devices[1] or None):
                     gradient = tf.convert_to_tensor(gradient)
             if gradient is None:
@@ -151,36 +144,36 @@ class Stepping:
     def _async_step(self: Any, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
         """Returns int32 of shape (2,): how many rounds are to be applied, whether this rank's gradients were finite."""
         state = self._async
-        self._async_check_applied()
         group: dict[str, Any] = {"frozen": frozen, "settings": digest}
         if rate:
             group["learning_rate"] = float(rate[0])
         rounds, finite = state.feed.take(self._async_worker, [group], scaled)
-        state.fetched.extend(round_ for round_ in rounds if round_.gradients)
-        return np.array([len(state.fetched), finite], np.int32)
+        state.waiting = deque(rounds)
+        self._async_pass_empty()
+        return np.array([sum(round_.gradients > 0 for round_ in state.waiting), finite], np.int32)
 
     def _async_fetch(self: Any, update: Update, _: Any = None) -> list[Any]:
         """The next round of this step, as ``update`` takes it."""
         state = self._async
-        round_ = state.fetched.popleft()
-        state.fetching = round_.index
-        return list(update.parts(round_.hyper, round_.sums))
+        round_ = state.waiting.popleft()
+        state.worker.begin(round_)
+        state.put_back = update.keep(round_)
+        return list(update.parts(round_))
 
     def _async_applied(self: Any, _: Any = None) -> np.int32:
         """The round that was fetched last is applied: one more is done."""
         state = self._async
-        state.fetching = None
-        if not state.fetched and state.worker is not None:
-            state.worker.release()
+        state.put_back()
+        state.worker.end()
+        self._async_pass_empty()
         return np.int32(1)
 
-    def _async_check_applied(self: Any) -> None:
-        state = self._async
-        if state.fetching is not None or state.fetched:
-            index = state.fetching if state.fetching is not None else state.fetched[0].index
-            state.broken = f"round {index} could not be applied: the training step was broken off"
-            state.fetching = None
-            state.fetched.clear()
+    def _async_pass_empty(self: Any) -> None:
+        """Leave rounds alone in which there is nothing."""
+        waiting = self._async.waiting
+        while waiting and not waiting[0].gradients:
+            with self._async.worker.applying(waiting.popleft()):
+                pass
 
 
 def _among(variable: Any, variables: Sequence[Any]) -> bool:
@@ -195,6 +188,11 @@ def _py(call: Callable[..., Any], inputs: list[Any], types: Any) -> Any:
             return call(*arguments)
         except HorovodInternalError as error:
             # The graph makes a tf.errors.UnknownError of it, which hvd.elastic takes for Horovod's by this word.
-            raise HorovodInternalError(f"HorovodAllreduce: {error}") from error
+            told = HorovodInternalError(f"HorovodAllreduce: {error}")
+            tracebacks.remember(told)
+            raise told from error
+        except Exception as error:
+            tracebacks.remember(error)
+            raise
 
-    return tf.py_function(readable, inputs, types)
+    return tf.py_function(readable, inputs, types, name=OP_NAME)

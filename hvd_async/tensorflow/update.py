@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.events import Hyper
-from hvd_async.tensorflow.buffers import Layout, own_name, raw
+from hvd_async.tensorflow.buffers import Layout, has_gradients, own_name, raw
+from hvd_async.wire import Round
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 NOT_SETTINGS = {"name", "built", "loss_scale_factor"}
@@ -80,7 +79,7 @@ class Update:
         self._variables = list(optimizer._trainable_variables)
         self.scheduled, self.digest, self._corrects = scheduled(optimizer), digest(optimizer), correct_momentum()
         rate = [] if self.scheduled else [tf.TensorSpec([], tf.float32)]
-        arguments = [*rate, tf.TensorSpec([len(self._variables)], tf.bool), *layout.specs()]
+        arguments = [*rate, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
         self._shapes = [argument.shape for argument in arguments]
         self._last_rate = tf.Variable(0.0, trainable=False)
@@ -97,23 +96,43 @@ class Update:
         now = (scheduled(self._optimizer), digest(self._optimizer), self._correct())
         return now != (self.scheduled, self.digest, self._corrects)
 
-    def parts(self, hyper: Hyper, sums: Sequence[tf.Tensor]) -> list[Any]:
-        """A round as ``__call__`` takes it, of dtypes ``types``.
+    def parts(self, round_: Round) -> list[Any]:
+        """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient are frozen for it:
+        momentum and decay must not move what nobody had anything for.
 
         Raises:
             ReplicaMismatchError: the rank that led it has an optimizer with other settings.
         """
-        (group,) = hyper
+        (group,) = round_.hyper
         if ("learning_rate" in group) == self.scheduled or group["settings"] != self.digest:
             raise ReplicaMismatchError(
                 f"a round was led by a rank whose {type(self._optimizer).__name__} has other settings than this rank's "
                 f"({', '.join(settings(self._optimizer))}). Only a learning rate that is a number can differ from rank "
                 f"to rank; change anything else on every rank after a drain()."
             )
-        frozen = np.zeros(len(self._variables), bool)
-        frozen[group["frozen"]] = True
         rate = [] if self.scheduled else [tf.constant(group["learning_rate"], tf.float32)]
-        return [*rate, tf.constant(frozen), *sums]
+        return [*rate, *self._layout.without(self._unmoved(round_), round_.sums)]
+
+    def _unmoved(self, round_: Round) -> list[int]:
+        """The variables that a round must not move: those its leader has frozen, and those of empty buckets."""
+        (group,) = round_.hyper
+        buckets = zip(self._layout.buckets, round_.counts, strict=True)
+        empty = {index for bucket, count in buckets if not count for index in bucket.indices}
+        return sorted(empty.union(group["frozen"]))
+
+    def keep(self, round_: Round) -> Callable[[], None]:
+        """What puts back the variables, and what the optimizer has of them, that a round about to be applied must not
+        move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
+        update this would be half of it, and take as long to trace.)"""
+        unmoved = set(self._unmoved(round_))
+        held = self._held() if unmoved else []
+        kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
+
+        def put_back() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+
+        return put_back
 
     def __call__(self, *parts: Any) -> tf.Tensor:
         """Apply a round; returns something to wait for."""
@@ -123,35 +142,14 @@ class Update:
     def _apply(self, *parts: tf.Tensor) -> tf.Tensor:
         optimizer, rest = self._optimizer, list(parts)
         rate = None if self.scheduled else rest.pop(0)
-        frozen, *sums = rest
-        held = self._held()
-        some = tf.reduce_any(frozen)
-        gradients = self._layout.averages(sums)
-        gradients = tf.cond(
-            some,
-            lambda: [tf.where(frozen[i], tf.zeros_like(g), g) for i, g in enumerate(gradients)],
-            lambda: gradients,
-        )
+        gradients = self._layout.averages(rest)
         if self._transform is not None:
             gradients = list(self._transform(list(gradients)))
-        # Keras moves every variable it is given, by decay and momentum also without a gradient, so frozen ones are put
-        # back. Which are frozen comes with the round; rounds that freeze nothing copy nothing.
-        kept = tf.cond(
-            some,
-            lambda: [tf.identity(v) for _, v in held],
-            lambda: [tf.zeros([0], v.dtype) for _, v in held],
-        )
         with self._with(rate):
             if rate is not None and self._corrects:
                 self._correct_momentum(rate)
-            optimizer._wrapped_class.apply(optimizer, gradients, self._variables)
-
-        def put_back() -> tf.Tensor:
-            for (index, variable), old in zip(held, kept, strict=True):
-                variable.assign(tf.where(frozen[index], tf.ensure_shape(old, variable.shape), variable))
-            return tf.constant(0)
-
-        tf.cond(some, put_back, lambda: tf.constant(0))
+            moved = [variable for variable in self._variables if has_gradients(variable)]
+            optimizer._wrapped_class.apply(optimizer, gradients, moved)
         return tf.identity(raw(optimizer._iterations))
 
     def _held(self) -> list[tuple[int, Any]]:

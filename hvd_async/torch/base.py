@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
 
 from hvd_async.errors import ReplicaStateError
+from hvd_async.torch.layout import differentiable
 from hvd_async.wrapping import derived
 
 
@@ -42,7 +45,28 @@ class TorchWrapped(torch.optim.Optimizer):
         )
 
     def _async_parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """Those that can have a gradient: the others, of whole numbers, are left alone."""
+        return [p for group in self.param_groups for p in group["params"] if differentiable(p)]
+
+
+def refuse_a_step_for_state() -> None:
+    """To be called in ``step()``: Horovod's own function may call it, where a script has it by name from before ours
+    took its place.
+
+    Raises:
+        ReplicaStateError: it does.
+    """
+    frame = sys._getframe(2)
+    for _ in range(3):  # (a scheduler has put a function of its own between)
+        if frame.f_code is horovods_broadcast.__code__:
+            raise ReplicaStateError(
+                "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
+                "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "
+                "hvd_async.torch import broadcast_optimizer_state`, or call hvd.broadcast_optimizer_state"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 def check_optimizer(optimizer: Any, wrapper: str) -> None:
@@ -90,7 +114,7 @@ def parameter_names(
     names = {id(parameter): name for name, parameter in pairs}
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("named_parameters repeats a name: names must be unique")
-    missing = sum(id(parameter) not in names for parameter in parameters)
+    missing = sum(id(parameter) not in names for parameter in parameters if differentiable(parameter))
     if missing:
         raise ValueError(f"named_parameters leaves out {missing} of the optimizer's {len(parameters)} parameters")
     return names

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.engine import Engine
-from hvd_async.sharers import Sharers
+from hvd_async.worker import Worker
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -24,13 +23,11 @@ def signature(name: str, tensor: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def unify_buffers(
-    engine: Engine, named: Iterable[tuple[str, torch.Tensor]], policy: str, sharers: Sharers, root: int
-) -> None:
+def unify_buffers(worker: Worker, named: Iterable[tuple[str, torch.Tensor]], policy: str, root: int) -> None:
     """Make batch-norm statistics agree on all ranks.
 
     ``average`` over the ranks whose own are finite, counters from rank ``root``; or ``root``, all from that one.
-    A collective: every rank of the sharers calls it, at the same point.
+    A collective: every rank that still has the optimizer calls it, at the same point.
     """
     tensors = [tensor for _, tensor in named if tensor.numel()]
     floating = [t for t in tensors if t.is_floating_point() and policy == "average"]
@@ -38,13 +35,21 @@ def unify_buffers(
         flat = torch.cat([*(t.reshape(-1) for t in group), group[0].new_ones(1)])
         if not torch.isfinite(flat).all():
             flat.zero_()  # a rank whose batch held NaN has nothing to say; the last element counts those that have
-        total = torch.as_tensor(engine.sum(flat, f"hvd_async.buffers.average.{sharers.id}.{kind}", sharers.process_set))
+        total = torch.as_tensor(worker.sum(flat, f"the average of buffers ({kind})").vector)
         if total[-1] > 0:
             _scatter(total[:-1] / total[-1], group)
     for kind, group in _by_kind([t for t in tensors if policy == "root" or not t.is_floating_point()]):
         flat = torch.cat([t.reshape(-1) for t in group])
-        name = f"hvd_async.buffers.root.{sharers.id}.{kind}"
-        _scatter(engine.broadcast(flat, root, name, sharers.process_set), group)
+        _scatter(worker.broadcast(flat, root, f"the broadcast of buffers ({kind})"), group)
+
+
+@torch.no_grad()
+def take_over(worker: Worker, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """Give every rank the bits of ``rank``'s tensors. A collective."""
+    for kind, group in _by_kind([tensor for tensor in tensors if tensor.numel()]):
+        flat = torch.cat([t.reshape(-1) for t in group])
+        brought = torch.as_tensor(worker.broadcast(flat.view(torch.uint8), rank, f"the mending of replicas ({kind})"))
+        _scatter(brought.view(flat.dtype), group)
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -61,11 +66,11 @@ def _scatter(flat: Any, tensors: list[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def consensus_distance(engine: Engine, parameters: Sequence[torch.Tensor], sharers: Sharers) -> float:
+def consensus_distance(worker: Worker, parameters: Sequence[torch.Tensor]) -> float:
     """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
-    where = f"hvd_async.consensus.{sharers.id}"
     flat = torch.cat([p.detach().reshape(-1).double() for p in parameters])
-    mean = engine.sum(flat.clone(), f"{where}.mean", sharers.process_set) / sharers.size
-    square = torch.sum((flat - torch.as_tensor(mean)) ** 2).reshape(1)
-    total = engine.sum(square, f"{where}.square", sharers.process_set)
-    return float(total[0] / sharers.size) ** 0.5
+    total, ranks, _ = worker.sum(flat.clone(), "consensus_distance()")
+    mean = torch.as_tensor(total) / len(ranks)
+    square = torch.sum((flat - mean) ** 2).reshape(1)
+    total, ranks, _ = worker.sum(square, "consensus_distance()")
+    return float(total[0] / len(ranks)) ** 0.5

@@ -27,31 +27,45 @@ from hvd_async.protocols import Handle, Landed, pack, unpack
 from hvd_async.sharers import Alone, process_set_among
 from hvd_async.torch import streams
 
-FINEST_POLL = 0.0002
+FINEST_POLL = 0.001
+FINEST_POLL_OF_GPU = 0.0002
+"""While the engine looks elsewhere the GPU has nothing to do; and its host has cores to spare."""
 COARSEST_POLL = 0.005
 
 
 class _HorovodHandle:
-    """A Horovod handle, polled."""
+    """A Horovod handle, polled.
 
-    def __init__(self, handle: int, kind: str, durations: dict[str, float]) -> None:
-        self._handle, self._kind, self._durations = handle, kind, durations
+    Args:
+        handle: Horovod's.
+        kind: of collectives that take about as long as each other.
+        durations: by kind, how long the last one had taken when it was last seen not to be done. (When it was seen to
+            be done depends on when it was looked for, and would keep the next look as late.)
+        finest: seconds between two looks, at the least.
+    """
+
+    def __init__(self, handle: int, kind: str, durations: dict[str, float], finest: float) -> None:
+        self._handle, self._kind, self._durations, self._finest = handle, kind, durations, finest
         self._started = time.monotonic()
+        self._not_yet = 0.0
 
     def done(self) -> bool:
-        return bool(hvd.poll(self._handle))
+        elapsed = time.monotonic() - self._started
+        if hvd.poll(self._handle):
+            return True
+        self._not_yet = elapsed
+        return False
 
     def result(self) -> Any:
-        self._durations[self._kind] = time.monotonic() - self._started
+        self._durations[self._kind] = self._not_yet
         result = hvd.synchronize(self._handle)
         return tuple(map(streams.landed, result)) if isinstance(result, tuple) else streams.landed(result)
 
     def poll_in(self) -> float:
-        elapsed = time.monotonic() - self._started
-        left = self._durations.get(self._kind, 0.0) - elapsed
-        if left > 0:
-            return min(max(FINEST_POLL, 0.75 * left), COARSEST_POLL)  # the last one may have been slow for once
-        return min(max(FINEST_POLL, elapsed / 10), COARSEST_POLL)
+        left = self._durations.get(self._kind, 0.0) - (time.monotonic() - self._started)
+        # (the last one may have been slow for once: do not sleep for all that is left; nor is this one to be much later
+        # than it was when it is late)
+        return min(max(self._finest, left / 2, -left / 4), COARSEST_POLL)
 
 
 class _Received(_HorovodHandle):
@@ -146,8 +160,8 @@ class _Staged:
 
     def poll_in(self) -> float:
         if self._handle is None or self._result is not None:
-            return FINEST_POLL
-        return self._handle.poll_in() or FINEST_POLL
+            return FINEST_POLL_OF_GPU
+        return self._handle.poll_in() or FINEST_POLL_OF_GPU
 
 
 class HorovodCollectives:
@@ -165,6 +179,8 @@ class HorovodCollectives:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         self._durations: dict[str, float] = {}
+        self._cuda: torch.device | None = None
+        """This rank's GPU, once one of its tensors was there: the engine's thread has a current device of its own."""
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
         self._nccl = bool(hvd.nccl_built()) and not staged
 
@@ -182,10 +198,12 @@ class HorovodCollectives:
         kind: type[_HorovodHandle] = _HorovodHandle,
     ) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""
+        finest = FINEST_POLL_OF_GPU if tensor.is_cuda else FINEST_POLL
 
         def begin(there: torch.Tensor) -> Handle:
-            return kind(start(there), name.rpartition(".")[0], self._durations)
+            return kind(start(there), name.rpartition(".")[0], self._durations, finest)
 
+        self._cuda = tensor.device if tensor.is_cuda else self._cuda
         if tensor.is_cuda and not self._nccl:
             return _Staged(tensor, begin)
         with streams.beside(tensor):
@@ -223,6 +241,14 @@ class HorovodCollectives:
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._start(vector, name, lambda there: hvd.broadcast_async_(there, root, name=name, process_set=ranks))
 
+    def describe(self, vector: torch.Tensor) -> tuple[int, str]:
+        return vector.numel(), f"{str(vector.dtype).removeprefix('torch.')} {vector.device.type}"
+
+    def zeros(self, length: int, kind: str) -> torch.Tensor:
+        dtype, device = kind.split()
+        where = self._cuda if device == "cuda" and self._cuda is not None else torch.device(device)
+        return torch.zeros(length, dtype=getattr(torch, dtype), device=where)
+
     def blank(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(vector)
 
@@ -249,4 +275,6 @@ class HorovodCollectives:
         return unpack(gathered)
 
 
-LIFECYCLE = Lifecycle(HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None)
+LIFECYCLE = Lifecycle(
+    HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
+)

@@ -11,7 +11,7 @@ import torch
 from hvd_async.sharers import Sharers
 from hvd_async.torch import streams
 from hvd_async.torch.layout import Layout, Zeros
-from hvd_async.wire import Wire, count_slots
+from hvd_async.wire import Wire, count_slots, largest_summand
 
 
 class BF16Compressor:
@@ -62,16 +62,16 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
 
 
 def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharers) -> Wire:
-    """How the layout's vectors travel. float16 is cut off at 65,504 / (ranks that are summed over)."""
+    """How the layout's vectors travel. float16 is cut off at what as many ranks can add up; its counts are not."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
-
-    limit = torch.finfo(torch.float16).max / sharers.size
+    limit = largest_summand(sharers.size)
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
         with streams.beside(vector):
             cut = vector
             if wire_dtype(compression, vector.dtype) == torch.float16:
                 cut = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
+                cut[-slot_count:] = vector[-slot_count:]
             compressed: torch.Tensor = compression.compress(cut)[0]
             return compressed if compressed is vector else streams.mark(compressed)
 

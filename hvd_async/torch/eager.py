@@ -36,6 +36,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     grace: float = 0.0,
     seed: int = 0,
     bucket_cap_mb: float = 25.0,
+    late_cap_mb: float = 4096.0,
     pace: str = "steps",
     scaler: Any = None,
     nonfinite: str = "skip",
@@ -61,7 +62,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         gradient_predivide_factor: divide by it before the sum and multiply by it afterwards (with Average).
         groups: lists of parameters that travel together, or into how many groups to part all; ``num_groups`` is
             Horovod's older name for the latter. Parameters in no list are parted by ``bucket_cap_mb``.
-        sparse_as_dense: send sparse gradients as dense tensors; SparseAdam gets them back sparse.
+        sparse_as_dense: nothing to do: sparse gradients always travel as dense tensors; SparseAdam gets them back
+            sparse, without the rows that are zero.
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
             by themselves.
         quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
@@ -71,6 +73,9 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         grace: seconds to wait for more ranks once the quorum is there.
         seed: of majority's draw, the same on all ranks.
         bucket_cap_mb: MiB of gradients that travel together; smaller ones leave earlier during backward().
+        late_cap_mb: MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where
+            a round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank 0
+            says so. ``float("inf")`` leaves it alone.
         pace: "steps" (all ranks do the same number of steps, and one that is always slower holds the others up after
             ``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``).
         scaler: the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are
@@ -98,6 +103,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers,
         sharers.named,
         bucket_cap_mb=bucket_cap_mb,
+        late_cap_mb=late_cap_mb,
         pace=pace,
         nonfinite=nonfinite,
     )
@@ -116,10 +122,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "config": config,
         "backward_passes_per_step": backward_passes_per_step,
         "bucket_cap_mb": bucket_cap_mb,
+        "late_cap_mb": late_cap_mb,
         "groups": num_groups if groups is None else groups,
         "compression": compression,
         "scales": factors,
-        "sparse_as_dense": sparse_as_dense,
         "scaler": scaler,
         "nonfinite": nonfinite,
         "round_transform": round_transform,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from hvd_async.torch.streams import Later
+
 
 class _Check(NamedTuple):
-    """One vector's: its bucket, the answer's place on the CPU, and when it will be there."""
+    """One vector's: its bucket, and the answer."""
 
     bucket: int
-    fine: torch.Tensor
-    copied: Any
+    fine: Later
 
 
 class Checks:
@@ -26,14 +27,10 @@ class Checks:
         """Queue what makes a vector on a GPU all 0, its count too, if it holds NaN or an infinity."""
         fine = torch.isfinite(torch.linalg.vector_norm(vector, float("inf")))
         vector.masked_fill_(~fine, 0.0)
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(fine, non_blocking=True)
-        self._open.append(_Check(bucket, answer, torch.cuda.current_stream(vector.device).record_event()))
+        self._open.append(_Check(bucket, Later(fine)))
 
     def emptied(self) -> list[int]:
         """The buckets of the vectors since the last call that were not finite. (Their rounds have mostly landed: there
         is nothing to wait for.)"""
         found, self._open = self._open, []
-        for check in found:
-            check.copied.synchronize()
-        return [check.bucket for check in found if not check.fine]
+        return [check.bucket for check in found if not float(check.fine)]

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async import timeline
+from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.wrapping import Wrapped
 
@@ -30,7 +31,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         model: as in Horovod; not needed.
     """
     if not isinstance(optimizer, Wrapped):
-        hvd.broadcast_optimizer_state(optimizer, root_rank, model)
+        horovods_broadcast(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:
         optimizer.drain()  # no round may be on its way

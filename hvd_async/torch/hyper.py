@@ -27,9 +27,11 @@ def read(groups: list[dict[str, Any]]) -> Hyper:
     for group in groups:
         found: dict[str, Any] = {FROZEN: [i for i, p in enumerate(group["params"]) if not p.requires_grad]}
         for key, value in group.items():
+            if key == "params":  # (of one element they would be numbers, for which a GPU would be waited for)
+                continue
             if isinstance(value, tuple | list):
                 numbers = [_number(v) for v in value]
-                if key != "params" and None not in numbers:
+                if None not in numbers:
                     found[key] = numbers
             elif (number := _number(value)) is not None:
                 found[key] = number

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from hvd_async.buckets import by_size
+from hvd_async.buckets import by_number, by_size
 from hvd_async.torch.streams import mark
+from hvd_async.wire import Round
 
 MIB = 2**20
 
@@ -23,9 +24,16 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = list(parameters)
-        self.sizes = [p.numel() for p in parameters]
-        self.elements = sum(self.sizes)
+        self.elements = sum(p.numel() for p in parameters)
         self.device, self.dtype = kind(parameters[0])
+        ends = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        self._places = [(p.shape, strides(p), end) for p, end in zip(parameters, ends, strict=False)]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
+        then plain ones, and optimizers take gradients and parameters together."""
+        start = vector.storage_offset()
+        return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
 
 
 class Layout:
@@ -39,7 +47,7 @@ class Layout:
         slot: this rank's.
 
     Raises:
-        ValueError: a parameter that is no floating-point number, or groups that are none.
+        ValueError: a parameter of complex numbers, or groups that are none.
     """
 
     def __init__(
@@ -51,11 +59,14 @@ class Layout:
         slot: int = 0,
     ) -> None:
         self.parameters = list(parameters)
+        self.orders = [memory_order(parameter) for parameter in parameters]
+        """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
         self._slots, self._slot = slots, slot
         for parameter in parameters:
-            if not parameter.is_floating_point():
+            if parameter.is_complex():
                 raise ValueError(
-                    f"a parameter of dtype {parameter.dtype} cannot be averaged: keep it out of the optimizer"
+                    f"a parameter of dtype {parameter.dtype} cannot be averaged: make it two real ones, or keep it out "
+                    f"of the optimizer"
                 )
         self.buckets = [
             Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
@@ -69,11 +80,6 @@ class Layout:
     def nbytes(self) -> tuple[int, ...]:
         """Of each bucket's vector."""
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
-
-    @property
-    def orders(self) -> list[str]:
-        """``memory_order`` of each parameter."""
-        return [memory_order(parameter) for parameter in self.parameters]
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """What ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
@@ -94,52 +100,54 @@ class Layout:
         return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
 
     @torch.no_grad()
-    def vector(self, index: int, scale: float | torch.Tensor, sparse_as_dense: bool) -> torch.Tensor:
+    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor:
         """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
 
-        Raises:
-            ValueError: a gradient is sparse and ``sparse_as_dense`` is not set.
+        What is sparse travels as a dense vector: ranks need not know before whose gradients will be.
         """
         bucket = self.buckets[index]
         flat = torch.empty(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
-        *parts, tail = flat.split([*bucket.sizes, self._slots])
         views, gradients = [], []
-        for parameter, part in zip(bucket.parameters, parts, strict=True):
+        for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
             gradient = parameter.grad
             if gradient is None:
                 part.zero_()
                 continue
             if gradient.is_sparse:
-                if not sparse_as_dense:
-                    raise ValueError("a gradient is sparse: pass sparse_as_dense=True to send it as a dense tensor")
-                shaped(part, parameter).copy_(gradient.to_dense())
+                part.copy_(gradient.to_dense())
                 continue
-            views.append(shaped(part, parameter))
+            views.append(part)
             gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
         if isinstance(scale, torch.Tensor) or scale != 1.0:
             flat.mul_(scale)
+        tail = flat[bucket.elements :]
         tail.zero_()
-        tail[self._slot] = 1
+        tail.narrow(0, self._slot, 1).fill_(1.0)  # (setting an item copies from the host, and waits for the stream)
         return flat
 
     @torch.no_grad()
-    def set_gradients(self, sums: Sequence[torch.Tensor], scale: float, frozen: set[int], sparse: bool = False) -> None:
-        """Point each ``p.grad`` into ``sums`` x ``scale`` (done in place); those of ``frozen`` (ids) become None.
+    def set_gradients(self, round_: Round, scale: float, frozen: set[int], sparse: bool = False) -> None:
+        """Point each ``p.grad`` into a round's sums x ``scale`` (done in place); those of ``frozen`` (ids), and of
+        buckets that carried no gradient, become None: momentum and decay must not move what nobody had anything for.
 
         Args:
             sparse: make them sparse tensors, for an optimizer that takes no others.
         """
-        for vector, bucket in zip(sums, self.buckets, strict=True):
-            average = vector[: bucket.elements]
+        for vector, bucket, count in zip(round_.sums, self.buckets, round_.counts, strict=True):
             if scale != 1.0:
-                average.mul_(scale)
-            for parameter, part in zip(bucket.parameters, average.split(bucket.sizes), strict=True):
-                view = shaped(part, parameter).to(parameter.dtype)
+                vector[: bucket.elements].mul_(scale)
+            for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
+                average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
                 if sparse:
-                    view = view.to_sparse(1)
-                parameter.grad = None if id(parameter) in frozen else view
+                    average = average.to_sparse(1)
+                parameter.grad = None if id(parameter) in frozen or count == 0 else average
+
+
+def differentiable(parameter: torch.Tensor) -> bool:
+    """Whether it can have a gradient."""
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def memory_order(parameter: torch.Tensor) -> str:
@@ -150,12 +158,9 @@ def memory_order(parameter: torch.Tensor) -> str:
     return str(kind).removeprefix("torch.")
 
 
-def shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A part of a vector as a tensor whose elements lie as a parameter's do: copies between the two are then plain
-    ones, and optimizers take gradients and parameters together."""
-    if not memory_order(like):
-        return part.view_as(like)
-    return part.as_strided(like.size(), like.stride(), part.storage_offset())
+def strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of a parameter's part of a vector."""
+    return (parameter if memory_order(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 
 class Zeros:
@@ -206,8 +211,9 @@ def _groups(
     if isinstance(groups, int):
         if groups == 0:
             return [(backwards, cap)]
-        ends = [round(len(backwards) * i / groups) for i in range(groups + 1)]
-        return [(backwards[a:b], float("inf")) for a, b in itertools.pairwise(ends) if b > a]
+        numbered = by_number(len(parameters), groups)[::-1]
+        return [([parameters[place] for place in reversed(part)], float("inf")) for part in numbered]
+    groups = [[p for p in group if not isinstance(p, torch.Tensor) or differentiable(p)] for group in groups]
     listed = [p for group in groups for p in group]
     known = {id(p) for p in parameters}
     if len({id(p) for p in listed}) < len(listed):

@@ -9,6 +9,7 @@ import torch
 
 from hvd_async.following import FollowWorker
 from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
+from hvd_async.torch import streams
 from hvd_async.torch.local_mixin import LocalMixin, LocalSettings
 
 
@@ -34,6 +35,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             if loss.numel() != 1:
                 raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
             loss = loss.detach().reshape(())
+            loss = streams.Later(loss) if loss.is_cuda else loss
         super().record_loss(loss)
 
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
@@ -78,7 +80,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
         if not averages:
             return None
         own = torch.cat([*(t.reshape(-1).to(kind) for t in averages), averages[0].new_ones(1, dtype=kind)])
-        return own if torch.isfinite(own).all() else torch.zeros_like(own)
+        return torch.where(torch.isfinite(own).all(), own, 0.0)  # (a GPU finds out by itself)
 
     def _async_copy_statistics(self, root: int) -> None:
         self._async_unify_by("root", root)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from hvd_async.local_wrapping import LocalState, LocalWrapped
-from hvd_async.torch.base import TorchWrapped
+from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
 from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.streams import follow
+
+MIXED = {torch.float32, torch.float64}
+"""What weights must be for their mixing to lose nothing."""
 
 
 class LocalSettings(LocalState):
@@ -51,6 +54,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
             FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
+        refuse_a_step_for_state()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -58,6 +62,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         worker = self._async_worker()
         self._async_before_step(worker, loss)
         worker.check_step()
+        self._async_kind()  # (a parameter may have been unfrozen)
         with self._async_updating(), torch.no_grad():
             if worker.weight != 1.0:
                 torch._foreach_mul_(self._async_parameters(), worker.weight)
@@ -132,11 +137,32 @@ class LocalMixin(LocalWrapped, TorchWrapped):
     def _async_write(self, weights: torch.Tensor) -> None:
         parameters = self._async_parameters()
         parts = weights.split([p.numel() for p in parameters])
-        torch._foreach_copy_(parameters, [part.view_as(p) for p, part in zip(parameters, parts, strict=True)])
+        pairs = [(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+        alike = [pair for pair in pairs if pair[0].is_contiguous()]
+        if alike:
+            torch._foreach_copy_([p for p, _ in alike], [part for _, part in alike])
+        for parameter, part in pairs:
+            if not parameter.is_contiguous():  # (one of them, channels last say, would make all copies single ones)
+                parameter.copy_(part)
+
+    def _async_parameters(self) -> list[torch.Tensor]:
+        """Those that are mixed: of others that are frozen, ranks keep their own."""
+        return [p for p in super()._async_parameters() if p.requires_grad or p.dtype in MIXED]
 
     def _async_kind(self) -> torch.dtype:
+        """Of the vector of weights.
+
+        Raises:
+            ValueError: mixing would lose what a parameter learns.
+        """
         kinds = {p.dtype for p in self._async_parameters()}
-        return torch.float64 if torch.float64 in kinds else torch.float32
+        if kinds <= MIXED:
+            return torch.float64 if torch.float64 in kinds else torch.float32
+        other = ", ".join(sorted(str(kind) for kind in kinds - MIXED))
+        raise ValueError(
+            f"a parameter of dtype {other} cannot be mixed without losing what it learns: keep weights in float32 and "
+            f"compute in half precision by torch.autocast; compression= makes messages small"
+        )
 
     def _async_check_parameters(self) -> None:
         """Refuse parameters whose mixing would lose them.
@@ -144,15 +170,8 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         Raises:
             ValueError: with a hint.
         """
-        parameters = self._async_parameters()
-        for parameter in parameters:
-            if parameter.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"a parameter of dtype {parameter.dtype} cannot be mixed without losing what it learns: keep "
-                    f"weights in float32 and compute in half precision by torch.autocast; compression= makes messages "
-                    f"small"
-                )
-        devices = {str(p.device) for p in parameters}
+        self._async_kind()
+        devices = {str(p.device) for p in self._async_parameters()}
         if len(devices) > 1:
             raise ValueError(
                 f"parameters on {', '.join(sorted(devices))}: ranks' weights travel as one vector: keep them on one"
@@ -172,7 +191,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
     def _async_unify_by(self, policy: str, root: int) -> None:
         state = self._async
         if state.named_buffers:
-            unify_buffers(self._async_worker().engine, state.named_buffers, policy, state.sharers, root)
+            unify_buffers(self._async_worker(), state.named_buffers, policy, root)
 
     def _async_keep_buffers(self) -> Callable[[], None]:
         kept = [(buffer, buffer.clone()) for _, buffer in self._async.named_buffers]
@@ -185,7 +204,7 @@ class LocalMixin(LocalWrapped, TorchWrapped):
         return put_back
 
     def _async_distance(self) -> float:
-        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
+        return consensus_distance(self._async_worker(), self._async_parameters())
 
     def _async_not_finite(self) -> str:
         named = self._async.named or {}

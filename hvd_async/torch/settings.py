@@ -15,6 +15,7 @@ from hvd_async.torch.finite import Checks
 from hvd_async.torch.layout import MIB, Layout
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import mark
+from hvd_async.torch.watch import Watch
 from hvd_async.wire import Round
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
@@ -24,13 +25,13 @@ class Settings(EagerState):
     """What the wrapper was given, and what it keeps between calls."""
 
     def __init__(self, sharers: Sharers, named: dict[int, str] | None, options: dict[str, Any]) -> None:
-        super().__init__(LIFECYCLE, sharers)
+        super().__init__(LIFECYCLE, sharers, options["config"], options["late_cap_mb"])
         self.named = named
         """Parameters' names by id; None if none were given."""
-        self.config: dict[str, Any] = options["config"]
         self.layout = Layout([])
         self.slots = 1
         self.overlap: Overlap | None = None
+        self.watch = Watch(self.layout)
         self.checks = Checks()
         self.passes: int = options["backward_passes_per_step"]
         self.bucket_cap_mb: float = options["bucket_cap_mb"]
@@ -38,7 +39,6 @@ class Settings(EagerState):
         self.compression: Any = options["compression"]
         self.before, self.after = options["scales"]
         """By what a gradient is multiplied before it is handed over, and a round's sum when it is applied."""
-        self.sparse_as_dense: bool = options["sparse_as_dense"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.scaler: Any = options["scaler"]
         self.nonfinite: str = options["nonfinite"]
@@ -47,8 +47,9 @@ class Settings(EagerState):
         self.shown: Round | None = None
         """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
         self.skip = self.one_by_one = False
-        self.unshown = 0
-        """Rounds applied since ``synchronize()`` last showed one."""
+        self.unshown = self.stepped = 0
+        """Rounds applied since ``synchronize()`` last showed one; rounds since the last drain or cut that it showed and
+        ``step()`` applied."""
 
     def lay_out(self, parameters: Sequence[torch.Tensor], bucket_ready: Callable[[int], None]) -> None:
         """Part the parameters into buckets, and hook them."""
@@ -60,15 +61,19 @@ class Settings(EagerState):
         # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
         scaled = self.scaler is not None and self.scaler.is_enabled()
         early = not scaled and self.nonfinite == "skip"
-        self.overlap = Overlap(self.layout, self.passes, bucket_ready) if early else None
+        self.overlap = Overlap(self.layout, self.passes, early, bucket_ready)
+        self.watch = Watch(self.layout)
 
-    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor | None:
-        """A bucket's gradients x ``scale``, or None if other ranks must not see them: NaN, an infinity.
+    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor:
+        """A bucket's gradients x ``scale``."""
+        return self.layout.vector(index, scale)
+
+    def finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
+        """A bucket's vector, or None if other ranks must not see it: NaN, an infinity.
 
         Raises:
             FloatingPointError: as None, if the user asked for it.
         """
-        vector = self.layout.vector(index, scale, self.sparse_as_dense)
         if vector.is_cuda and self.nonfinite == "skip" and self.config["quorum"] == "all":
             self.checks.empty_unless_finite(index, vector)
             return mark(vector)
@@ -89,4 +94,6 @@ class Settings(EagerState):
 
 
 def _finite(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or bool(torch.isfinite(gradient).all())
+    if gradient is None:
+        return True
+    return bool(torch.isfinite(gradient.coalesce().values() if gradient.is_sparse else gradient).all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ from hvd_async.eager import EagerWorker
 from hvd_async.eager_wrapping import EagerWrapped
 from hvd_async.engine import Engine
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import EagerConfig, Hyper
+from hvd_async.events import Hyper
 from hvd_async.torch import hyper as hyperparameters
-from hvd_async.torch.base import TorchWrapped
-from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
+from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
+from hvd_async.torch.buffers import checksum, consensus_distance, signature, take_over, unify_buffers
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.layout import memory_order
 from hvd_async.torch.settings import Settings
@@ -46,9 +45,12 @@ class EagerMixin(EagerWrapped, TorchWrapped):
             ReplicaStateError: between backward() and step(), when gradients are on their way.
         """
         state = self._async
-        if state.overlap is not None and (met := state.met) is not None:
-            follow(met.engine, state.layout.parameters)
-            state.overlap.arm()
+        if state.overlap is not None:
+            state.overlap.disarm()
+            if (met := state.met) is not None:
+                follow(met.engine, state.layout.parameters)
+                state.overlap.arm(met.gone)
+                state.watch.clear()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,6 +68,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
             FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
+        refuse_a_step_for_state()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,10 +83,9 @@ class EagerMixin(EagerWrapped, TorchWrapped):
                     "step() after synchronize() would hand over the round that is in p.grad once more: write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`"
                 )
-            rounds = deque(self._async_hand_over(None, grad_scale, overflow))
-            while rounds:
-                self._async_apply(rounds.popleft())
-            self._async_worker().release()
+            worker, vectors = self._async_left(grad_scale, overflow)
+            worker.step(vectors, self._async_hyper(), self._async_apply)
+            state.watch.clear()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
@@ -119,7 +121,8 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
         ``round_transform=`` does the same without holding it back.
 
-        A round that is shown and not followed by a step is left out: do so on all ranks alike.
+        A round that is shown and not followed by a step is left out: do so on all ranks alike. A rank that drains
+        before others have shown all of their rounds takes over the weights of one that has.
         """
         state = self._async
         if state.scaler is not None and state.scaler.is_enabled():
@@ -127,13 +130,16 @@ class EagerMixin(EagerWrapped, TorchWrapped):
                 "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
                 "round_transform=, and call scaler.step(optimizer)"
             )
-        rounds = self._async_hand_over(1, None, False)
-        state.one_by_one, state.unshown = True, 0
-        state.shown = rounds[0] if rounds else None
-        if state.shown is not None and state.shown.gradients:
-            self._async_show(state.shown)
-        else:
-            super().zero_grad(set_to_none=True)
+        worker, vectors = self._async_left(None, False)
+        rounds = worker.finish_step(vectors, self._async_hyper(), 1)
+        state.watch.clear()
+        state.one_by_one, state.unshown, state.shown = True, 0, None
+        super().zero_grad(set_to_none=True)
+        for round_ in rounds:
+            with worker.applying(round_):
+                state.shown = round_
+                if round_.gradients:
+                    self._async_show(round_)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -154,34 +160,40 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         state = self._async
         if state.shown is None:
             raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
-        shown, state.shown = state.shown, None
-        if shown.gradients:
-            with state.applying(shown.index):
+        worker = self._async_worker()
+        with worker.whole(f"round {state.shown.index} could not be applied"):
+            shown, state.shown = state.shown, None
+            if shown.gradients:
                 self._async_update(shown.hyper)
+            state.stepped += 1
+            worker.shown = state.stepped
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
-    def _async_hand_over(self, most: int | None, grad_scale: torch.Tensor | None, overflow: bool) -> list[Round]:
-        """Give what is left of this step's gradients to the worker; returns the rounds that are waiting."""
+    def _async_left(
+        self, grad_scale: torch.Tensor | None, overflow: bool
+    ) -> tuple[EagerWorker, dict[int, torch.Tensor | None]]:
+        """What is left of this step's gradients, by bucket, for the worker; that too."""
         state = self._async
         worker = self._async_worker()
-        gone: set[int] = set() if state.overlap is None else state.overlap.handed
-        left = [index for index in range(len(state.layout)) if index not in gone]
         if state.overlap is not None:
-            try:
-                state.overlap.disarm()
-            except ReplicaStateError as error:
-                state.broken = str(error)  # half of the step is on its way
-                raise
+            state.overlap.disarm()
+        try:
+            state.watch.check(worker.gone, lambda index: state.vector(index, state.before))
+        except ReplicaStateError as error:
+            worker.whole.broken = str(error)  # half of the step is on its way
+            raise
         scale = state.before if grad_scale is None else state.before / grad_scale
-        vectors = {index: None if overflow else state.vector(index, scale) for index in left}
-        return worker.step(vectors, self._async_hyper(), most)
+        left = [index for index in range(len(state.layout)) if index not in worker.gone]
+        return worker, {i: None if overflow else state.finite(i, state.vector(i, scale)) for i in left}
 
     def _async_bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
         state = self._async
         assert state.worker is not None
-        state.worker.hand_over(index, state.vector(index, state.before))
+        vector = state.vector(index, state.before)
+        state.watch.handed(index, vector)
+        state.worker.hand_over(index, state.finite(index, vector))
 
     # -- rounds in --------------------------------------------------------------------------------------------
 
@@ -189,7 +201,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         """Put a round's average into every ``p.grad``."""
         frozen = hyperparameters.frozen(self.param_groups, round_.hyper)
         sparse = issubclass(self._wrapped_class, torch.optim.SparseAdam)
-        self._async.layout.set_gradients(round_.sums, self._async.after, frozen, sparse)
+        self._async.layout.set_gradients(round_, self._async.after, frozen, sparse)
 
     def _async_apply(self, round_: Round) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
@@ -200,11 +212,10 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         parameters = self._async_parameters()
         own = [p.grad for p in parameters]
         try:
-            with state.applying(round_.index):
-                self._async_show(round_)
-                if state.round_transform is not None:
-                    state.round_transform([p for p in parameters if p.grad is not None])
-                self._async_update(round_.hyper)
+            self._async_show(round_)
+            if state.round_transform is not None:
+                state.round_transform([p for p in parameters if p.grad is not None])
+            self._async_update(round_.hyper)
         finally:
             for parameter, gradient in zip(parameters, own, strict=True):
                 parameter.grad = gradient
@@ -225,7 +236,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
 
     def consensus_distance(self) -> float:
         """Root mean square distance of the ranks' weights from their mean (0: identical). A collective."""
-        return consensus_distance(self._async_worker().engine, self._async_parameters(), self._async.sharers)
+        return consensus_distance(self._async_worker(), self._async_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.
@@ -264,7 +275,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
     ) -> EagerWorker:
         self._async_lay_out()  # groups may have been added since the wrapper was made
         state = self._async
-        config = EagerConfig(**state.config, buckets=len(state.layout))
+        config = state.config_for(state.layout.nbytes)
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
         follow(engine, state.layout.parameters)
         return EagerWorker(engine, config, wire, finish, apply, state.checks.emptied)
@@ -304,13 +315,34 @@ class EagerMixin(EagerWrapped, TorchWrapped):
 
     def _async_finish(self, worker: EagerWorker, flush: bool) -> None:
         state = self._async
-        left, state.unshown, state.shown = state.unshown, 0, None
-        if left and state.one_by_one and state.round_transform is None:
+        left, state.unshown, state.shown, state.stepped = state.unshown, 0, None, 0
+        instead = (
+            "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
+        )
+        if worker.mend is not None:
+            self._async_take_over(worker, worker.mend)
             warnings.warn(
-                f"drain() applied {left} round(s) that synchronize() never showed: pass what you do between "
-                f"synchronize() and step() as round_transform=, so that it runs on every round",
+                f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
+                f"{worker.mend}, which had most: {instead} of every rank",
+                stacklevel=6,
+            )
+        elif left and state.one_by_one and state.round_transform is None:
+            warnings.warn(f"drain() applied {left} round(s) that synchronize() never showed: {instead}", stacklevel=6)
+        passed = 0 if state.overlap is None else state.overlap.passed
+        if flush and passed:
+            warnings.warn(
+                f"drain(): {passed} backward pass(es) short of a step of {state.passes} (backward_passes_per_step) "
+                f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
                 stacklevel=6,
             )
         if flush and state.buffer_policy != "local" and state.named_buffers:
             policy, root = state.buffer_policy, state.sharers.ranks[0]
-            unify_buffers(worker.engine, state.named_buffers, policy, state.sharers, root)
+            unify_buffers(worker, state.named_buffers, policy, root)
+        if flush:
+            self._async_check_replicas(worker)
+
+    def _async_take_over(self, worker: EagerWorker, rank: int) -> None:
+        """Take over a rank's weights and optimizer state. A collective."""
+        parameters = self._async_parameters()
+        held = [v for p in parameters for v in self.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        take_over(worker, [*parameters, *held], rank)

@@ -104,6 +104,23 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
 
 
+class Later:
+    """A number on a GPU, on its way to the CPU; nothing waits until it is asked for.
+
+    Args:
+        number: shape (), or of one element.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._there = torch.empty((), dtype=number.dtype, pin_memory=True)
+        self._there.copy_(number.reshape(()), non_blocking=True)
+        self._copied = torch.cuda.current_stream(number.device).record_event()
+
+    def __float__(self) -> float:
+        self._copied.synchronize()
+        return float(self._there)
+
+
 def follow(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
     """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on."""
     devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)

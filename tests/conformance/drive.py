@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
-from hvd_async.events import EagerConfig, Hyper
+from hvd_async.events import Hyper
 from hvd_async.lifecycle import use_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
+from hvd_async.whole import Whole
 from hvd_async.wire import Held, Round
 from tests.conformance.cases import Schedule, Script
 from tests.conformance.reference import Applied, Array
@@ -47,6 +49,8 @@ class ScriptedWorker:
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
         self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
         self.agreed = self.settled = self.ready = True
+        self.whole = Whole()
+        self.shown, self.mend = 0, None
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
         self.handed: list[Array] = []
@@ -63,7 +67,20 @@ class ScriptedWorker:
         assert bucket not in self._early
         self._early[bucket] = vector
 
-    def step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[Round]:
+    @property
+    def gone(self) -> frozenset[int]:
+        """As the worker's."""
+        return frozenset(self._early)
+
+    def step(self, vectors: Mapping[int, Any], hyper: Hyper, apply: Callable[[Round], None]) -> int:
+        """As the worker's."""
+        rounds = self.finish_step(vectors, hyper)
+        for round_ in rounds:
+            with self.applying(round_):
+                apply(round_)
+        return len(rounds)
+
+    def finish_step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[Round]:
         """What a step finds waiting."""
         (vector,) = (self._early | dict(vectors)).values()
         self._early = {}
@@ -81,8 +98,15 @@ class ScriptedWorker:
             rounds.append(Round(self.version, (self.convert(sums * np.float32(self.scale)),), own, (gradients,)))
         return rounds
 
-    def release(self) -> None:
-        """Rounds have been applied."""
+    def applying(self, round_: Round) -> contextlib.AbstractContextManager[None]:
+        """As the worker's."""
+        return self.whole(f"round {round_.index} could not be applied")
+
+    def begin(self, round_: Round) -> None:
+        """As the worker's."""
+
+    def end(self) -> None:
+        """As the worker's."""
 
     def pending(self) -> list[Held]:
         """Nothing."""
@@ -121,27 +145,25 @@ class Tape:
 def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
     """Rank -> what its worker returned, in copies made before anybody changes them."""
     made: dict[int, Tape] = {}
-    take, step = EagerWorker._take, EagerWorker.step
+    begin, step = EagerWorker.begin, EagerWorker.finish_step
 
-    def taped_take(self: EagerWorker, most: int | None) -> list[Round]:
-        rounds = take(self, most)
+    def taped_begin(self: EagerWorker, round_: Round) -> None:
         tape = made.setdefault(self.engine.rank, Tape())
-        for round_ in rounds:
-            (group,) = round_.hyper[:1]
-            lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
-            sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in round_.sums]
-            flat = np.concatenate([*sums, [round_.gradients]])
-            tape.applied.append(Applied(flat, lr))
-            tape.rounds.append(round_)
-        return rounds
+        (group,) = round_.hyper[:1]
+        lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
+        sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in round_.sums]
+        flat = np.concatenate([*sums, [round_.gradients]])
+        tape.applied.append(Applied(flat, lr))
+        tape.rounds.append(round_)
+        begin(self, round_)
 
     def taped_step(self: EagerWorker, *args: Any, **options: Any) -> list[Round]:
         rounds = step(self, *args, **options)
-        made[self.engine.rank].calls.append(len(rounds))
+        made.setdefault(self.engine.rank, Tape()).calls.append(len(rounds))
         return rounds
 
-    monkeypatch.setattr(EagerWorker, "_take", taped_take)
-    monkeypatch.setattr(EagerWorker, "step", taped_step)
+    monkeypatch.setattr(EagerWorker, "begin", taped_begin)
+    monkeypatch.setattr(EagerWorker, "finish_step", taped_step)
     return made
 
 

@@ -3,8 +3,11 @@
 Rank j holds biased weights x and a push-sum weight w; the model is z = x / w. U is the wrapped optimizer's update (that
 of ``reference.py``), g the gradient at z, ``W[i, j]`` the weight that receiver i gives to what j sends at step k (the
 matrix of phase (k - 1) % period), m the decoded form of what was sent: x itself unless messages are compressed.
-    sgp, osgp:  x <- U(x, g);  send m = x;  x <- x - sum_i W[i, j] m, w <- w - sum_i W[i, j] w (both as sent);
+    sgp:        x <- U(x, g);  send m = x;  x <- x - sum_i W[i, j] m, w <- w - sum_i W[i, j] w (both as sent);
                 for each message (s, q) taken in: x <- x + W^(q)[j, s] m_s, w <- w + W^(q)[j, s] w_s
+    osgp:       the same, but sent at each tau-th step only (W^(k) is the matrix of phase ((k - 1) / tau) % period at
+                steps k = 1, 1 + tau, .., and I between them), and messages of earlier steps are taken in before m is
+                sent: all of them, so that one an edge is under way at the most (Assran et al., 2019: at most tau late)
     dpsgd:      the same, but m = x from before U (Lian et al., 2017: x_i <- sum_j W_ij x_j - eta g_i(x_i)), which is
                 sent a step ahead: also by a rank that is done, of a step that others take
     averaging:  at the end of a step, x <- sum x / A, w <- sum w / A over the A ranks that take this step
@@ -135,11 +138,19 @@ def least_squares(size: int, case: Case, framework: str = "torch", elements: int
 # -- sgp, osgp, dpsgd, averaging ------------------------------------------------------------------------------
 
 
-def on_time(matrices: Sequence[Array], steps: int, late: int = 0) -> list[list[list[tuple[int, int]]]]:
-    """The log of ranks that take in every message exactly ``late`` steps after its own, and nothing at the end."""
+def of_step(matrices: Sequence[Array], step: int, every: int = 1) -> Array:
+    """The matrix of a step, from 1, where messages are sent each so many steps."""
+    if (step - 1) % every:
+        return np.eye(len(matrices[0]))
+    return matrices[(step - 1) // every % len(matrices)]
+
+
+def on_time(matrices: Sequence[Array], steps: int, late: int = 0, every: int = 1) -> list[list[list[tuple[int, int]]]]:
+    """The log of ranks that take in every message exactly ``late`` steps after its own, and nothing at the end;
+    ``every`` as of ``of_step``."""
 
     def sent_to(own: int, sent: int) -> list[tuple[int, int]]:
-        weights = matrices[(sent - 1) % len(matrices)]
+        weights = of_step(matrices, sent, every)
         return [(int(sender), sent) for sender in np.flatnonzero(weights[own]) if sender != own and sent > 0]
 
     return [[sent_to(own, step - late) for step in range(1, steps + 1)] for own in range(len(matrices[0]))]
@@ -154,6 +165,7 @@ def gossip(
     algorithm: str = "sgp",
     sends: Sends | None = None,
     max_staleness: int | None = None,
+    overlap: int = 0,
     average_every: int = 0,
     encode: Encode | None = None,
     local_size: int = 1,
@@ -164,10 +176,11 @@ def gossip(
     Args:
         steps: of the rank that took most.
         takes: what a run recorded, also how many steps each rank took; none: each step's messages in that step.
-        algorithm: "sgp" (osgp with ``takes``) or "dpsgd".
+        algorithm: "sgp" (osgp with ``overlap``) or "dpsgd".
         sends: for ranks that left edges out (to a retired rank): that weight stays with the sender. None: all edges.
             D-PSGD's of a rank's last step plus one are last.
         max_staleness: refuse a log in which a message is taken in more steps late, or not at all.
+        overlap: osgp's tau; 0 for the others.
         average_every: steps, 0 for never.
         encode: compresses messages; may have a memory, so a new one for each run.
         local_size: ranks of a host, numbered host by host: averaged after the update, and all else is by host.
@@ -186,7 +199,7 @@ def gossip(
     flying, taken = dict[Edge, tuple[Array, float]](), set[Edge]()
     members = [range(host * local_size, (host + 1) * local_size) for host in range(hosts)]
     for step in range(1, steps + 1):
-        weights = matrices[(step - 1) % len(matrices)]
+        weights = of_step(matrices, step, max(1, overlap))
         active = [host for host in range(hosts) if len(takes[host]) >= step]
         new: dict[int, Array] = {}
         for own in active:
@@ -195,6 +208,11 @@ def gossip(
                 g = problem.gradient(x[rank] / w[own], rank, step)
                 x[rank], states[rank] = problem.update(x[rank], g, states[rank])
             new[own] = x[members[own]].mean(axis=0)
+            if overlap:
+                part_x, part_w = _take_earlier(flying, taken, takes[own][step - 1], (own, step))
+                new[own], w[own] = new[own] + part_x, w[own] + part_w
+                if np.count_nonzero(weights[:, own]) > 1 and any(edge[0] == own and edge[2] < step for edge in flying):
+                    raise ValueError(f"impossible log: rank {own} sends at step {step} before all it was sent is in")
             content = before if algorithm == "dpsgd" else new[own]
             new[own] = _send(content, new[own], w, weights, (own, step), sends, encode, flying)
         for own in range(hosts):
@@ -202,6 +220,8 @@ def gossip(
                 x[own] = _send(x[own], x[own], w, weights, (own, step), sends, encode, flying)
         for own in active:
             for sender, sent in takes[own][step - 1]:
+                if overlap and sent < step:
+                    continue  # (before it has sent its own)
                 part_x, part_w = _take(flying, taken, (own, sender, sent), step)
                 new[own] = new[own] + part_x
                 w[own] += part_w
@@ -274,6 +294,15 @@ def _take(flying: dict[Edge, tuple[Array, float]], taken: set[Edge], edge: Edge,
         raise ValueError(f"impossible log: rank {edge[0]} takes in at its step {step} what it {why}: {name(edge)}")
     taken.add(edge)
     return flying.pop(edge)
+
+
+def _take_earlier(
+    flying: dict[Edge, tuple[Array, float]], taken: set[Edge], takes: Sequence[tuple[int, int]], of: tuple[int, int]
+) -> tuple[Array | float, float]:
+    """What a rank's messages of earlier steps bring at a step. ``of``: (rank, step)."""
+    own, step = of
+    parts = [_take(flying, taken, (own, sender, sent), step) for sender, sent in takes if sent < step]
+    return sum(part for part, _ in parts), sum(part for _, part in parts)
 
 
 def name(edge: Edge) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from tests.conformance.gossip_reference import batch
-from tests.conformance.leader_reference import Following, drawn, several
+from tests.conformance.leader_reference import NEVER_OLD, Following, drawn, several
 from tests.conformance.reference import Array
 
 GROUPS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)]
 """Ranks, and how many of them are a group."""
 PERIODS = [(3, 7), (2, 8), (1, 1), (5, 5)]
-PAIRS = Following("lsgd", several(4, 2), 2, 4)
+PAIRS = Following("lsgd", several(4, 2), 2, 4, loss_window=NEVER_OLD)
 ELASTIC = Following("easgd", global_period=3)
 UNEVEN = [(12, 3, 0, 7), (0, 0, 5, 0), (1, 40, 2, 40), (0, 0, 0, 0)]
 """Steps of four ranks."""

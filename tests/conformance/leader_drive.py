@@ -181,12 +181,12 @@ def check_leaders(outcome: Outcome, following: Following, steps: int) -> set[int
     led = set()
     for rank, taken in enumerate(outcome.taken):
         assert len(taken) == steps
-        groups = {following.group_of(rank): following.local_period, ALL: following.global_period}
+        groups = following.periods(rank)
         for step, fresh in enumerate(taken, 1):
             expected = {}
             for group, period in groups.items():
                 ranks = range(len(outcome.taken)) if group == ALL else following.groups[group]
-                if step > 1 and (step - 1) % period == 0 and (group == ALL or len(ranks) > 1):
+                if step > 1 and (step - 1) % period == 0:
                     expected[group] = outcome.best(ranks, step - 1)
             assert {group: leader for group, (_, leader) in fresh.items()} == expected, f"rank {rank}, step {step}"
             led |= set(expected.values())

@@ -83,12 +83,23 @@ class Following:
 
     def pulls(self, rank: int, steps: int) -> int:
         """In how many pulls a rank takes part while all ranks take so many steps, one as fast as the other."""
-        local = self.algorithm == "lsgd" and len(self.groups[self.group_of(rank)]) > 1
-        return steps // self.global_period + (steps // self.local_period if local else 0)
+        return sum(steps // period for period in self.periods(rank).values())
+
+    def periods(self, rank: int) -> dict[int, int]:
+        """Of the pulls that a rank takes part in, by group: a group that is all ranks, or one, has none of its own, and
+        strengths that are always 0 need none."""
+        group, lsgd = self.group_of(rank), self.algorithm == "lsgd"
+        local = lsgd and len(self.groups) > 1 and len(self.groups[group]) > 1 and (self.local_pull or self.local_prox)
+        whole = (self.global_pull or self.global_prox) if lsgd else (self.alpha != 0 or self.beta)
+        return ({group: self.local_period} if local else {}) | ({ALL: self.global_period} if whole else {})
 
     def rate(self, rank: int) -> float:
         """By what its learning rate is multiplied."""
         return {"none": 1.0, "linear": 1.0 + rank, "power": 2.0**rank}[self.lr_spread]
+
+
+NEVER_OLD = 1000
+"""A ``loss_window``: who leads at the end depends on when losses were told, which the reference does not know."""
 
 
 def several(size: int, ranks: int) -> tuple[tuple[int, ...], ...]:

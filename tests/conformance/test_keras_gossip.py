@@ -81,7 +81,9 @@ def expected(problem: Problem, one: Run, seen: list[Seen]) -> Outcome:
     takes = [[list(taken) for _, taken in rank.log[: len(rank.path)]] for rank in seen]
     algorithm = "dpsgd" if one.algorithm == "dpsgd" else "sgp"
     late = one.max_staleness or 0
-    return reference.gossip(problem, one.matrices(len(seen)), steps, takes, algorithm=algorithm, max_staleness=late)
+    return reference.gossip(
+        problem, one.matrices(len(seen)), steps, takes, algorithm=algorithm, max_staleness=late, overlap=late
+    )
 
 
 def check(problem: Problem, one: Run, seen: list[Seen]) -> None:

@@ -18,7 +18,7 @@ from tests.conformance.keras_gossip_ranks import least_squares
 from tests.conformance.keras_leader_ranks import LeaderTrainer, run
 from tests.conformance.leader_cases import ELASTIC, PERIODS, SCHEDULES, square
 from tests.conformance.leader_drive import check, check_leaders
-from tests.conformance.leader_reference import Following, drawn, replay, several
+from tests.conformance.leader_reference import NEVER_OLD, Following, drawn, replay, several
 
 STEPS, FEWER = 100, 60
 MOMENTUM, NESTEROV, ADAM, ADAMW = CASES[1], CASES[2], CASES[6], CASES[7]
@@ -64,7 +64,7 @@ def test_lsgd_in_step_follows_whom_it_should_when_it_should(shape, case, graph):
 def test_lsgd_replays_whatever_comes_late(shape, case, graph):
     """Commands are held back at random, and every other rank is slow where there are three."""
     size, ranks = shape
-    problem, following = least_squares(size, case), Following("lsgd", several(size, ranks), 2, 5)
+    problem, following = least_squares(size, case), Following("lsgd", several(size, ranks), 2, 5, loss_window=NEVER_OLD)
     behind = [1 + 2 * (rank % 2) for rank in range(size)] if size == 3 else ()
     seen = run(problem, following, STEPS, Cluster(size, jitter=0.002, seed=size), behind=behind, graph=graph)
     check(replay(problem, following, [own.log for own in seen]), seen)
@@ -98,13 +98,15 @@ def test_easgd_replays_whatever_comes_late(size, case, graph):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_strengths(name):
     """Each counts where it should: of a rank's own step, when a pull has come or between two."""
-    problem, following = least_squares(2, MOMENTUM), Following("lsgd", ((0, 1),), 2, 7, **SCHEDULES[name])
+    problem = least_squares(4, MOMENTUM)
+    following = Following("lsgd", ((0, 2), (1, 3)), 2, 7, loss_window=NEVER_OLD, **SCHEDULES[name])
     jitter = name == "by-step"
-    seen = run(problem, following, FEWER, Cluster(2, jitter=0.002 * jitter), not jitter, graph="only" not in name)
+    seen = run(problem, following, FEWER, Cluster(4, jitter=0.002 * jitter), not jitter, graph="only" not in name)
     logs = [own.log for own in seen]
     outcome = replay(problem, following, logs)
     check(outcome, seen)
-    other = replay(problem, dataclasses.replace(following, local_pull=0.3, local_prox=0.3), logs)
+    changed = dataclasses.replace(following, local_pull=0.3, local_prox=0.3, global_pull=0.3)
+    other = replay(problem, changed, logs)
     assert np.abs(other.x - outcome.x).max() > 1e-4
 
 
@@ -179,7 +181,9 @@ def test_who_diverges_does_not_lead_until_its_last_losses_are_finite_again():
 
 def test_several_steps_in_one_graph_are_pulled_in_order():
     """As with ``steps_per_execution``; the gradients depend on nothing that would order them."""
-    following = Following("lsgd", several(2, 2), 1, 3, told=lambda z, rank, step: float((step * 7 + rank * 3) % 5))
+    following = Following(
+        "lsgd", several(2, 2), 1, 3, loss_window=NEVER_OLD, told=lambda z, rank, step: float((step * 7 + rank * 3) % 5)
+    )
     problem = dataclasses.replace(least_squares(2, MOMENTUM), gradient=lambda z, rank, step: np.full(6, 1.0 + rank))
 
     class Several(LeaderTrainer):

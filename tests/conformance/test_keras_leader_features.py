@@ -58,7 +58,7 @@ def test_double_precision_is_pulled_in_double_precision(graph):
         for number in range(2):
             opt.record_loss(2.0 - rank)
             step([tf.constant(1.0 + rank) * (1 - number), tf.constant(third * (1 + rank) * (1 - number), tf.float64)])
-            wait_for_pulls(opt._async_worker(), 2)
+            wait_for_pulls(opt._async_worker(), number + 1)
         opt.cut()
         return [float(one), float(two.numpy())]
 

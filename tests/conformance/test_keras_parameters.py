@@ -77,7 +77,7 @@ def test_compression_halves_the_bytes_sent():
 def test_what_float16_cannot_hold_is_cut_off_and_reaches_nobody_as_infinity():
     outcomes = trained(2, lambda rank: [[1e6, -1e6, 60000.0, 1.0]], compression=hvd.Compression.fp16)
     for first, *_ in outcomes:
-        np.testing.assert_allclose(first, [-65504 / 2, 65504 / 2, -65504 / 2, -1.0])
+        np.testing.assert_allclose(first, [-65504 / 2, 65504 / 2, -65504 / 2, -1.0], rtol=2e-3)
 
 
 @pytest.mark.parametrize(("kind", "staleness", "slots"), [("none", 16, 1), ("fp16", 16, 1), ("bf16", 16, 8)])

@@ -186,4 +186,4 @@ def test_the_tape_of_horovod_is_refused_with_a_hint():
 def test_horovods_optimizer_is_the_synchronous_one_with_a_warning():
     with scripted_engine(2), pytest.warns(UserWarning, match="silently does not average"):
         opt = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    assert opt._async.options["quorum"] == "all"
+    assert opt.settings["quorum"] == "all"

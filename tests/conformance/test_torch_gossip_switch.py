@@ -49,7 +49,8 @@ def check_segments(problem: Problem, parts: Sequence[Sequence[Seen]], plans: Seq
             outcome = reference.adpsgd(problem, [own.log[: own.log.index(("drained",))] for own in seen])
         else:
             takes = [own.taken() for own in seen]
-            outcome = reference.gossip(problem, matrices, steps, takes, algorithm=algorithm, max_staleness=1)
+            pushes = {"algorithm": "dpsgd"} if algorithm == "dpsgd" else {"overlap": int(algorithm == "osgp")}
+            outcome = reference.gossip(problem, matrices, steps, takes, max_staleness=1, **pushes)
         for rank, own in enumerate(seen):
             np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=1e-5)
             np.testing.assert_allclose(own.drained, outcome.drained(), rtol=0, atol=1e-5)
@@ -69,8 +70,8 @@ def test_one_algorithm_after_the_other():
     parts = segments(problem, [lambda opt, one=one: opt.switch(**one) for one in chain], topology="complete")
     plans = [
         ("sgp", graph("star", 4)), ("sgp", graph("ring", 4)), ("adpsgd", None), ("allreduce", None),
-        ("dpsgd", graph("star", 4, "metropolis")), ("sgp", graph("star", 4, "metropolis")),
-        ("sgp", mixing.matrices(topology.exponential(4, 2), "uniform")), ("sgp", graph("complete", 4)),
+        ("dpsgd", graph("star", 4, "metropolis")), ("osgp", graph("star", 4, "metropolis")),
+        ("osgp", mixing.matrices(topology.exponential(4, 2), "uniform")), ("sgp", graph("complete", 4)),
     ]  # fmt: skip
     check_segments(problem, parts, plans)
     stats = [own[-1].stats for own in parts]

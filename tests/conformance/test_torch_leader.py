@@ -15,7 +15,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import Problem, least_squares
 from tests.conformance.leader_cases import ELASTIC, GROUPS, PERIODS, SCHEDULES, square
 from tests.conformance.leader_drive import check, check_leaders
-from tests.conformance.leader_reference import Following, drawn, replay, several
+from tests.conformance.leader_reference import NEVER_OLD, Following, drawn, replay, several
 from tests.conformance.torch_leader_ranks import run
 
 STEPS = 100
@@ -48,7 +48,8 @@ def test_lsgd_in_step_follows_whom_it_should_when_it_should(shape, dtype, period
 def test_lsgd_replays_whatever_comes_late(shape, dtype, periods):
     """Commands are held back at random, or every other rank is slow."""
     size, ranks = shape
-    problem, following = mean_square(size), Following("lsgd", several(size, ranks), *periods)
+    following = Following("lsgd", several(size, ranks), *periods, loss_window=NEVER_OLD)
+    problem = mean_square(size)
     slow = dtype == torch.float64
     cluster = Cluster(size, jitter=0.0 if slow else 0.002, seed=size)
     seen = run(problem, following, STEPS, cluster, dtype=dtype, behind=[1 + 2 * (r % 2) for r in range(size)] * slow)
@@ -80,12 +81,13 @@ def test_easgd(how, size):
 def test_strengths(name, how):
     """Each counts where it should: of a rank's own step, when a pull has come or between two."""
     problem = mean_square(4)
-    following = Following("lsgd", ((0, 2), (1, 3)), 2, 7, **SCHEDULES[name])
+    following = Following("lsgd", ((0, 2), (1, 3)), 2, 7, loss_window=NEVER_OLD, **SCHEDULES[name])
     cluster = Cluster(4, jitter=0.002 * (how == "late"))
     seen = run(problem, following, STEPS, cluster, how == "in step", dtype=torch.float64)
     check(replay(problem, following, [own.log for own in seen]), seen, 1e-11)
     if how == "in step":
-        other = replay(problem, dataclasses.replace(following, local_pull=0.3, local_prox=0.3), [o.log for o in seen])
+        changed = dataclasses.replace(following, local_pull=0.3, local_prox=0.3, global_pull=0.3)
+        other = replay(problem, changed, [own.log for own in seen])
         assert np.abs(other.x - replay(problem, following, [own.log for own in seen]).x).max() > 1e-6
 
 

@@ -205,7 +205,7 @@ def test_a_cut_state_of_another_kind_is_refused_with_a_hint(before, now):
 
 def test_an_eager_optimizer_and_one_that_follows_take_each_others_drained_states_only():
     def train(rank: int) -> None:
-        trainer = LeaderTrainer(least_squares(2, MOMENTUM), rank, Following(groups=several(2, 1))).train(3)
+        trainer = LeaderTrainer(least_squares(2, MOMENTUM), rank, Following(groups=several(2, 1))).train(4)
         trainer.opt.cut()
         eager = hvd.EagerOptimizer(plain(MOMENTUM, trainer.parameters))
         with pytest.raises(ValueError, match=r"save it after drain\(\)"):

@@ -225,11 +225,12 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("flag", [{}, {"sparse_as_dense": True}], ids=["", "flag"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradients_train_as_in_plain_torch(kind):
+def test_sparse_gradients_train_as_in_plain_torch(kind, flag):
     def train(rank: int) -> Any:
         model = embedding()
-        opt = hvd.EagerOptimizer(KINDS[kind](model.parameters()), quorum="all", sparse_as_dense=True)
+        opt = hvd.EagerOptimizer(KINDS[kind](model.parameters()), quorum="all", **flag)
         for step in range(4):
             opt.zero_grad()
             model(words(rank, step)).square().sum().backward()
@@ -245,25 +246,6 @@ def test_sparse_gradients_train_as_in_plain_torch(kind):
         optimizer.step()
     for weights in Cluster(2).run(train):
         np.testing.assert_allclose(weights, flat(model.parameters()), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["step", "backward"])
-def test_sparse_gradients_without_the_flag_are_refused_by_its_name(first):
-    def train(rank: int) -> None:
-        model = embedding()
-        opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        if not first:
-            opt._async_worker()
-
-        def step() -> None:
-            opt.zero_grad()
-            model(words(rank, 0)).sum().backward()
-            opt.step()
-
-        with pytest.raises(ValueError, match="pass sparse_as_dense=True"):
-            step()
-
-    Cluster(1).run(train)
 
 
 # -- channels last --------------------------------------------------------------------------------------------

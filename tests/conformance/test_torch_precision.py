@@ -12,6 +12,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
+from hvd_async.wire import largest_summand
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 
@@ -257,7 +258,7 @@ def test_raise_names_the_parameters_and_hands_nothing_over():
 
 @pytest.mark.parametrize("value", [1e5, -1e5, 6e4, 3e4])
 def test_float16_compression_is_cut_off_where_the_sum_over_the_ranks_could_be_infinite(value):
-    limit = 65504 / 2
+    limit = largest_summand(2)
 
     def train(rank: int) -> tuple[list[float], int]:
         parameter = torch.nn.Parameter(torch.zeros(3))

@@ -200,18 +200,10 @@ def test_other_dtypes_and_several_buckets(dtype):
         assert weights[2:] == pytest.approx([-total] * 3, abs=tolerance)
 
 
-def test_sparse_gradients_are_refused_or_made_dense():
-    def sparse_embedding() -> torch.nn.Embedding:
-        embedding = torch.nn.Embedding(4, 2, sparse=True)
-        embedding(torch.tensor([1, 1, 3])).sum().backward()
-        return embedding
-
-    embedding = sparse_embedding()
+def test_sparse_gradients_travel_as_dense_ones():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
     opt = wrap_scripted(torch.optim.SGD(embedding.parameters(), lr=0.1), SCRIPTS[0])
-    with pytest.raises(ValueError, match="sparse_as_dense=True"):
-        opt.step()
-    embedding = sparse_embedding()
-    opt = wrap_scripted(torch.optim.SGD(embedding.parameters(), lr=0.1), SCRIPTS[0], sparse_as_dense=True)
     opt.step()
     assert opt._async.worker.handed[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
 

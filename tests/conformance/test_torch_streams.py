@@ -10,8 +10,9 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
-from hvd_async.torch import local_mixin, stepping, streams
+from hvd_async.torch import hyper, local_mixin, stepping, streams
 from hvd_async.torch.finite import Checks
+from hvd_async.torch.layout import Layout
 
 on_gpu = [
     pytest.mark.gpu,
@@ -120,6 +121,16 @@ def busy_after(vector: torch.Tensor) -> torch.cuda.Event:
 class TestOnAGpu:
     pytestmark = on_gpu
 
+    @pytest.fixture(autouse=True, scope="class")
+    def kernels(self) -> None:
+        """A kernel is loaded, a stream made and its memory allocated at their first use, which waits for the device."""
+        vector = streams.mark(torch.ones(1000, device="cuda"))
+        with streams.beside(vector):
+            total = vector.sum()
+        streams.adopt(total).add_(1).item()
+        Checks().empty_unless_finite(0, vector)
+        streams.fetch(vector[-2:].clone())
+
     def test_a_marked_vector_is_read_while_the_device_is_busy(self):
         vector = streams.mark(torch.full((1000,), 3.0, device="cuda"))
         end = busy_after(vector)
@@ -144,6 +155,22 @@ class TestOnAGpu:
         end = busy_after(vector)
         assert streams.fetch(vector[-2:]).tolist() == [8.0, 9.0]
         assert not end.query()
+
+    def test_gradients_are_handed_over_and_rounds_shown_while_the_device_is_busy(self):
+        parameters = [torch.nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((20, 10), (10,), (1,))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        layout = Layout(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        first = layout.vector(0, 0.5, False)  # (loads the kernels)
+        end = busy_after(first)
+        vector = layout.vector(0, 0.5, False)
+        layout.set_gradients([vector], 2.0, set())
+        hyper.read(optimizer.param_groups)
+        number = streams.Later(vector[-1])
+        assert not end.query(), "something waited"
+        assert float(number) == 1.0
+        assert [p.grad.sum().item() for p in parameters] == [200.0, 10.0, 1.0]
 
     def test_memory_is_not_given_away_while_the_other_stream_reads_it(self):
         vector = streams.mark(torch.full((1_000_000,), 5.0, device="cuda"))

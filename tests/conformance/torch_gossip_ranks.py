@@ -61,11 +61,13 @@ class Seen:
         """What it took in at each step, without what it took in at the end."""
         return [list(messages) for _, messages in self.log[: len(self.path)]]
 
-    def receivers(self, rank: int, weights: Sequence[Array]) -> list[list[int]]:
+    def receivers(self, rank: int, weights: Sequence[Array], every: int = 1) -> list[list[int]]:
         """To whom it gave something at each step: to all of its neighbours, or at the end, when others were done and it
         had little left, to none."""
         others = [[int(i) for i in np.flatnonzero(phase[:, rank]) if i != rank] for phase in weights]
-        return [others[step % len(others)] if step + 1 in self.sent else [] for step in range(len(self.path) + 1)]
+        return [
+            others[step // every % len(others)] if step + 1 in self.sent else [] for step in range(len(self.path) + 1)
+        ]
 
 
 class GossipTrainer:
@@ -216,7 +218,7 @@ class _Held:
         return self._handle.result()
 
     def poll_in(self) -> float | None:
-        return None
+        return 0.002  # (nobody says when ``open_`` would)
 
 
 def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = False) -> Cluster:

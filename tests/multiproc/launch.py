@@ -104,7 +104,7 @@ class _Folder:
             "OMP_NUM_THREADS": "1",
             "TF_NUM_INTRAOP_THREADS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1"),
             **({"HVD_ASYNC_STAGE": str(int(self.ranks > 1))} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
             DEVICE_VARIABLE: DEVICE,
             "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: waiting busily would take twice as long

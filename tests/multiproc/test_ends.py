@@ -13,11 +13,19 @@ pytestmark = pytest.mark.multiproc
 MANNERS = {
     "sigkill": "died: its connection to the coordinator ended without a goodbye",
     "exit1": "failed: sys.exit(1)",
+    "builtin exit": "failed: sys.exit(1)",
+    "interrupt": "failed: KeyboardInterrupt: ",
+    "sigterm": "died: its connection to the coordinator ended without a goodbye",
+    "forked, sigkill": "died: its connection to the coordinator ended without a goodbye",
     "exception": "failed: RuntimeError: boom",
     "exit0": "died: its connection to the coordinator ended without a goodbye",
 }
+LAUNCHED = ("sigkill", "exit1", "exception", "exit0")
+"""Those that are tried under horovodrun too."""
 PROMISED = 60.0
 """Seconds within which a death must be reported; seen: far under one."""
+HELD = 15.0
+"""The same where a forked child lives on for 20 s: it must not keep the dead rank's connection open."""
 
 
 def ends(framework: str, manner: str, victim: int = 1, quorum: str = "solo") -> tuple[str, ...]:
@@ -32,7 +40,7 @@ def delay(job: Job, victim: int) -> float:
 
 @pytest.mark.parametrize(
     ("framework", "manner", "quorum"),
-    [*(("torch", manner, "solo") for manner in MANNERS), ("tensorflow", "sigkill", "all")],
+    [*(("torch", manner, "solo") for manner in LAUNCHED), ("tensorflow", "sigkill", "all")],
 )
 def test_a_death_under_horovodrun_is_reported_by_rank_0(framework: str, manner: str, quorum: str) -> None:
     job = run_job("ends.py", 2, args=ends(framework, manner, quorum=quorum), timeout=90.0).check_clean()
@@ -55,6 +63,10 @@ def check_error(error: dict[str, str], said: str) -> None:
         ("torch", "exit1", 2),
         ("torch", "exception", 2),
         ("torch", "exit0", 2),
+        ("torch", "builtin exit", 2),
+        ("torch", "interrupt", 2),
+        ("torch", "sigterm", 2),
+        ("torch", "forked, sigkill", 2),
         ("tensorflow", "sigkill", 2),
         ("tensorflow", "exception", 2),
     ],
@@ -66,7 +78,7 @@ def test_a_death_without_launcher_raises_at_the_others(framework: str, manner: s
     for survivor in set(range(ranks)) - {1}:
         assert job.returncodes[survivor] == 1, str(job)
         check_error(job.results[survivor]["error"], re.escape(f"rank 1 on host localhost {MANNERS[manner]}"))
-    assert delay(job, 1) < PROMISED
+    assert delay(job, 1) < (PROMISED if manner != "forked, sigkill" else HELD)
     print(f"{framework} {manner}: reported after {delay(job, 1):.3f} s")
 
 
@@ -107,3 +119,18 @@ def test_a_normal_end_drains_by_itself_and_soon(framework: str, manner: str) -> 
             assert final["weights"] == final["expected"], f"rank {rank}"
     last = max(step["at"] for step in job.case("last step"))
     assert max(job.exited) - last < 5.0
+
+
+@pytest.mark.parametrize(("framework", "manner"), [("torch", "early"), ("torch", "unequal"), ("tensorflow", "early")])
+def test_ranks_end_at_different_times(framework: str, manner: str) -> None:
+    """A rank that has left is done for good: others go on without it, and drain as often as they like."""
+    job = start_ranks_without_launcher("ends.py", 2, args=ends(framework, manner)).check()
+    for rank, final in enumerate(job.case("exit")):
+        if rank != 1:
+            assert final["weights"] == final["expected"], f"rank {rank}"
+
+
+def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train() -> None:
+    job = start_ranks_without_launcher("ends.py", 2, args=ends("torch", "fork")).check()
+    assert [result["status"] for result in job.case("forked")] == [7, 7]
+    assert all("was forked from a rank" in result["text"] for result in job.case("forked"))

@@ -17,7 +17,8 @@ ROUNDING = 1e-3
 @pytest.mark.parametrize("case", EQUALITIES, ids=lambda case: case.name)
 def test_torch_equals_horovods_distributed_optimizer(job: RunJob, ranks: int, transport: str, case: Equality) -> None:
     results = job("torch_equality.py", ranks, transport).check().case(case.name)
-    within = max(case.difference, ROUNDING if DEVICE == "cuda" and ranks > 1 else 0.0)
+    # (no mean over ranks makes one rank's rounding smaller)
+    within = max(case.difference * (1.5 if ranks == 1 else 1), ROUNDING if DEVICE == "cuda" and ranks > 1 else 0.0)
     assert max(rank["difference"] for rank in results) <= within
     # (running statistics are sums over the same activations)
     assert max(rank["buffers"] for rank in results) <= 10 * within

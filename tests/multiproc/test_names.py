@@ -52,7 +52,8 @@ def test_different_weights_are_refused_everywhere_and_can_be_mended_in_torch(job
 
 def test_different_weights_are_refused_everywhere_in_fit(job: RunJob) -> None:
     for rank in job(TENSORFLOW, 2).case("different weights"):  # TensorFlow wraps what a graph raises
-        assert "ReplicaMismatchError: the weights differ before the first step: rank 1 from rank 0" in rank["text"]
+        assert "ReplicaMismatchError: " in rank["text"]
+        assert "the weights differ before the first step: rank 1 from rank 0" in rank["text"]
         assert "kernel (8, 16) float32" in rank["text"]
         assert "BroadcastGlobalVariablesCallback(0)" in rank["text"]
         assert rank["seconds"] < 20.0

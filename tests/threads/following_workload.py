@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.events import LeaderConfig
+from hvd_async.configs import LeaderConfig
 from hvd_async.following import FollowWorker
 from hvd_async.leaders import Strengths
 from hvd_async.lifecycle import local_engine
@@ -39,6 +39,7 @@ class Follower:
             following.global_period if easgd else following.local_period,
             following.global_period,
             "",
+            loss_window=following.loss_window,
         )
         strengths = Strengths(
             following.local_pull, following.global_pull, following.local_prox, following.global_prox,

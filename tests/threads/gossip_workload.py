@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.gossip import GossipWorker, Kept
+from hvd_async.gossip import GossipWorker
+from hvd_async.knowledge import Kept
 from hvd_async.lifecycle import local_engine
 from hvd_async.mail import Letter
 from hvd_async.pairs import PairWorker
@@ -79,7 +80,7 @@ class Segment:
     Attributes:
         path: what its model held after each step.
         log: the worker's.
-        sends: receivers, by step.
+        sends: receivers, by step, and of the one after the last.
         moved: what its updates have added to its biased weights.
         z: what its model held after the end, and its push-sum weight then.
     """
@@ -155,7 +156,8 @@ def work(
                 segment.path.append(model["z"].copy())
             before_end(place, worker)
             worker.wind_up(end not in one.cuts)
-            segment.log, segment.sends, worker.log = list(worker.log), list(sends), []
+            segment.log, worker.log = list(worker.log), []
+            segment.sends = [sends.get(step, []) for step in range(1, counts[place] + 2)]
             sends.clear()
             segment.z, segment.weight = model["z"].copy(), worker.weight
             record.segments.append(segment)
@@ -167,13 +169,13 @@ def work(
     return train
 
 
-def _watch(worker: GossipWorker) -> list[list[int]]:
-    """To whom a worker sends, from now on."""
-    sends: list[list[int]] = []
+def _watch(worker: GossipWorker) -> dict[int, list[int]]:
+    """To whom a worker sends, by step, from now on."""
+    sends: dict[int, list[int]] = {}
     offer = worker._mail.offer
 
     def watched(optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
-        sends.append([letter.to for letter in letters if weight])  # (empty ones carry nothing)
+        sends[key] = [letter.to for letter in letters if weight]  # (empty ones carry nothing)
         offer(optimizer, key, letters, weight)
 
     worker._mail.offer = watched  # type: ignore[method-assign]
@@ -229,8 +231,9 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
                 max(counts),
                 [[here for _, here in segment.log[: len(segment.path)]] for segment in segments],
                 algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
-                sends=[segment.sends or [[]] * len(segment.path) for segment in segments],
+                sends=[segment.sends for segment in segments],
                 max_staleness=late,
+                overlap=late,
                 average_every=one.plan.config.average_every,
                 encode=_encoder(one, problem.start[0]),
             )

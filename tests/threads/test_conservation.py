@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
-from hvd_async.events import Arrived, Command, EagerConfig, Event, Go
+from hvd_async.events import Arrived, Command, Event, Go
 from hvd_async.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
 from hvd_async.transit import NAMES_IN_RING, Transit
@@ -122,7 +123,7 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
             assert first_three.wait(30)
             engine.wait(lambda: len(worker._inbox.ready) == 3)
         for step in range(1, 4):
-            returned.append(len(worker.step(one.rows(rank, step), [{"lr": 1.0}])))
+            returned.append(worker.step(one.rows(rank, step), [{"lr": 1.0}]))
         first_three.set()
         worker.drain(lambda round_: None)
         return returned

@@ -11,9 +11,11 @@ import pytest
 
 import hvd_async.coordinator
 import hvd_async.engine
+import hvd_async.rollcall
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
-from hvd_async.errors import EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
-from hvd_async.events import Arrived, EagerConfig, Event
+from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
+from hvd_async.events import Arrived, Event
 from hvd_async.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
 from tests.threads.workload import Plan, check_promises, plan, run, work
@@ -207,14 +209,17 @@ def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[
     return wrap
 
 
-def test_a_rank_whose_collectives_fail_is_named_to_the_others(monkeypatch):
-    monkeypatch.setattr(hvd_async.engine, "CAUSE_WAIT", 0.05)
+def test_where_horovod_fails_and_all_are_there_nobody_is_blamed(monkeypatch):
+    monkeypatch.setattr(hvd_async.rollcall, "SETTLE", 0.05)
     one = plan("all", 0, [4, 4, 4])
     outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
     assert type(outcomes[1]) is InjectedError
-    assert "the network is down" in str(outcomes[1])
+    assert str(outcomes[1]) == "the network is down"
     for rank in (0, 2):
-        assert "rank 1 on host host1 failed: InjectedError: the network is down" in str(outcomes[rank])
+        assert type(outcomes[rank]) is InjectedError  # what Horovod's own failure is here, so that elastic can act
+        assert "Horovod failed on rank 1 on host host1 (InjectedError: the network is down)" in str(outcomes[rank])
+        assert "none is known to be lost" in str(outcomes[rank])
+        assert isinstance(outcomes[rank].__cause__, CollectiveFailedError)
 
 
 def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
@@ -372,7 +377,7 @@ def test_two_optimizers_of_one_engine():
             worker.open(["w"], [1])
         for step in range(1, steps[rank] + 1):
             for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
-                rounds.extend(worker.step(each.rows(rank, step), [{"lr": 1.0}]))
+                worker.step(each.rows(rank, step), [{"lr": 1.0}], rounds.append)
         for worker, rounds in zip(workers, taken, strict=True):
             worker._apply = rounds.append
         workers[rank % 2].engine.drain()

@@ -16,12 +16,12 @@ from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_drive import TIMEOUT, Seen, check, check_leaders, run, wait_for_pulls
-from tests.conformance.leader_reference import ALL, Following, replay, several
+from tests.conformance.leader_reference import ALL, NEVER_OLD, Following, replay, several
 from tests.threads.following_workload import Follower, gated, pass_gate
 
 MOMENTUM = CASES[1]
 EXACT = 1e-12
-PAIRS = Following("lsgd", several(4, 2), 2, 5)
+PAIRS = Following("lsgd", several(4, 2), 2, 5, loss_window=NEVER_OLD)
 ELASTIC = Following("easgd", global_period=3)
 KINDS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd", "easgd"])
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 1), (6, 2), (6, 3)]
@@ -46,7 +46,8 @@ def follow(following: Following, size: int, steps: Any = 60, cluster: Cluster | 
 @pytest.mark.parametrize("how", ["in step", "late", "slow"])
 def test_lsgd_equals_the_reference(how, shape):
     size, ranks = shape
-    following = Following("lsgd", several(size, ranks), 2, 3, 0.3, lambda step: 0.9 / step, 0.5, 0.9, loss_window=4)
+    following = Following("lsgd", several(size, ranks), 2, 3, 0.3, lambda step: 0.9 / step, 0.5, 0.9)
+    following = dataclasses.replace(following, loss_window=4 if how == "in step" else NEVER_OLD)
     behind = [1 + (size - 1 - rank) % 3 for rank in range(size)] if how == "slow" else ()
     cluster = Cluster(size, jitter=0.001 * (how == "late"), seed=size)
     follow(following, size, 60, cluster, in_step=how == "in step", behind=behind)
@@ -63,7 +64,7 @@ def test_easgd_equals_the_reference(how, size):
 @KINDS
 @pytest.mark.parametrize("steps", [(30, 2, 0, 11), (0, 0, 0, 9)], ids=str)
 def test_uneven_steps(following, steps):
-    follow(following, 4, steps, Cluster(4, jitter=0.001))
+    follow(dataclasses.replace(following, loss_window=NEVER_OLD), 4, steps, Cluster(4, jitter=0.001))
 
 
 @KINDS
@@ -229,12 +230,12 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
             if drained is not None and command.round > drained.rounds:
                 told.set()
 
-        def late(flush: bool) -> None:
+        def late() -> None:
             landed[0] = worker.receiver.record.pulls
             if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
                 pass_gate(told)
                 assert worker.receiver._waiting
-            conclude(flush)
+            conclude()
 
         if rank == 1:
             worker.receiver.pull, worker.conclude = watched, late  # type: ignore[method-assign]
@@ -297,7 +298,7 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
 def test_two_optimizers_follow_side_by_side():
     """Each with its own leader, centre and counts; one drain is for both."""
     problem, together = least_squares(3, MOMENTUM), threading.Barrier(3)
-    kinds = [Following("lsgd", several(3, 3), 1, 2), Following("easgd", global_period=2)]
+    kinds = [Following("lsgd", several(3, 3), 1, 2, loss_window=NEVER_OLD), Following("easgd", global_period=2)]
 
     def train(rank: int) -> list[Seen]:
         pair = [(Follower(problem, following, rank), Seen()) for following in kinds]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
-from hvd_async.events import EagerConfig
 from hvd_async.lifecycle import local_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster

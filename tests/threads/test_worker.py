@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError, ReplicaStateError
-from hvd_async.events import EagerConfig
 from hvd_async.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
 from hvd_async.wire import Held, Round, Wire, count_slots
@@ -56,9 +56,10 @@ def test_a_bucket_is_handed_over_once_and_all_are():
             with pytest.raises(ReplicaStateError, match="lacks buckets"):
                 one.step(rows, HYPER)
         with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
-            one.announce(True)
-        (round_,) = one.step({0: vector(1)}, HYPER)
-        assert round_.counts == (2, 2)
+            one.check_done()
+        rounds: list[Round] = []
+        one.step({0: vector(1)}, HYPER, rounds.append)
+        assert [round_.counts for round_ in rounds] == [(2, 2)]
         one.drain(lambda round_: None)
 
     Cluster(2).run(train)
@@ -96,7 +97,7 @@ def test_an_empty_bucket_is_a_step_and_no_gradient(quorum, early):
             rows = {b: None if (rank, step, b) in empty else vector(10.0**rank) for b in range(2)}
             if early:
                 one.hand_over(1, rows.pop(1))
-            rounds += one.step(rows, HYPER)
+            one.step(rows, HYPER, rounds.append)
         one.drain(rounds.append)
         sums = [float(sum(r.sums[b][0] for r in rounds)) for b in range(2)]
         return sums, [[r.counts[b] for r in rounds] for b in range(2)], one.stats()
@@ -114,7 +115,9 @@ def test_rounds_of_nothing_are_told_from_others():
     def train(rank: int) -> list[int]:
         one = worker(SOLO)
         one.open(["w"], [1])
-        rounds = [r for value in (None, 1.0, None) for r in one.step({0: value and vector(value)}, HYPER)]
+        rounds: list[Round] = []
+        for value in (None, 1.0, None):
+            one.step({0: value and vector(value)}, HYPER, rounds.append)
         one.drain(rounds.append)
         assert one.stats().rounds_applied == 1
         return [r.gradients for r in rounds]
@@ -139,7 +142,7 @@ def segment(one: Plan, first: int, states: Any, end: str) -> list[tuple[list[Rou
         for event in taken[:-1]:
             assert rank != last or event.wait(30)
         for step in range(first + 1, first + one.steps[0][rank] + 1):
-            rounds += mine.step(one.rows(rank, step), HYPER)
+            mine.step(one.rows(rank, step), HYPER, rounds.append)
         taken[rank].set()
         (mine.drain if end == "drain" else mine.cut)(rounds.append)
         return rounds, mine.pending(), mine.version
@@ -230,7 +233,7 @@ def test_counts_are_exact_with_as_many_slots_as_they_need(slots):
         assert rank == 0 or ahead.wait(30)
         rounds: list[Round] = []
         for _ in range(steps[rank]):
-            rounds += one.step({0: vector(0.0, slots, rank % slots)}, HYPER)
+            one.step({0: vector(0.0, slots, rank % slots)}, HYPER, rounds.append)
         ahead.set()
         one.drain(rounds.append)
         return [r.gradients for r in rounds]
@@ -277,13 +280,13 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
             one.offer(["w"], [1])
         for one in workers:
             one.meet()
+        rest: dict[EagerWorker, list[Round]] = {own: [], every: []}
         for _ in range(steps[rank]):
-            for index, one in enumerate((own, every)):
-                total[index] += sum(r.sums[0][0] for r in one.step({0: vector(10.0**rank)}, HYPER))
+            for one in (own, every):
+                one.step({0: vector(10.0**rank)}, HYPER, rest[one].append)
         for one in workers:
             one.announce(True)
 
-        rest: dict[EagerWorker, list[Round]] = {own: [], every: []}
         for one in workers:
             one.drain(rest[one].append)
         for index, rounds in enumerate(rest.values()):
@@ -320,12 +323,11 @@ def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied(
         wire = Wire(zeros=lambda bucket: zeros, nbytes=(8,))
         one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=told)
         one.open(["w"], [1])
-        counts = []
+        counts: list[int] = []
         for step in range(4):
             bad = step in (1, 3) and (rank == 0 or step == 3)  # one rank's, then those of both
             emptied += [0] * bad
-            (round_,) = one.step({0: zeros.copy() if bad else vector(1)}, HYPER)
-            counts.append(round_.gradients)
+            one.step({0: zeros.copy() if bad else vector(1)}, HYPER, lambda round_: counts.append(round_.gradients))
         one.drain(lambda round_: None)  # (which checks that as many were applied as produced)
         stats = one.stats()
         assert stats.gradients_skipped == 1 + (rank == 0)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from hvd_async.activation import Quorum
+from hvd_async.configs import EagerConfig
 from hvd_async.eager import EagerWorker
 from hvd_async.engine import Engine
 from hvd_async.errors import GradientLossError
-from hvd_async.events import EagerConfig
 from hvd_async.lifecycle import local_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
@@ -105,7 +105,7 @@ class Record:
 
     rounds: list[Round] = field(default_factory=list)
     per_step: list[int] = field(default_factory=list)
-    """How many rounds each step returned."""
+    """How many rounds each step applied."""
     lost: GradientLossError | None = None
     stats: Stats | None = None
 
@@ -154,9 +154,7 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
                 rows = plan.rows(rank, done)
                 if plan.early:
                     hand_over_some(worker, rows, random.Random(f"{rank}:{done}"))
-                rounds = worker.step(rows, [{"lr": rank + done / 1024}])
-                record.rounds += rounds
-                record.per_step.append(len(rounds))
+                record.per_step.append(worker.step(rows, [{"lr": rank + done / 1024}], record.rounds.append))
             progress.enter(rank, float("inf"))
             try:
                 worker.drain(record.rounds.append)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
+from hvd_async.configs import GossipConfig
 from hvd_async.events import (
     Agreed,
     Average,
@@ -14,15 +15,16 @@ from hvd_async.events import (
     Done,
     Drained,
     Exchange,
-    GossipConfig,
     Landed,
     Offered,
     Opened,
     OptimizerEvent,
+    Passed,
     Retired,
     Starved,
     Wanted,
 )
+from hvd_async.exchanges import AHEAD
 
 EPSILON = 1e-9
 
@@ -63,6 +65,8 @@ class GossipLedger:
         self.starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen."""
         self.gone: dict[int, int] = {}
+        self.told: dict[int, int] = {}
+        """The last step of which a rank has offered something, or said that it has nothing."""
         self.freed = 0.0
         self._flight: tuple[int, float] | None = None
 
@@ -77,6 +81,10 @@ class GossipLedger:
                 self.opened.add(rank)
             case Offered(_, key):
                 self.offers[rank].append((key, now))
+                self.told[rank] = key
+                self.starved.pop(rank, None)
+            case Passed(_, key):
+                self.told[rank] = self.gone[rank] = key
                 self.starved.pop(rank, None)
             case Starved(_, seen):
                 self.starved[rank] = seen
@@ -150,7 +158,17 @@ class GossipLedger:
         first = min([self.offers[rank][0][1] for rank in self._group()] + list(self.wants.values()))
         return first if self.neighbours else max(first, self.freed)
 
+    def _is_ahead(self) -> bool:
+        """Law 2: whether what could go now is too far beyond the slowest rank."""
+        if not any(self.offers.values()) or self.hosts:
+            return False
+        slowest = min((self.told.get(rank, 0) for rank in self.active()), default=inf)
+        earliest = min(offers[0][0] for offers in self.offers.values() if offers)
+        return earliest > slowest + AHEAD * max(1, self.config.max_staleness)
+
     def _can_go(self) -> bool:
+        if self._is_ahead():
+            return False
         active = self.active()
         return any(self.offers.values()) or any(self.neighbours[rank] & active for rank in self.wants)
 
@@ -173,6 +191,7 @@ class GossipLedger:
             assert not exchange.pairs
         else:
             assert self._flight is None, "two exchanges at once"
+            assert not self._is_ahead(), "messages pile up"
             assert all_there or now >= self._first() + min(self.durations, default=0.0) - EPSILON, "too early"
             self.whole += all_there
             self.partial += not all_there
@@ -180,7 +199,7 @@ class GossipLedger:
         assert sorted(exchange.mail) == sorted(expected), "not the first offers that are of the earliest step"
         for rank, key in expected:
             self.offers[rank].popleft()
-            self.gone[rank] = key
+            self.gone[rank] = max(key, self.gone.get(rank, key))
         self._check_pairs(exchange.pairs)
         if not ending:
             self._flight = (exchange.round, now)
@@ -237,5 +256,6 @@ class GossipLedger:
         self.announced.clear()
         self.wants.clear()
         self.gone.clear()
+        self.told.clear()
         self.starved.clear()
         self.flush, self.average, self._flight = False, 0, None

@@ -27,6 +27,7 @@ from hvd_async.events import (
     Offered,
     Opened,
     OptimizerEvent,
+    Passed,
     Retired,
     Starved,
     Stepped,
@@ -122,6 +123,8 @@ class Simulation:
         self.carried: dict[int, list[tuple[int, int, list[int]]]] = {}
         self.log: list[Command] = []
         self.illegal_tried = 0
+        self.offered: list[list[int]] = [[] for _ in self.ranks]
+        """The steps of which each rank has offered messages, in order."""
         self.ahead = self.config.algorithm == "dpsgd"
         """Whether a step's messages are offered at the end of the step before."""
 
@@ -154,14 +157,17 @@ class Simulation:
         """A step of SGP, OSGP, D-PSGD or of averages only."""
         yield
         late = self.config.max_staleness
-        yield from self._until(rank, lambda: rank.offered - rank.gone <= 1 + late)
+        if self.plan.moves(step):
+            yield from self._until(rank, lambda: rank.offered - rank.gone <= (0 if late else 1))
         if self.config.algorithm != "allreduce":
-            if step == 1 or not self.ahead:
+            if not late and (step == 1 or not self.ahead):
                 self._offer(rank, end, step)
             rank.owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.into(rank.index, k)]
             self._tell_starved(rank)
             yield from self._until(rank, lambda: self._is_fed(rank))
             rank.owed = []
+            if late:
+                self._offer(rank, end, step)
         if self.config.average_every and step % self.config.average_every == 0:
             number = step // self.config.average_every
             rank.outbox.append(Averaged(0, number, 1.0 + rank.index))
@@ -169,13 +175,15 @@ class Simulation:
         if self.ahead:
             self._offer(rank, end, step + 1)
 
-    def offers(self, steps: int) -> range:
-        """The steps whose messages a rank offers that takes so many."""
-        return range(1, steps + 1 + (self.ahead and steps > 0))
-
     def _offer(self, rank: Rank, end: int, step: int) -> None:
+        if not self.plan.moves(step):
+            return
         out = [to for to, _ in self.plan.out(rank.index, step) if step <= self._last(rank, to, step)]
+        if not out:
+            rank.outbox.append(Passed(0, step))
+            return
         rank.letters[step] = out
+        self.offered[rank.index].append(step)
         self.sent += [(end, to, rank.index, step) for to in out]
         rank.offered += 1
         rank.outbox.append(Offered(0, step))
@@ -278,12 +286,11 @@ class Simulation:
         self._tell_starved(rank)
 
     def _tells(self, rank: Rank, exchange: Exchange) -> bool:
-        """Whether this rank says that an exchange has landed: to whom its first rank sends, or that one itself."""
+        """Whether this rank says that an exchange has landed: to whom its first rank sends."""
         if not exchange.mail:
             return rank.number == exchange.pairs[0][1]
         first = self.job.ranks.index(exchange.mail[0][0])
-        sent = [there for sender, _, there in self.carried.get(exchange.round, []) if sender == first]
-        return any(rank.index in there for there in sent) or (rank.index == first and not any(sent))
+        return any(rank.index in there for sender, _, there in self.carried.get(exchange.round, []) if sender == first)
 
     def _obey(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
@@ -347,7 +354,7 @@ class Simulation:
     def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         ledger, number = self.ledger, rank.number
         if not rank.opened:
-            return [Offered(0, 1), Wanted(0), Averaged(0, 1, 1.0), Landed(0, 1), Done(0, [0])]
+            return [Offered(0, 1), Passed(0, 1), Wanted(0), Averaged(0, 1, 1.0), Landed(0, 1), Done(0, [0])]
         moves: list[OptimizerEvent] = [
             Opened(0, self.config, ["w"], [1]),
             Stepped(0, 1, []),
@@ -365,7 +372,7 @@ class Simulation:
         if self.config.algorithm != "adpsgd":
             moves.append(Wanted(0))
         if number in ledger.done or not ledger.agreed:
-            moves += [Offered(0, 10**6), Wanted(0), Averaged(0, ledger.average + 1, 1.0)]
+            moves += [Offered(0, 10**6), Passed(0, 10**6), Wanted(0), Averaged(0, ledger.average + 1, 1.0)]
         if number in ledger.done:
             moves.append(Done(0, [10**6]))
         if number in ledger.inside:

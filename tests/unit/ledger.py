@@ -7,20 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvd_async import activation
-from hvd_async.events import (
-    Arrived,
-    Command,
-    Done,
-    Drained,
-    EagerConfig,
-    Go,
-    Hyper,
-    Opened,
-    OptimizerEvent,
-    Settle,
-    Stepped,
-    Took,
-)
+from hvd_async.configs import EagerConfig
+from hvd_async.events import Arrived, Command, Done, Drained, Go, Hyper, Opened, OptimizerEvent, Settle, Stepped, Took
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_async.events import Agreed, Arrived, Command, EagerConfig, Go, Hyper, Opened, Stepped
+from hvd_async.configs import EagerConfig
+from hvd_async.events import Agreed, Arrived, Command, Go, Hyper, Opened, Stepped
 from hvd_async.rounds import Rounds
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)

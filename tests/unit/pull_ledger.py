@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_async.events import (
-    Agreed,
-    Command,
-    Done,
-    Drained,
-    Iterated,
-    Landed,
-    LeaderConfig,
-    Opened,
-    OptimizerEvent,
-    Pull,
-    Standing,
-)
+from hvd_async.configs import LeaderConfig, Standing
+from hvd_async.events import Agreed, Command, Done, Drained, Iterated, Landed, Opened, OptimizerEvent, Pull
 
 ALL, CENTRE, NOBODY = -1, -1, -2
 
@@ -57,6 +46,28 @@ class PullLedger:
         self.led: list[tuple[int, int]] = []
         """Group and leader of each."""
         self._moved = False
+        self.clock = 0.0
+        self.when = dict.fromkeys(self.told, 0.0)
+        self.counted = {group: len(members) for group, members in self.members.items()}
+
+    def there(self, members: Sequence[int]) -> set[int]:
+        """Those that are not done; in a cut all."""
+        return set(members) - (self.done if self.flush else set())
+
+    def pulled(self, group: int) -> bool:
+        """Whether a group is ever pulled: not one rank, nor all, which have their own."""
+        if group == ALL:
+            return self.config.whole
+        return self.config.local and 1 < len(self.members[group]) < len(self.ranks)
+
+    def recent(self, members: Sequence[int]) -> set[int]:
+        """Those whose loss is not too old."""
+        return {
+            rank
+            for rank in members
+            if rank in self.when
+            and self.when[rank] >= self.clock - max(self.config.loss_window, self.config.global_period)
+        }
 
     def hear(self, rank: int, event: OptimizerEvent) -> None:
         """An event that is about to reach the state machine."""
@@ -65,10 +76,11 @@ class PullLedger:
             case Opened():
                 self.opened.add(rank)
             case Iterated(_, loss):
+                self.clock += 1 / (len(self.ranks) - len(self.done))
                 if loss is not None:
-                    self.told[rank] = loss
+                    self.told[rank], self.when[rank] = loss, self.clock
                 for group, members in self.members.items():
-                    self.taken[group] += [rank] if rank in members else []
+                    self.taken[group] += [rank] if rank in members and self.pulled(group) else []
             case Landed(_, number):
                 over = [group for group, flight in self.flights.items() if flight == number]
                 self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
@@ -77,6 +89,12 @@ class PullLedger:
                 self.done.add(rank)
                 self.flush = self.flush or flush
                 self.produced[rank] = steps
+                self._moved = False  # (an end makes no pull due)
+                for group, members in self.members.items():
+                    left = len(self.there(members))
+                    if self.agreed and left < self.counted[group]:  # it takes its part along
+                        self.taken[group] = self.taken[group][: len(self.taken[group]) * left // self.counted[group]]
+                    self.counted[group] = left
 
     def check(self, commands: list[Command], rank: int) -> None:
         """The commands that came of it.
@@ -102,19 +120,18 @@ class PullLedger:
     def _due(self) -> list[Command]:
         commands: list[Command] = []
         for group, members in self.members.items():
-            active = set(members) - (self.done if self.flush else set())
-            needed = self.periods[group] * len(active)
-            if group in self.flights or not active or len(self.taken[group]) < needed:
+            needed = self.periods[group] * len(self.there(members))
+            if group in self.flights or not needed or len(self.taken[group]) < needed or not self.pulled(group):
                 continue
             while len(self.taken[group]) >= needed:
                 del self.taken[group][:needed]
-            if group == ALL or len(members) > 1:
-                commands += self._pull(group, members)
+            commands += self._pull(group, members)
         return commands
 
     def _pull(self, group: int, members: tuple[int, ...]) -> list[Command]:
         told = {rank: self.told[rank] for rank in members if rank in self.told}
-        best = sorted((loss, rank) for rank, loss in told.items() if math.isfinite(loss))
+        able = self.recent(members) & self.there(members)
+        best = sorted((loss, rank) for rank, loss in told.items() if math.isfinite(loss) and rank in able)
         if self.config.algorithm == "easgd":
             leader = CENTRE
         elif best:
@@ -135,12 +152,19 @@ class PullLedger:
         finite = {rank: loss for rank, loss in self.told.items() if math.isfinite(loss)}
         if self.flush:
             self.taken = {group: [] for group in self.members}
+        able = {rank: loss for rank, loss in finite.items() if rank in self.recent(self.ranks)}
+        if not able and finite:
+            last = max(self.when[rank] for rank in finite)
+            able = {rank: loss for rank, loss in finite.items() if self.when[rank] == last}
+        leader = min((loss, rank) for rank, loss in able.items())[1] if able else self.ranks[0]
+        known = self.recent(self.ranks) | {leader}
         standing = Standing(
-            leader=min((loss, rank) for rank, loss in finite.items())[1] if finite else self.ranks[0],
+            leader=leader,
             steps=[len(steps) for steps in self.taken.values()],
-            means=[finite.get(rank) for rank in self.ranks],
+            means=[finite.get(rank) if rank in known else None for rank in self.ranks],
         )
         drained = Drained(0, self.pulls, [sum(self.produced.values())], rank, self.flush, standing)
         self.flights, self.flush = {}, False
         self.done.clear()
+        self.counted = {group: len(members) for group, members in self.members.items()}
         return drained

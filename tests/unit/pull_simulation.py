@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from hvd_async.configs import LeaderConfig
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Agreed,
@@ -26,7 +27,6 @@ from hvd_async.events import (
     Drained,
     Iterated,
     Landed,
-    LeaderConfig,
     Offered,
     Opened,
     OptimizerEvent,

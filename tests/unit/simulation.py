@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hvd_async.autoquorum import AutoQuorum
+from hvd_async.configs import EagerConfig
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Agreed,
@@ -24,7 +25,6 @@ from hvd_async.events import (
     Command,
     Done,
     Drained,
-    EagerConfig,
     Go,
     Hyper,
     Opened,

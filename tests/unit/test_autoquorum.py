@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvd_async.activation import Quorum
 from hvd_async.autoquorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
-from hvd_async.events import EagerConfig
+from hvd_async.configs import EagerConfig
 from tests.unit.virtual import Course, VirtualJob
 
 Durations = list[list[float]]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import typing
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async import events
-from hvd_async.events import DecodeError, decode_command, decode_event, encode
+from hvd_async import configs, events
+from hvd_async.codec import DecodeError, decode_command, decode_event, encode
 
 NUMBERS = st.integers(0, 2**40)
 TEXT = st.text(max_size=20)
@@ -24,7 +26,7 @@ HYPER = st.lists(
     max_size=2,
 )
 CONFIG = st.builds(
-    events.EagerConfig,
+    configs.EagerConfig,
     quorum=st.sampled_from(["solo", "majority", "all", "auto"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
     max_staleness=NUMBERS,
     grace=st.floats(0, 9),
@@ -33,7 +35,7 @@ CONFIG = st.builds(
     pace=st.sampled_from(["steps", "rounds"]),
 )
 GOSSIP = st.builds(
-    events.GossipConfig,
+    configs.GossipConfig,
     algorithm=st.sampled_from(["sgp", "adpsgd"]),
     graph=TEXT,
     neighbours=st.lists(st.lists(NUMBERS)),
@@ -41,13 +43,13 @@ GOSSIP = st.builds(
     local_size=NUMBERS,
 )
 STANDING = st.builds(
-    events.Standing,
+    configs.Standing,
     leader=NUMBERS,
     steps=st.lists(NUMBERS),
     means=st.lists(st.none() | st.floats(allow_nan=False)),
 )
 LEADER = st.builds(
-    events.LeaderConfig,
+    configs.LeaderConfig,
     algorithm=st.sampled_from(["lsgd", "easgd"]),
     groups=st.lists(st.lists(NUMBERS)),
     local_period=NUMBERS,
@@ -69,18 +71,19 @@ FIRING = st.builds(
 FIRED = events.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
 KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, events.Firing: FIRING,
          events.Hyper: HYPER, events.Hyper | None: st.none() | HYPER,
-         events.EagerConfig | events.GossipConfig | events.LeaderConfig: CONFIG | GOSSIP | LEADER,
-         events.Standing | None: st.none() | STANDING, float | None: st.none() | st.floats(allow_nan=False),
-         list[tuple[int, int]]: PAIRS,
+         configs.EagerConfig | configs.GossipConfig | configs.LeaderConfig: CONFIG | GOSSIP | LEADER,
+         configs.Standing | None: st.none() | STANDING, float | None: st.none() | st.floats(allow_nan=False),
+         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
 
 
-def messages(union: object) -> st.SearchStrategy[msgspec.Struct]:
-    """Any message of a union, its fields filled by their types."""
+def messages(union: object, kinds: Mapping[Any, Any] | None = None) -> st.SearchStrategy[Any]:
+    """Any message of a union, its fields filled by their types, as ``KINDS`` or ``kinds`` has them."""
     builders = []
+    known = {**KINDS, **(kinds or {})}
     for kind in typing.get_args(union):
         hints = typing.get_type_hints(kind)
-        builders.append(st.builds(kind, **{field: KINDS[hints[field]] for field in kind.__struct_fields__}))
+        builders.append(st.builds(kind, **{field: known[hints[field]] for field in kind.__struct_fields__}))
     return st.one_of(builders)
 
 
@@ -115,7 +118,7 @@ def test_hyperparameters_travel_exactly(value):
 
 def test_quorum_keeps_its_type():
     for quorum in ("solo", 1, 1.0, 0.5):
-        config = events.EagerConfig(quorum, 1, 0.0, 0, 1)
+        config = configs.EagerConfig(quorum, 1, 0.0, 0, 1)
         opened = decode_event(encode(events.Opened(0, config, [], [])))
         assert isinstance(opened, events.Opened)
         assert type(opened.config.quorum) is type(quorum)
@@ -149,6 +152,41 @@ def test_random_bytes_decode_or_are_refused(data):
             decode(data)
         except DecodeError:
             continue
+
+
+def _decodes_or_is_refused(data: bytes) -> None:
+    for decode in (decode_event, decode_command):
+        try:
+            message = decode(data)
+        except DecodeError:
+            continue
+        encode(message)  # (what a rank says may be sent on to the others)
+
+
+@given(messages(events.Event | events.Command), st.data())
+def test_mutated_messages_decode_or_are_refused(message, data):
+    """Whatever msgspec raises: invalid UTF-8, keys that are none, lengths that cannot be."""
+    mutated = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        mutated = mutated or bytearray(1)
+    _decodes_or_is_refused(bytes(mutated))
+
+
+STEPPED = b"\x84\xa4type\xa7Stepped\xa9optimizer\x00\xa4step\x01\xa5hyper"
+HELLO = b"\x83\xa4type\xa5Hello\xa3pid\x01"
+
+
+@pytest.mark.parametrize("data", [HELLO + b"\xa4host\xa2\xff\xfe",  # no UTF-8
+                                  HELLO + b"\xa4host" + b"\x91" * 100_000 + b"\x01",
+                                  STEPPED + b"\x91\x81\xa1a" + b"\x91" * 100_000 + b"\x01",
+                                  STEPPED + b"\x91\x81\x80\x01",  # a key that is a dictionary
+                                  STEPPED + b"\x91\x81\xa2lr\xd4\x05x",  # an extension type
+                                  STEPPED + b"\xdd\xff\xff\xff\xff",  # 2^32 entries, of which none comes
+                                  HELLO + b"\xa4host\xdb\xff\xff\xff\xff"])  # fmt: skip
+def test_hostile_bytes_are_refused(data):
+    _refused(decode_event, data)
 
 
 @given(messages(events.Command))

@@ -11,13 +11,29 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"buckets", "errors", "events", "leaders", "notices", "sharers", "topology"},  # leaves
-    {"activation", "agreement", "autoquorum", "mixing", "protocols", "timeline"},
-    {"machine", "options", "stats", "wire"},
-    {"exchanges", "pulls", "rounds"},
+    {
+        "buckets",
+        "configs",
+        "door",
+        "end_messages",
+        "errors",
+        "forking",
+        "leaders",
+        "notices",
+        "rollcall",
+        "settings",
+        "sharers",
+        "topology",
+    },  # leaves
+    {"events", "exit_status"},
+    {"activation", "agreement", "autoquorum", "codec", "mixing", "protocols", "timeline"},
+    {"causes", "collective_queue", "options", "stats", "wire"},
+    {"machine"},
+    {"exchanges", "pulls", "rounds", "whole"},
     {"coordinator", "record"},
     {"control", "engine"},
-    {"inbox", "lifecycle", "transit"},
+    {"rendezvous"},
+    {"collective_calls", "inbox", "lifecycle", "transit"},
     {"letters", "mail", "plan", "receiving", "testing", "runner", "worker"},
     {"averages", "eager", "following", "knowledge", "parcels"},
     {"giving"},

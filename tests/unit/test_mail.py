@@ -47,9 +47,5 @@ def test_also_where_some_ranks_only_send():
     assert telling(Exchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, 3, -1)) == [3]
 
 
-def test_a_first_rank_that_sends_nothing_tells_itself():
-    assert telling(Exchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, -1, -1)) == [2]
-
-
 def test_of_pairs_the_partner_of_the_first():
     assert telling(Exchange(7, 1, [], [(3, 1), (0, 2)])) == [1]

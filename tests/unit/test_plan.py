@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
-from hvd_async.events import Opened, decode_event, encode
+from hvd_async.codec import decode_event, encode
+from hvd_async.events import Opened
 from hvd_async.plan import ALGORITHMS, algorithms_of, make_plan
 from hvd_async.topology import Topology
 

@@ -272,3 +272,32 @@ def test_metrics_are_those_that_the_runner_writes(tmp_path):
         names = csv.DictReader(file).fieldnames
     assert {"epoch", "train_loss", "test_accuracy", "seconds", "consensus_distance", "staleness_mean"} <= set(names)
     assert set(runs.BY_RANK) <= set(names)
+
+
+# -- telling runs apart ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [["majority", "adpsgd"], ["solo", "majority", "all", "sgp", "osgp", "dpsgd", "adpsgd"], ["horovod", "torchft"]],
+)
+def test_no_two_series_share_a_colour_while_there_are_enough(arms):
+    assert len({drawing.colour(arm, arms)[0] for arm in arms}) == len(arms)
+    assert drawing.colour(arms[0], arms) == drawing.colour(arms[0], arms[:1]), "the first keeps its own"
+
+
+def test_arms_of_one_algorithm_share_a_colour():
+    arms = ["all", "dpsgd", "dpsgd-int8"]
+    looks = [drawing.colour(arm, arms) for arm in arms]
+    assert looks[1][0] == looks[2][0] != looks[0][0]
+    assert looks[1][1] != looks[2][1]
+
+
+def test_one_epoch_is_drawn_as_bars(tmp_path):
+    (run,) = runs.read([logged(tmp_path, epochs=1)])
+    drawn = titles(run)
+    assert "test accuracy" in drawn
+    assert not [title for title in drawn if " over " in title]
+    (tmp_path / "summary.json").unlink()
+    (run,) = runs.read([tmp_path])
+    assert "training loss over epochs" in titles(run), "of a run that goes on there is nothing else"

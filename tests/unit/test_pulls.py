@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_async.configs import LeaderConfig, Standing
 from hvd_async.errors import ProtocolError
 from hvd_async.events import (
     Agreed,
@@ -19,13 +20,11 @@ from hvd_async.events import (
     Drained,
     Iterated,
     Landed,
-    LeaderConfig,
     Offered,
     Opened,
     OptimizerEvent,
     Pull,
     Refused,
-    Standing,
     Stepped,
 )
 from hvd_async.pulls import ALL, CENTRE, NOBODY, Pulls
@@ -56,7 +55,17 @@ def configs(draw: st.DrawFn, size: int) -> LeaderConfig:
         steps=draw(st.lists(st.integers(0, 30), min_size=count, max_size=count)),
         means=draw(st.lists(st.sampled_from([None, 0.7, 1.0]), min_size=size, max_size=size)),
     )
-    return LeaderConfig(algorithm, groups, local, whole, "", standing=draw(st.sampled_from([None, standing])))
+    return LeaderConfig(
+        algorithm,
+        groups,
+        local,
+        whole,
+        "",
+        loss_window=draw(st.sampled_from([1, 3, 10])),
+        local=draw(st.sampled_from([True, True, False])),
+        whole=draw(st.sampled_from([True, True, False])),
+        standing=draw(st.sampled_from([None, standing])),
+    )
 
 
 @st.composite
@@ -253,24 +262,6 @@ def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
     assert play(machine, *steps(None, None, None) * 4) == []
     assert play(machine, (0, Landed(7, 1))) == [Pull(7, 2, ALL, CENTRE)]
     assert machine.news() is None
-
-
-def test_ranks_that_are_done_do_not_count():
-    """Those that are left need not make up for them; what they have done counts; they may lead."""
-    machine = opened(TRIO, 3)
-    assert play(machine, *steps(0.5, 1.0, 1.0), (1, 1.0)) == []
-    assert play(machine, (0, Done(7, [1]))) == [Pull(7, 1, ALL, 0)]  # 4 of now 4 steps
-    assert play(machine, (0, Landed(7, 1)), (1, 1.0), (1, 1.0), (2, 1.0)) == []
-    assert play(machine, (1, Done(7, [4]))) == [Pull(7, 2, ALL, 0)]  # 3 of now 2 steps
-    assert play(machine, (0, Landed(7, 2))) == []
-    assert play(machine, (2, 1.0)) == [Pull(7, 3, ALL, 0)]  # 1 of them was left
-    assert play(machine, (2, Done(7, [3])))[0] == Drained(7, 3, [8], 2, True, Standing(0, [0] * 4, [0.5, 1.0, 1.0]))
-
-
-def test_a_group_whose_ranks_are_all_done_is_pulled_no_more():
-    machine = opened()
-    assert play(machine, *steps(1.0, 2.0, 3.0, 4.0), (0, Done(7, [1])), (1, Done(7, [1]))) == [Pull(7, 1, 0, 0)]
-    assert play(machine, (0, Landed(7, 1)), (2, 3.0), (3, 4.0)) == [Pull(7, 2, 1, 2)]
 
 
 @pytest.mark.parametrize("flush", [True, False])

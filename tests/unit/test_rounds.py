@@ -8,19 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hvd_async.configs import EagerConfig
 from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Arrived,
-    Done,
-    Drained,
-    EagerConfig,
-    Firing,
-    Go,
-    Opened,
-    Refused,
-    Settle,
-    Stepped,
-)
+from hvd_async.events import Arrived, Done, Drained, Firing, Go, Opened, Refused, Settle, Stepped
 from hvd_async.rounds import Rounds
 from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hvd_async.configs import EagerConfig
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Agreed, Arrived, Done, Drained, EagerConfig, Opened, Took
+from hvd_async.events import Agreed, Arrived, Done, Drained, Opened, Took
 from hvd_async.rounds import Rounds
 from tests.unit.moves import PACED, SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation

@@ -55,7 +55,7 @@ def test_everything_reaches_the_options(tmp_path):
     )
     options = parse("torch", line.split())
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
-    known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16"}
+    known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16", "minutes"}
     known = known - {"switches"} | {"schedule"}
     assert {name.removeprefix("no_") for name in given} | GOSSIP | LEADER == known, "a flag is missing from this test"
     assert (options.max_staleness, options.grace, options.workers, options.augment) == (0, 0.01, 2, False)
@@ -296,3 +296,10 @@ def test_help_names_every_flag_with_its_default():
                 if action.dest != "resume":
                     assert "default" in action.help, f"{action.option_strings} hides its default"
     assert "--max-staleness" in build_parser("torch").format_help()
+
+
+def test_a_quorum_that_is_none_is_told_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        parse("torch", ["--quorum", "half"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'take "solo", "majority", "all", "auto", a number of ranks from 1, or a fraction such as 0.75' in said

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.events import Agreed, Arrived, Command, EagerConfig, Go, Opened, Stepped, Took
+from hvd_async.configs import EagerConfig
+from hvd_async.events import Agreed, Arrived, Command, Go, Opened, Stepped, Took
 from hvd_async.rounds import Rounds
 
 

@@ -11,7 +11,9 @@ from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
+from hvd_async.tensorflow.keras.meeting import our_optimizer
 from hvd_async.tensorflow.leader import LeaderOptimizer
+from hvd_async.tensorflow.mixin import EagerMixin
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
@@ -21,6 +23,8 @@ def load_model(
     filepath: Any, custom_objects: dict[str, Any] | None = None, wrapper: Any = EagerOptimizer, **options: Any
 ) -> Any:
     """Load a Keras model and wrap its optimizer, with the state that was saved.
+
+    Rounds of an ``EagerOptimizer`` go on from ``iterations``; exchanges and pulls are counted anew.
 
     Args:
         filepath: a ``.keras`` file.
@@ -32,6 +36,9 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         options.setdefault("model", model)
         model.optimizer = wrapper(model.optimizer, **options)
+        ours = our_optimizer(model)
+        if isinstance(ours, EagerMixin):
+            ours._async_count_from(int(model.optimizer.iterations))
     return model
 
 

@@ -1,7 +1,8 @@
 """Horovod's Keras callbacks, made to work on Keras 3 and with our optimizers.
 
-All have the ranks meet before they communicate, before evaluation inside ``fit()``, and when ``fit()`` ends, so that
-ranks with different numbers of batches do: they drain the optimizer. Of a ``GossipOptimizer``, evaluation inside
+All have the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
+``fit()``, so that ranks with different numbers of batches do: they drain the optimizer, or all of a model with several
+(a GAN in ``train_step()``). Of a ``GossipOptimizer``, evaluation inside
 ``fit()`` sees the average of all ranks, of a ``LeaderOptimizer`` the leader or the centre, and each rank goes on with
 its own weights, until ``fit()`` ends with a drain.
 Use the same callbacks, in the same order, on every rank.
@@ -9,112 +10,24 @@ Use the same callbacks, in the same order, on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
 
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.functions import broadcast_variables
-from hvd_async.tensorflow.gossip_mixin import GossipMixin
+from hvd_async.tensorflow.keras.meeting import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.local_mixin import LocalMixin
 from hvd_async.tensorflow.mixin import EagerMixin
+from hvd_async.tensorflow.waiting import told_if_long
 
 
-def our_optimizer(model: Any) -> Any:
-    """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return optimizer if isinstance(optimizer, EagerMixin | LocalMixin) else None
-
-
-class _Meeting:
-    """Where the ranks of one ``fit()`` have met; the callbacks of a model share it.
-
-    Attributes:
-        at: the point where they were last.
-        drains: whether ranks with weights of their own are drained at the end of each epoch.
-        evaluation: closed when it ends.
-    """
-
-    def __init__(self) -> None:
-        self.at: tuple[str, int] | None = None
-        self.drains = False
-        self.evaluation = contextlib.ExitStack()
-
-
-class _Draining(keras.callbacks.Callback):
-    """Has ranks meet at the points where they must; several callbacks of one model share each meeting."""
-
-    _training = False
-
-    @property
-    def _meeting(self) -> _Meeting:
-        meeting: _Meeting | None = getattr(self.model, "_hvd_async_meeting", None)
-        if meeting is None:
-            meeting = _Meeting()
-            object.__setattr__(self.model, "_hvd_async_meeting", meeting)
-        return meeting
-
-    def _optimizer_at(self, point: tuple[str, int]) -> Any:
-        """The optimizer, ready to meet the other ranks' at ``point``; None if it has, or is none of ours."""
-        optimizer = our_optimizer(self.model)
-        if optimizer is None or self._meeting.at == point:
-            return None
-        self._meeting.at = point
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        return optimizer
-
-    def _together(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """In it the model is the same on all ranks; afterwards too, unless ranks go on with weights of their own."""
-        if isinstance(optimizer, LocalMixin) and not self._meeting.drains:
-            return optimizer.consensus()
-        if optimizer is not None:
-            optimizer.drain()
-        return contextlib.nullcontext()
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._training, self._epoch = True, 0
-        self._meeting.at = None
-        self._meeting.evaluation.pop_all()  # one that was broken off: what was loaded since is not to be overwritten
-        optimizer = our_optimizer(self.model)
-        if optimizer is not None and optimizer._async.model is None:
-            optimizer._async.model = self.model  # so that batch-norm statistics agree too
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch = epoch
-        self._meeting.at = None
-        optimizer = our_optimizer(self.model)
-        if isinstance(optimizer, GossipMixin):
-            optimizer.set_epoch(epoch)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        optimizer = self._optimizer_at(("epoch", self._epoch)) if self._training else None
-        self._meeting.evaluation.enter_context(self._together(optimizer))
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._meeting.evaluation.close()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Also where only some ranks validate: all meet once an epoch, these before it and the others here.
-        with self._together(self._optimizer_at(("epoch", epoch))):
-            pass
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        optimizer = self._optimizer_at(("end", 0))
-        if optimizer is not None:
-            optimizer.drain()
-        self._training = self._meeting.drains = False
-
-
-class GossipEpochCallback(_Draining):
+class GossipEpochCallback(Draining):
     """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths;
     or a ``LeaderOptimizer``.
 
@@ -135,7 +48,7 @@ class GossipEpochCallback(_Draining):
         self._meeting.drains = self.drain
 
 
-class BroadcastGlobalVariablesCallback(_Draining):
+class BroadcastGlobalVariablesCallback(Draining):
     """Give every rank the weights and optimizer state of ``root_rank`` when ``fit()`` begins.
 
     Args:
@@ -155,23 +68,29 @@ class BroadcastGlobalVariablesCallback(_Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if not self.model.built:
+        if not self.model.variables:
             raise ValueError(
                 "BroadcastGlobalVariablesCallback: the model has no weights yet. Call model.build(input_shape) before "
                 "fit(), so that all ranks can start from the same ones."
             )
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        ours = our_optimizer(self.model)
-        if ours is not None and ours._async.worker is not None:
-            ours.drain()
-        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
+        self.drain_begun()
+        variables = [*self.model.variables, *(v for one in self._optimizers() for v in one.variables)]
+        unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
-            broadcast_variables([v for v in variables if id(raw(v)) not in self._local], root_rank=self.root_rank)
+            broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
+
+    def _optimizers(self) -> list[Any]:
+        """Those whose state is sent: the model's own, built; of a model with several, ours."""
+        own, ours = getattr(self.model, "optimizer", None), our_optimizers(self.model)
+        if ours and our_optimizer(self.model) is None:
+            return ours
+        if own is not None and not own.built:
+            own.build(self.model.trainable_variables)
+        others = [one for one in ours if one is not our_optimizer(self.model)]
+        return [*([] if own is None else [own]), *others]
 
 
-class MetricAverageCallback(_Draining):
+class MetricAverageCallback(Draining):
     """Average every epoch's metrics over the ranks that have them (a rank without batches has none).
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard).
@@ -184,7 +103,8 @@ class MetricAverageCallback(_Draining):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         own = {key: float(value) for key, value in (logs or {}).items()}
-        everyone = allgather_object(own, name="hvd_async.metric_average")
+        with told_if_long("MetricAverageCallback"):
+            everyone = allgather_object(own, name="hvd_async.metric_average")
         if logs is None:
             return
         for key in sorted({key for one in everyone for key in one}):
@@ -192,7 +112,7 @@ class MetricAverageCallback(_Draining):
             logs[key] = math.fsum(values) / len(values)
 
 
-class StopAtRounds(_Draining):
+class StopAtRounds(Draining):
     """End ``fit()`` when the weights have seen so many rounds: how a job with ``pace="rounds"`` comes to its end.
 
     Ranks then take different numbers of steps, so there is no epoch that all of them end: give ``fit()`` one epoch of a
@@ -209,8 +129,8 @@ class StopAtRounds(_Draining):
         self.rounds = rounds
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        optimizer = our_optimizer(self.model)
-        if optimizer is not None and optimizer.rounds >= self.rounds:
+        optimizers = our_optimizers(self.model)
+        if optimizers and min(optimizer.rounds for optimizer in optimizers) >= self.rounds:
             self.model.stop_training = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -220,7 +140,7 @@ class StopAtRounds(_Draining):
         """Nothing: other ranks may not come here."""
 
 
-class LearningRateScheduleCallback(_Draining):
+class LearningRateScheduleCallback(Draining):
     """Set the learning rate to ``initial_lr * multiplier`` between epochs ``start_epoch`` and ``end_epoch``.
 
     Args:

@@ -16,7 +16,14 @@ from typing import Any, NoReturn
 import numpy as np
 from common import Report, integers
 
+from hvd_async.errors import EngineError
+
 STEPS = 4
+LONGER = 12
+"""Steps of the ranks that go on when one has left: more than the staleness bound."""
+HOLDS = 20.0
+"""Seconds that a forked child holds what it has inherited."""
+DEADLY = ("sigkill", "sigterm", "interrupt", "exit1", "builtin exit", "exit0", "exception", "forked, sigkill")
 SHAPE = (6,)
 
 
@@ -34,7 +41,10 @@ class TorchRank:
     def wrap(self, quorum: str) -> Any:
         """The optimizer: SGD with learning rate 1."""
         self._parameter = self.torch.nn.Parameter(self.torch.zeros(SHAPE))
-        return self.hvd.EagerOptimizer(self.torch.optim.SGD([self._parameter], lr=1.0), quorum=quorum, max_staleness=2)
+        buffers = [("mean", self.torch.zeros(3))]
+        return self.hvd.EagerOptimizer(
+            self.torch.optim.SGD([self._parameter], lr=1.0), quorum=quorum, max_staleness=2, named_buffers=buffers
+        )
 
     def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
         self._parameter.grad = self.torch.tensor(gradient, dtype=self.torch.float32)
@@ -73,11 +83,44 @@ class TensorflowRank:
 def die(manner: str) -> NoReturn:
     if manner == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif manner == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60.0)  # (it is on its way)
+    elif manner == "interrupt":
+        raise KeyboardInterrupt
     elif manner == "exit1":
         sys.exit(1)
+    elif manner == "builtin exit":
+        exit(1)
+    elif manner == "forked, sigkill":
+        if os.fork() == 0:  # a child that has this rank's connections
+            time.sleep(HOLDS)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "exit0":
         os._exit(0)
     raise RuntimeError("boom")
+
+
+def fork_and_end(framework: Any, optimizer: Any, report: Report) -> None:
+    """A forked child ends as any process, and is not this job's; what it may not do is said."""
+    framework.step(optimizer, np.zeros(SHAPE))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            framework.step(optimizer, np.zeros(SHAPE))
+        except EngineError as error:
+            os.write(writing, str(error).encode())
+        sys.exit(7)
+    deadline = time.monotonic() + 15.0
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a look, until it has ended or the time is over
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    os.close(writing)
+    text = os.read(reading, 10_000).decode()
+    report.put("forked", text=text, status=os.waitstatus_to_exitcode(ended[1]) if ended[0] else None)
 
 
 def main() -> None:
@@ -93,18 +136,21 @@ def main() -> None:
     report = Report(rank)
     optimizer = framework.wrap(options.quorum)
     held = [optimizer]  # by the exit hook too: a script's optimizer that is local to main() would be gone by then
-    endless = manner in ("sigkill", "exit1", "exit0", "exception")
+    endless = manner in DEADLY
+    steps = {r: LONGER if manner == "early" and r != options.victim else STEPS for r in range(size)}
 
     def at_the_very_end() -> None:
-        assert held or manner == "drop"
-        all_steps = [integers(SHAPE, r, s, 0) for r in range(size) for s in range(1, STEPS + 1)]
+        assert held or manner in ("drop", "unequal")
+        all_steps = [integers(SHAPE, r, s, 0) for r in range(size) for s in range(1, steps[r] + 1)]
         report.put("exit", weights=framework.weights(), expected=(-sum(all_steps, np.zeros(SHAPE)) / size).tolist())
 
     if not endless:
         # Registered before the engine's own hook, so that it runs after it. (hvd.init() and the engine come first.)
         atexit.register(at_the_very_end)
 
-    for step in range(1, 10_000 if endless else STEPS + 1):
+    if manner == "fork":
+        fork_and_end(framework, optimizer, report)
+    for step in range(1, 10_000 if endless else steps[rank] + 1):
         if rank == options.victim and step == STEPS:
             if endless:
                 report.put("death")
@@ -118,7 +164,14 @@ def main() -> None:
             raise
         if endless:
             time.sleep(0.005)
+        if manner == "early" and step == STEPS:
+            optimizer.drain()
     report.put("last step")
+    if manner == "unequal" and rank == 0:
+        optimizer.drain()
+    if manner == "unequal" and rank == options.victim:
+        held.clear()
+        del optimizer
     if manner == "drop" and rank == options.victim:
         held.clear()
         del optimizer  # one rank's optimizer is gone before the end, the others' not: Python collects as it likes

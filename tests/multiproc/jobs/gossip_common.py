@@ -33,9 +33,9 @@ def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer])
     offer_to = optimizer._async_offer_to
     log: list[Any] = []
 
-    def recorded(worker: Any) -> None:
+    def recorded(worker: Any, number: int | None) -> None:
         worker.log = log  # before others know of it: they may be averaged with this rank at once
-        offer_to(worker)
+        offer_to(worker, number)
 
     vars(optimizer)["_async_offer_to"] = recorded
     worker = optimizer._async_worker()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from common import Baton, Report
-from leader_table import ASLEEP, STEPS
+from leader_table import ASLEEP, PULLS, STEPS
 
 from tests.conformance.leader_reference import Following
 
@@ -70,7 +70,7 @@ def asleep(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -
             if other != rank:
                 batons[other].wait()
         worker = optimizer._async_worker()
-        worker.engine.wait(lambda: worker.receiver.record.pulls >= ASLEEP // 4)
+        worker.engine.wait(lambda: worker.receiver.record.pulls >= PULLS)
     pulls = optimizer.stats().pulls
     for step in range(2, ASLEEP + 1):
         trainer.step(rank, step)

@@ -1,0 +1,43 @@
+"""Limits on time that people set by environment variable; docs/design.md lists them with all others.
+
+A leaf module.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+
+def seconds(name: str, default: float) -> float:
+    """The environment variable ``name`` as seconds.
+
+    Raises:
+        ValueError: it is set to something else than a number above 0.
+    """
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"{name}={text!r} is no number of seconds: take one above 0, or leave it out ({default:g})")
+    return value
+
+
+def warn_after() -> float:
+    """Seconds of waiting for a rank before each warning."""
+    return seconds("HVD_ASYNC_WARN_AFTER", 60.0)
+
+
+def connect_timeout() -> float:
+    """Seconds from when all ranks have met by Horovod until all must have reached the coordinator."""
+    return seconds("HVD_ASYNC_CONNECT_TIMEOUT", 60.0)
+
+
+def dead_after() -> float:
+    """Seconds of silence on a connection after which the other end counts as dead.
+
+    Less than the 30 s after which Gloo gives up on a silent peer, without knowing which one it is.
+    """
+    return seconds("HVD_ASYNC_DEAD_AFTER", 25.0)

@@ -1,0 +1,64 @@
+"""What must come to its end once it is begun: an interrupt may come between any two lines of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from hvd_async.errors import ReplicaStateError
+
+
+class Whole:
+    """Of one optimizer on one rank: a gradient half handed over, or a round half applied, can be neither taken back nor
+    done again. So what is begun and does not end is the end of this rank's replica.
+
+    Attributes:
+        broken: what did not come to its end, and why; None if all is well.
+    """
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        self._begun: str | None = None
+
+    @property
+    def fine(self) -> bool:
+        """Whether ``check`` would not raise."""
+        return self.broken is None and self._begun is None
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Around something that must come to its end. ``what`` says what has happened if it does not."""
+        self.begin(what)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.end()
+
+    def begin(self, what: str) -> None:
+        """As the beginning of the block, where it is no block of code."""
+        self.check()
+        self._begun = what
+
+    def end(self) -> None:
+        """It has come to its end."""
+        self._begun = None
+
+    def fail(self, error: BaseException) -> None:
+        """It will not come to its end."""
+        self.broken = f"{self._begun}: {type(error).__name__}: {error}"
+
+    def check(self) -> None:
+        """Raise, if something has not come to its end.
+
+        Raises:
+            ReplicaStateError: restart from a checkpoint.
+        """
+        if self.broken is None and self._begun is not None:
+            self.broken = f"{self._begun}: it was broken off"
+        if self.broken is not None:
+            raise ReplicaStateError(
+                f"{self.broken}. This rank's weights are no longer what the other ranks take them for: restart from a "
+                f"checkpoint."
+            )

@@ -1,0 +1,130 @@
+"""Keras: what scripts bring along from Horovod: sparse gradients, integer variables, Horovod's own callbacks, XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow.keras as horovod
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.errors import ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
+from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
+
+SGD = keras.optimizers.SGD
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority", "all", 1])
+def test_sparse_gradients_are_averaged_and_none_is_lost(quorum: Any) -> None:
+    """Of an embedding whose rows the ranks use differently, with different numbers of batches."""
+
+    def train(rank: int) -> Any:
+        table = keras.Variable(np.zeros((5, 1), np.float32), name="table")
+        opt = hvd.EagerOptimizer(SGD(1.0), quorum=quorum, max_staleness=2)
+        opt.build([table])
+
+        @tf.function
+        def step(rows: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table.value, rows))
+            (gradient,) = tape.gradient(loss, [table.value])
+            assert isinstance(gradient, tf.IndexedSlices)
+            opt.apply([gradient], [table])
+
+        for _ in range(3 + 2 * rank):
+            step(tf.constant([rank, rank, 4]))
+        opt.drain()
+        return flat([table]).tolist()
+
+    for weights in Cluster(2).run(train):
+        assert weights == [-3.0, -5.0, 0.0, 0.0, -4.0]
+
+
+class Counts(keras.layers.Layer):
+    """Counts calls in an integer, which Keras calls trainable unless told otherwise."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(name="calls", shape=(2,), dtype="int32", initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: SGD(0.1, momentum=0.9), lambda: keras.optimizers.AdamW(0.1, weight_decay=2.0)]
+)
+def test_integer_variables_are_left_alone(make: Any) -> None:
+    def train(rank: int) -> Any:
+        model = keras.Sequential([keras.Input((5, 5, 1)), Counts(), *conv_model().layers])
+        model.set_weights([w * 0 + 1 for w in model.get_weights()])
+        model.compile(optimizer=hvd.EagerOptimizer(make(), groups=2), loss=LOSS, jit_compile=False)
+        model.fit(*batch(rank, 0), verbose=0)
+        model.optimizer.drain()
+        return model.layers[0].calls.numpy().tolist(), flat(model.weights).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+    assert one[0] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: horovod.callbacks.BroadcastGlobalVariablesCallback(0),
+        lambda: horovod.callbacks.MetricAverageCallback(),
+        lambda: horovod.callbacks.LearningRateWarmupCallback(initial_lr=0.1),
+        lambda: horovod.callbacks.LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5),
+    ],
+)
+def test_horovods_own_callbacks_say_which_import_to_change(make: Any) -> None:
+    model = conv_model()
+    model.compile(optimizer=SGD(0.1), loss=LOSS)
+    with pytest.raises(ReplicaStateError, match=r"'import hvd_async.tensorflow.keras as hvd' in place of"):
+        model.fit(*batch(0, 0), verbose=0, callbacks=[make()])
+
+
+@pytest.mark.parametrize("wrapper", [hvd.EagerOptimizer, hvd.GossipOptimizer])
+def test_horovods_own_optimizer_is_not_wrapped(wrapper: Any) -> None:
+    theirs = type("SGD", (SGD,), {"__module__": "horovod._keras"})
+    with scripted_engine(2), pytest.raises(ValueError, match="wrap the plain Keras optimizer"):
+        wrapper(theirs(0.1))
+
+
+def test_xla_is_refused_before_training_and_by_name() -> None:
+    model = conv_model()
+    with scripted_engine(2):
+        opt = hvd.EagerOptimizer(SGD(0.1))
+        model.compile(optimizer=opt, loss=LOSS, jit_compile=True)
+        with pytest.raises(ValueError, match="jit_compile=False"):
+            model.fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.GossipEpochCallback()])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="jit_compile_False"):
+            model.fit(*batch(0, 0), verbose=0)
+
+
+def test_sub_models_with_weights_are_enough_for_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without ``call()``, as a GAN is one, is never built itself."""
+
+    class Parts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = conv_model()
+
+    sent: list[int] = []
+    monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda variables, **_: sent.append(len(variables)))
+    model = Parts()
+    model.compile(jit_compile=False)
+    model.optimizer = None
+    assert not model.built
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    with scripted_engine(2):
+        callback.on_train_begin()
+        assert sent == [4]
+        callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+        with pytest.raises(ValueError, match=r"Call model.build\(input_shape\)"):
+            callback.on_train_begin()

@@ -1,0 +1,95 @@
+"""The training thread waits for no GPU where it need not: tried on the meta device, whose tensors hold no numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hvd_async.torch import collectives, hyper
+from hvd_async.torch.layout import Layout
+from hvd_async.wire import Round
+
+DEVICE = torch.device("meta")
+
+
+class NothingComesFromTheHost(TorchDispatchMode):
+    """Raises where a tensor on the CPU takes part: on a GPU it would be copied there, and that waits."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device == DEVICE for tensor in tensors), f"{function} takes a tensor from the host"
+        return function(*args, **(kwargs or {}))
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    """A convolution in channels last, a matrix, a bias, a scale, a number."""
+    tensors = [torch.empty(4, 3, 3, 3).to(memory_format=torch.channels_last), torch.empty(5, 2)]
+    tensors += [torch.empty(5), torch.empty(1), torch.empty(())]
+    return [torch.nn.Parameter(tensor.to(DEVICE)) for tensor in tensors]
+
+
+def test_gradients_are_handed_over_and_rounds_shown():
+    layout = Layout(mine := parameters(), slots=3, slot=1)
+    for parameter in mine:
+        parameter.grad = torch.empty_like(parameter)
+    with NothingComesFromTheHost():
+        vector = layout.vector(0, 0.5)
+        layout.set_gradients(Round(1, (vector,), [], (3,)), 0.25, set())
+    assert [p.grad.stride() for p in mine] == [p.stride() for p in mine]
+
+
+def test_hyperparameters_are_read():
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    assert hyper.read(optimizer.param_groups)[0]["momentum"] == 0.9
+    assert "params" not in hyper.read(optimizer.param_groups)[0]
+
+
+class Clock:
+    """The time, as collectives and those that look at them have it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(collectives, "time", clock)
+    return clock
+
+
+def seen_after(clock: Clock, durations: dict[str, float], seconds: float, busy: float = 0.0) -> float:
+    """When a collective that takes so many seconds is seen to be done; first its engine is busy elsewhere."""
+    handle = collectives._HorovodHandle(0, "bucket", durations, collectives.FINEST_POLL_OF_GPU)
+    started, ends = clock.now, clock.now + seconds
+    clock.now += busy
+    while not handle.done():
+        clock.now += handle.poll_in()
+    handle.result()
+    assert clock.now >= ends
+    return clock.now - started
+
+
+@pytest.mark.parametrize("seconds", [0.0005, 0.003, 0.02])
+def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_did(clock, monkeypatch, seconds):
+    state = {"ends": 0.0}
+    monkeypatch.setattr(collectives.hvd, "poll", lambda handle: clock.now >= state["ends"])
+    monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
+    durations: dict[str, float] = {}
+
+    def run(busy: float = 0.0) -> float:
+        state["ends"] = clock.now + seconds
+        return seen_after(clock, durations, seconds, busy)
+
+    run()
+    run(busy=seconds + 0.05)
+    late = [run() - seconds for _ in range(5)]
+    assert max(late) <= max(collectives.FINEST_POLL_OF_GPU, seconds / 4)  # (the first knows of no duration at all)
+    assert max(late[1:]) <= collectives.FINEST_POLL_OF_GPU * 1.01

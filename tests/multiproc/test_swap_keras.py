@@ -1,0 +1,49 @@
+"""Horovod scripts for Keras in which the optimizer's wrapper alone became ours, at 3 ranks: one job, several cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch import RunJob
+
+pytestmark = pytest.mark.multiproc
+JOB = ("tf_swap.py", 3)
+
+
+def same(ranks: list[dict[str, Any]], key: str) -> bool:
+    """Whether all ranks have the same value."""
+    return all(rank[key] == ranks[0][key] for rank in ranks)
+
+
+def test_the_job_ends_by_horovods_own_shutdown(job: RunJob) -> None:
+    job(*JOB).check().case("end")
+
+
+def test_a_benchmark_runs_with_horovods_collectives_and_join(job: RunJob) -> None:
+    ranks = job(*JOB).case("speed")
+    assert same(ranks, "weights")
+    for rank in ranks:
+        assert rank["applied"] == 3 * 12 + 1 + 2
+        assert rank["told"] == ["from", 2]
+        assert rank["mean"] == pytest.approx(sum(rank["everyone"]) / 3, rel=1e-5)
+        assert rank["last"] in range(3)
+
+
+def test_keras_may_number_optimizers_differently_on_each_rank(job: RunJob) -> None:
+    ranks = job(*JOB).case("numbered names")
+    assert [rank["name"] for rank in ranks] == ["sgd_2", "sgd", "sgd"]
+    assert same(ranks, "weights")
+
+
+def test_callbacks_serve_several_optimizers_of_a_model_with_uneven_epochs(job: RunJob) -> None:
+    ranks = job(*JOB).case("several optimizers")
+    assert same(ranks, "losses")
+    assert same(ranks, "weights")
+    assert ranks[0]["applied"] == [2 * (11 + 5 + 2)] * 2
+
+
+def test_a_broadcast_of_different_variables_is_refused_on_every_rank(job: RunJob) -> None:
+    for rank in job(*JOB).case("different variables"):
+        assert rank["kind"] == "ReplicaMismatchError"
+        assert "rank 1 of them has 4, and rank 0 has 4; first at place 0" in rank["text"]

@@ -1,0 +1,35 @@
+"""How long the control plane's ends sleep when they are to look again soon."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from hvd_async import control
+
+
+class Poller:
+    """Has nothing to tell, and notes how many milliseconds it was to wait."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+
+    def poll(self, milliseconds: int | None) -> list[tuple[object, int]]:
+        self.asked.append(milliseconds)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("timeout", "slept", "milliseconds"),
+    [(None, 0.0, None), (0.0, 0.0, 0), (0.0002, 0.0002, 0), (0.001, 0.0, 1), (0.0042, 0.0, 5)],
+)
+def test_less_than_zeromqs_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
+    naps = [0.0]
+    monkeypatch.setattr(control.time, "sleep", naps.append)
+    endpoint = control._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
+    try:
+        endpoint._poller = poller = Poller()
+        assert not endpoint._poll(timeout)
+    finally:
+        endpoint._close()
+    assert (sum(naps), poller.asked) == (slept, [milliseconds])

@@ -1,0 +1,169 @@
+"""Ranks whose optimizer is gone, or who have left, under gossip: the others go on, with weights that mean something."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.engine import Engine
+from hvd_async.errors import WaitTimeoutError
+from hvd_async.gossip import GossipWorker
+from hvd_async.hosts import HostWorker
+from hvd_async.lifecycle import local_engine
+from hvd_async.parcels import make_post
+from hvd_async.plan import Plan, make_plan
+from hvd_async.testing import Cluster
+
+WEIGHTS = 6
+GATE = 30.0
+"""Seconds that a rank waits for what a test holds back."""
+
+
+class Rank:
+    """One rank's weights and worker; its gradient moves each weight by 1."""
+
+    def __init__(self, plan: Plan) -> None:
+        engine = local_engine()
+        assert engine is not None
+        self.engine: Engine = engine
+        self.z = np.zeros(WEIGHTS)
+        post = make_post(WEIGHTS, np.float64, plan.config.compression, plan.most, None, plan.config.local_size)
+        kind = HostWorker if plan.config.local_size > 1 else GossipWorker
+        self.worker = kind(engine, plan, post, self._finish)
+        self.worker.begin(self.z + 0)
+        self.worker.open(["weights"], [0])
+
+    def _finish(self, flush: bool) -> None:
+        self.z = self.worker.gather(self.z + 0, flush)
+
+    def steps(self, count: int) -> None:
+        """Take so many."""
+        for _ in range(count):
+            self.z = self.worker.mix(self.z + 0, self.z + 1.0)
+
+
+def all_equal(vectors: list[Any], value: float) -> None:
+    """All are this, everywhere, to rounding."""
+    for vector in vectors:
+        np.testing.assert_allclose(vector, np.full(WEIGHTS, value), rtol=1e-12)
+
+
+def test_what_was_given_to_a_rank_before_it_went_is_no_gradient_lost():
+    """Rank 0 steps at once after a drain and gives rank 1 a share, which goes before it steps itself."""
+    given = threading.Event()
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(3, "sgp", "ring"))
+        rank.engine.drain()
+        if number == 1:
+            deliver = rank.worker._letters.deliver
+
+            def watched(*message: Any) -> None:
+                deliver(*message)
+                given.set()
+
+            rank.worker._letters.deliver = watched  # type: ignore[method-assign]
+            assert given.wait(GATE)
+            rank.worker.delete()
+            return None
+        rank.steps(1)
+        rank.engine.drain()
+        return rank.z
+
+    one, _, other = Cluster(3).run(train)
+    all_equal([one, other], 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_given_to_a_rank_that_is_gone(seed: int):
+    """After a cut there is no collective that ranks would meet in before they step on."""
+    gone = threading.Event()
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(3, "sgp", "ring"))
+        rank.engine.drain()
+        if number == 1:
+            rank.worker.delete()
+            gone.set()
+            return None
+        assert gone.wait(GATE)
+        for _ in range(4):
+            rank.engine.drain(False)
+            rank.steps(1)
+        rank.engine.drain()
+        return rank.z
+
+    one, _, other = Cluster(3, jitter=0.01, seed=seed).run(train)
+    all_equal([one, other], 4.0)
+
+
+@pytest.mark.parametrize("flush", [True, False], ids=["drain", "cut"])
+def test_a_host_goes_on_when_one_of_its_ranks_has_left(flush: bool):
+    """Its engine still owns a part of the host's weights, and counts steps anew after each end, as the others do."""
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(4, "sgp", "ring", local_size=2))
+        rank.steps(2)
+        rank.engine.drain()
+        if number == 1:
+            return None
+        for _ in range(3):
+            rank.steps(2)
+            rank.engine.drain(flush)
+        rank.engine.drain()
+        return rank.z
+
+    outcomes = Cluster(4).run(train)
+    all_equal([outcomes[number] for number in (0, 2, 3)], 8.0)
+
+
+def test_a_host_goes_on_when_one_of_its_ranks_is_discarded_with_a_message_of_another_host():
+    came, deleted = threading.Event(), threading.Event()
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(4, "sgp", "ring", local_size=2))
+        if number == 1:
+            deliver = rank.worker._deliver
+
+            def watched(*message: Any) -> None:
+                deliver(*message)
+                came.set()
+
+            rank.worker._mail._deliver = watched
+            assert came.wait(GATE)
+            rank.worker.delete()
+            deleted.set()
+            return None
+        if number == 0:
+            assert deleted.wait(GATE)
+        rank.steps(1)
+        rank.engine.drain()
+        return rank.z
+
+    outcomes = Cluster(4).run(train)
+    all_equal([outcomes[number] for number in (0, 2, 3)], 1.0)
+
+
+def test_a_rank_that_is_discarded_while_it_waits_in_an_average_adds_nothing_to_it():
+    gone = threading.Event()
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(3, "allreduce", None, average_every=1))
+        if number == 1:
+            rank.engine.timeout = 0.2
+            with pytest.raises(WaitTimeoutError):
+                rank.steps(1)
+            rank.engine.timeout = float("inf")
+            rank.worker.delete()
+            gone.set()
+            return None
+        assert gone.wait(GATE)
+        rank.steps(1)
+        rank.engine.drain()
+        return rank.z
+
+    one, _, other = Cluster(3).run(train)
+    all_equal([one, other], 1.0)

@@ -1,0 +1,163 @@
+"""The coordinator alone, with an honest rank and one that says anything: it goes on, and blames the liar or nobody."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvd_async.coordinator
+from hvd_async import events
+from hvd_async.configs import EagerConfig, GossipConfig, LeaderConfig, Standing
+from hvd_async.coordinator import Coordinator
+from hvd_async.events import (
+    Agreed,
+    Arrived,
+    Broken,
+    CallRoll,
+    Command,
+    Done,
+    Event,
+    Failed,
+    Go,
+    Hello,
+    Here,
+    Lost,
+    Opened,
+    Stepped,
+    Wanted,
+)
+from hvd_async.protocols import Gone
+from tests.unit.test_events import messages
+
+SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
+HONEST, LIAR = 0, 1
+
+
+class Stage:
+    """A hub in which rank 0 trains with partial allreduce, as it should, and rank 1 reads from a script."""
+
+    def __init__(self, script: Sequence[Event]) -> None:
+        self._script = deque(script)
+        self._honest: deque[Event] = deque([Hello("here", 1), Opened(0, SOLO, ["w"], [1])])
+        self._liars_turn = False
+        self.heard: list[Command] = []
+        self.step = 0
+        self.coordinator = Coordinator(self, ["here", "there"], clock=lambda: 0.0)
+
+    def run(self) -> list[Command]:
+        """What rank 0 has heard when nobody has more to say; an error of the coordinator is raised."""
+        self.coordinator._run()
+        return self.heard
+
+    def send(self, rank: int, command: Command) -> None:
+        if rank != HONEST:
+            return
+        self.heard.append(command)
+        if isinstance(command, CallRoll):
+            self._honest.append(Here())
+        if (command == Agreed(0) or (isinstance(command, Go) and command.round == self.step)) and self.step < 5:
+            self.step += 1
+            self._honest += [Stepped(0, self.step, []), Arrived(0, 0, self.step)]
+
+    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+        for _ in range(2):
+            self._liars_turn = not self._liars_turn
+            lines, rank = (self._script, LIAR) if self._liars_turn else (self._honest, HONEST)
+            if lines:
+                return rank, lines.popleft()
+        self.coordinator._stopping.set()
+        return None
+
+    def wake(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def blamed(heard: Sequence[Command]) -> set[int]:
+    return {command.rank for command in heard if isinstance(command, Lost)}
+
+
+def test_the_honest_rank_trains_beside_one_that_is_honest_too():
+    stage = Stage([Hello("there", 2), Opened(0, SOLO, ["w"], [1])])
+    heard = stage.run()
+    assert sum(isinstance(command, Go) for command in heard) == 2, "as far as max_staleness lets it"
+    assert not blamed(heard)
+
+
+SMALL = st.integers(-1, 3)
+LIES = messages(events.Event, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)})
+BEGIN: list[Event] = [Hello("there", 2), Opened(0, SOLO, ["w"], [1])]
+
+
+@given(
+    st.booleans(), st.lists(messages(events.Event, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)}), max_size=8)
+)
+def test_whatever_a_rank_says_the_others_are_not_to_blame(begun, script):
+    heard = Stage((BEGIN if begun else []) + script).run()
+    assert blamed(heard) <= {LIAR}
+
+
+def opened(config: Any, names: int = 1, checksums: int = 1, members: Sequence[int] = (), number: int = 0) -> Opened:
+    return Opened(number, config, ["w"] * names, [1] * checksums, list(members))
+
+
+ALONE = [LIAR]
+CANNOT_BE: dict[str, list[Event]] = {
+    "hello twice": [Hello("there", 2), Hello("there", 2)],
+    "an unknown rank shares it": [opened(SOLO, members=[LIAR, 7])],
+    "a rank shares it twice": [opened(SOLO, members=[LIAR, LIAR])],
+    "it shares it itself not": [opened(SOLO, members=[HONEST])],
+    "a negative rank": [opened(SOLO, members=[-1, LIAR])],
+    "more names than checksums": [opened(SOLO, names=2)],
+    "a trillion buckets": [opened(EagerConfig("solo", 2, 0.0, 0, 10**12), members=ALONE, number=9)],
+    "a negative number of buckets": [opened(EagerConfig("solo", 2, 0.0, 0, -1), members=ALONE, number=9)],
+    "no such quorum": [opened(EagerConfig("some", 2, 0.0, 0, 1), members=ALONE, number=9), Stepped(9, 1, []),
+                       Arrived(9, 0, 1)],
+    "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), Wanted(9)],
+    "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), Wanted(9)],
+    "no such rank in a group": [opened(LeaderConfig("lsgd", [[5]], 1, 1, ""), members=ALONE, number=9)],
+    "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", standing=Standing(0, [], [])),
+                                          members=ALONE, number=9)],
+    "less produced than before": [opened(SOLO, members=ALONE, number=9), Done(9, [-1])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANNOT_BE)
+def test_what_cannot_be_is_blamed_on_who_says_it(name, capfd):
+    heard = Stage(CANNOT_BE[name]).run()
+    assert blamed(heard) == {LIAR}
+    assert "rank 1 on host there broke the protocol: " in capfd.readouterr().err
+
+
+def test_who_takes_anothers_optimizer_for_itself_ends_the_job_and_nobody_else_is_blamed():
+    heard = Stage([opened(SOLO, members=ALONE)]).run()
+    assert not blamed(heard)
+    assert isinstance(heard[-1], Broken)
+    assert "pass the same process_set" in heard[-1].problem
+
+
+def test_one_rank_cannot_fill_the_memory_with_optimizers(monkeypatch):
+    monkeypatch.setattr(hvd_async.coordinator, "MOST_OPTIMIZERS", 20)
+    heard = Stage([*BEGIN, *(opened(SOLO, number=number) for number in range(1, 30))]).run()
+    assert blamed(heard) == {LIAR}
+
+
+def test_lines_of_a_rank_cannot_be_taken_for_anothers(capfd):
+    forged = "boom\nhvd_async: rank 0 on host here died\r\x1b[2J\u202e" + "x" * 100_000
+    heard = Stage([Failed(forged)]).run()
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert told[:-1].isprintable()
+    assert "rank 1 on host there failed: boom\\nhvd_async: rank 0 on host here died\\r\\x1b[2J\\u202e" in told
+    assert len(told) < 10_000
+    lost = heard[-1]
+    assert isinstance(lost, Lost)
+    assert lost.reason.isprintable()
+    assert len(lost.reason) < 10_000

@@ -1,0 +1,100 @@
+"""A process's end is told from a failure, in real processes: each script ends in another way."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HEAD = """
+import atexit, sys
+from sys import exit as imported
+from hvd_async.exit_status import exit_status
+from hvd_async.lifecycle import Lifecycle
+class Told(Lifecycle):
+    def shutdown(self, leaving=False): print("drained")
+    def abandon(self, error): print("abandoned:", error)
+life = Told(lambda: None, lambda: None)
+atexit.register(life._at_exit)
+exit_status.watch()
+exit_status.watch()
+def fail(): raise ValueError("boom")
+def leave(code): sys.exit(code)
+"""
+CAUGHT = """
+try:
+    {how}
+except BaseException as error:
+    {then}
+"""
+KEPT_AND_RAISED = """
+def main():
+    try:
+        sys.exit(4)
+    except SystemExit as error:
+        kept = error
+        raise
+main()
+"""
+NOTEBOOK = """
+def run_cell():
+    try:
+        fail()
+    except ValueError as error:
+        sys.last_value = error
+run_cell()
+"""
+DRAIN_FAILS = """
+import threading
+def shutdown(leaving=False): raise RuntimeError("lost")
+life.shutdown = shutdown
+"""
+NORMAL = "drained"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("pass", 0, NORMAL),
+        ("sys.exit()", 0, NORMAL),
+        ("sys.exit(0)", 0, NORMAL),
+        ("sys.exit(False)", 0, NORMAL),
+        ("exit()", 0, NORMAL),
+        ("raise SystemExit", 0, NORMAL),
+        ("raise SystemExit(1)", 1, NORMAL),  # no hook can tell; the process has status 1 after a clean end
+        ("sys.exit(3)", 3, "abandoned: sys.exit(3)"),
+        ("leave(3)", 3, "abandoned: sys.exit(3)"),
+        ("sys.exit('no data')", 1, "abandoned: sys.exit('no data')"),
+        ("exit(3)", 3, "abandoned: sys.exit(3)"),
+        ("quit(3)", 3, "abandoned: sys.exit(3)"),
+        ("imported(3)", 3, "abandoned: sys.exit(3)"),
+        (KEPT_AND_RAISED, 4, "abandoned: sys.exit(4)"),
+        ("try:" + KEPT_AND_RAISED.replace("\n", "\n    ") + "\nfinally:\n    done = 1", 4, "abandoned: sys.exit(4)"),
+        ("fail()", 1, "abandoned: ValueError: boom"),
+        ("raise KeyboardInterrupt", 130, "abandoned: KeyboardInterrupt: "),
+        (CAUGHT.format(how="fail()", then="pass"), 0, NORMAL),
+        (CAUGHT.format(how="sys.exit(3)", then="pass"), 0, NORMAL),
+        (CAUGHT.format(how="leave(3)", then="kept = error"), 0, NORMAL),
+        (CAUGHT.format(how="exit(3)", then="pass"), 0, NORMAL),
+        (CAUGHT.format(how="leave(3)", then="sys.exit(0)"), 0, NORMAL),
+        (CAUGHT.format(how="leave(3)", then="raise"), 3, "abandoned: sys.exit(3)"),
+        (CAUGHT.format(how="fail()", then="sys.last_value = error"), 0, NORMAL),
+        (NOTEBOOK, 0, NORMAL),
+        (NOTEBOOK + "sys.exit(5)", 5, "abandoned: sys.exit(5)"),
+        (DRAIN_FAILS, 1, ""),
+        ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, NORMAL),
+    ],
+)
+def test_real_ends(script: str, code: int, said: str, tmp_path: pathlib.Path):
+    (tmp_path / "script.py").write_text(HEAD + script)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip("\n") == said, done.stderr
+    assert done.returncode in {code, -2} if code == 130 else done.returncode == code, done.stderr
+
+
+def test_an_exit_looks_as_python_made_it():
+    script = HEAD + CAUGHT.format(how="sys.exit(3)", then="print(type(error).__name__, error.code, repr(error))")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["SystemExit 3 SystemExit(3)", NORMAL], done.stderr

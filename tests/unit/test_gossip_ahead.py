@@ -1,0 +1,49 @@
+"""How many messages of one in-neighbour lie at a rank whose training thread sleeps, in the simulated job."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hvd_async import topology
+from hvd_async.plan import make_plan
+from tests.unit.gossip_simulation import Job, Rank, Simulation
+
+
+class Sleeper(Simulation):
+    """Counts what lies at the first rank, of steps that it has not begun.
+
+    Attributes:
+        most: of one sender.
+    """
+
+    most = 0
+
+    def _land(self, rank: Rank) -> None:
+        super()._land(rank)
+        if rank.index == 0:
+            counts = Counter(sender for sender, step in rank.come if step > rank.steps)
+            self.most = max(self.most, *counts.values(), 0)
+
+
+def most(graph: topology.Topology, algorithm: str, seed: int) -> int:
+    """The first rank steps only when nobody else can do anything."""
+    size = graph.size
+    speeds = (0.0, *([1.0] * (size - 1)))
+    job = Job(make_plan(size, algorithm, graph), ((size + 4,) * size,), speeds, tuple(range(size)), seed)
+    return Sleeper(job).run().most
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("graph", "algorithm", "waiting"),
+    [
+        (topology.complete(4), "sgp", 1),
+        (topology.complete(4), "dpsgd", 1),
+        (topology.ring(4, "right"), "sgp", 3),  # the last one on the way round to it
+        (topology.ring(11, "right"), "sgp", 8),
+    ],
+)
+def test_messages_that_wait_at_a_rank_that_sleeps(graph, algorithm, waiting, seed):
+    assert most(graph, algorithm, seed) == waiting

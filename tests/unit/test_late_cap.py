@@ -1,0 +1,48 @@
+"""How much memory late rounds may take: ``max_staleness`` is lowered to fit, and that is said once."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from hvd_async.eager_wrapping import EagerState
+from hvd_async.options import check_eager_options
+from hvd_async.sharers import Sharers
+
+MIB = 2**20
+CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace": "steps"}
+
+
+def state(cap: float, index: int = 0, **config: Any) -> EagerState:
+    return EagerState(cast(Any, None), Sharers(None, (0, 1), index, 0, 2), {**CONFIG, **config}, cap)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "cap", "staleness"),
+    [(1, 17, 16), (1, 16.9, 15), (100, 4096, 16), (4000, 4096, 0), (1360, 4096, 2), (4000, float("inf"), 16),
+     (2, 8, 3), (2, 1, 0)],
+)  # fmt: skip
+def test_the_bound_fits_the_memory(megabytes, cap, staleness, capfd):
+    one = state(cap)
+    for _ in range(2):
+        config = one.config_for([megabytes * MIB // 2, megabytes * MIB // 2])
+        assert config.max_staleness == staleness
+        assert config.buckets == 2
+        assert staleness == 0 or (staleness + 1) * megabytes <= cap
+    said = capfd.readouterr().err
+    assert said.count(f"max_staleness is {staleness} in place of 16") == (staleness != 16)
+    assert "late_cap_mb" in said or staleness == 16
+
+
+def test_nobody_is_late_under_all_and_one_rank_says_it(capfd):
+    assert state(1, quorum="all").config_for([8 * MIB]).max_staleness == 16
+    assert state(1, index=1).config_for([8 * MIB]).max_staleness == 0
+    assert state(1, max_staleness=0).config_for([8 * MIB]).max_staleness == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("late_cap_mb", [0, -1, "25", None, True, float("nan")])
+def test_wrong_late_cap(late_cap_mb):
+    with pytest.raises(ValueError, match=r"late_cap_mb=.* is not a size in MiB: take a number above 0, 4096 is usual"):
+        check_eager_options("solo", 1, 0.0, "average", 4, late_cap_mb=late_cap_mb)

@@ -1,0 +1,93 @@
+"""Lines for people: out at once where somebody reads them, and in nobody's way where nobody does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvd_async.notices import LONGEST, notice, printable
+
+FULL = """
+import os, sys
+from hvd_async.notices import notice
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 65536)
+except BlockingIOError:
+    pass
+os.set_blocking(2, True)
+for number in range({lines}):
+    notice(f"line {{number}}")
+print("went on", flush=True)
+"""
+
+
+def fill(lines: int) -> subprocess.Popen[bytes]:
+    """A process with so many lines to say, whose stderr is full."""
+    return subprocess.Popen([sys.executable, "-c", FULL.format(lines=lines)], stdout=-1, stderr=-1)
+
+
+def test_a_full_stderr_that_nobody_reads_stops_nobody():
+    with fill(5_000) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read() == b"went on\n"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted():
+    with fill(1_500) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"went on\n"  # (it waits a second for a reader before it ends)
+        told = process.stderr.read().lstrip(b"x").decode().splitlines()
+        assert process.wait(30) == 0
+    kept = [f"hvd_async: line {number}" for number in range(len(told) - 1)]
+    assert told[:-1] == kept
+    assert told[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: nobody read stderr"
+
+
+def test_a_line_is_out_when_notice_returns(capfd):
+    for number in range(100):
+        notice(f"line {number}")
+        assert capfd.readouterr().err == f"hvd_async: line {number}\n"
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_line_is_out_if_the_process_is_killed_right_after_it(end):
+    code = f"import os\nfrom hvd_async.notices import notice\nnotice('last words')\n{end}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.stderr == b"hvd_async: last words\n"
+
+
+def test_a_line_is_out_from_an_exit_hook():
+    code = "import atexit\nfrom hvd_async.notices import notice\natexit.register(lambda: notice('last words'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.stderr == b"hvd_async: last words\n"
+
+
+def test_a_forked_process_says_its_own(capfd):
+    notice("parent")
+    if (child := os.fork()) == 0:
+        notice("child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().err == "hvd_async: parent\nhvd_async: child\n"
+
+
+def test_no_stderr_is_no_error():
+    code = "import os\nfrom hvd_async.notices import notice\nos.close(2)\nnotice('anybody?')"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_text_is_one_line_of_bounded_length():
+    assert printable("a\nb\x1b[2J\u202e é") == "a\\nb\\x1b[2J\\u202e é"
+    assert len(printable("\n" * 10**6)) < LONGEST + 10
+    assert printable("x" * (LONGEST + 1)).endswith("x [...]")
+    assert printable("x" * LONGEST) == "x" * LONGEST
