@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<USAGE
-usage: scripts/gpu_check.sh [--python PATH] [--from DIR] [--out DIR] [--only build,test,bench]
+usage: scripts/gpu_check.sh [--python PATH] [--from DIR] [--out DIR] [--only build,test,bench] [--limit MIN]
 
 Builds Horovod with NCCL for a torch that has CUDA, runs the tests that have tensors on GPUs (1 rank on NCCL; 4 ranks that
 share a GPU, by way of the CPU), then measures ResNet-50: images a second of plain torch, Horovod's optimizer and
@@ -16,10 +16,11 @@ ours, and what of their steps waits for the device.
   --from DIR     no network: take Horovod's source distribution, and wheels that are missing, from DIR
   --out DIR      where figures, pictures and traces go (default: gpu-results)
   --only A,B     these parts of build, test, bench (default: all)
+  --limit MIN    measure for so many minutes at the most, in each of three settings (default: 4)
 USAGE
 }
 
-python=python3 from=() index=() out=gpu-results only=build,test,bench
+python=python3 from=() index=() out=gpu-results only=build,test,bench limit=4
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
@@ -27,6 +28,7 @@ while [ $# -gt 0 ]; do
             from=(--from "$folder") index=(--no-index --find-links "$folder"); shift 2 ;;
     --out) out=${2:?--out wants a folder}; shift 2 ;;
     --only) only=${2:?--only wants parts}; shift 2 ;;
+    --limit) limit=${2:?--limit wants minutes}; shift 2 ;;
     -h|--help) usage; exit ;;
     *) usage >&2; die "unknown option: $1" ;;
   esac
@@ -41,7 +43,9 @@ mkdir -p "$out"
 
 if wanted build; then
   say "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)"
-  [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
+  # (some systems' Python cannot give an environment a pip of its own: then PATH's packages must have one, see below)
+  [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV" >/dev/null || "$python" -m venv --clear --without-pip "$VENV" \
+    || die "venv failed (Debian: apt-get install python3-venv)"
   # (--system-site-packages would mean those of the interpreter that PATH's own environment was made from)
   "$python" -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
     >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python.pth"
@@ -63,11 +67,11 @@ fi
 if wanted bench; then
   for dtype in bf16 fp16; do
     say "ResNet-50 at 224 x 224, batch 128, $dtype"
-    python scripts/bench.py gpu --dtype "$dtype" --json "$out/$dtype.json" --plot "$out/$dtype.png" --traces "$out/traces-$dtype" \
+    python scripts/bench.py gpu --limit "$limit" --dtype "$dtype" --json "$out/$dtype.json" --plot "$out/$dtype.png" --traces "$out/traces-$dtype" \
       | tee "$out/$dtype.txt"
   done
   say "The same where Horovod calls a collective done when it is queued"
-  HOROVOD_ENABLE_ASYNC_COMPLETION=1 python scripts/bench.py gpu --arms plain,horovod,all,solo --json "$out/async.json" \
+  HOROVOD_ENABLE_ASYNC_COMPLETION=1 python scripts/bench.py gpu --limit "$limit" --arms plain,horovod,all,solo --json "$out/async.json" \
     --plot "$out/async.png" | tee "$out/async.txt"
 fi
 [ -z "$failed" ] || die "tests failed (above, and in $out/tests.txt)"

@@ -116,6 +116,9 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
+  # What Horovod's headers use and do not include: up to g++ 12 other headers bring it along.
+  included="-include cstdint -include stdexcept -include string"
+  settings+=("CXXFLAGS=$included ${CXXFLAGS:-}" "CUDAFLAGS=$included ${CUDAFLAGS:-}")
   if [ -n "$nccl" ]; then
     settings+=(HOROVOD_GPU_OPERATIONS=NCCL "HOROVOD_CUDA_HOME=$cuda" "PATH=$cuda/bin:$PATH")
     # The wheel's library has its version in its name, by which no linker looks. (Where another environment takes this
@@ -131,7 +134,7 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   log=$wheels/$key.log
   say "Compiling on $(nproc) cores (about 5 CPU minutes; log: $log)"
   (cd "$src" && env "${settings[@]}" TF_CPP_MIN_LOG_LEVEL=3 "$python" -m pip wheel -v --no-build-isolation --no-deps -w "$wheels/$key" .) >"$log" 2>&1 || {
-    grep -nE 'error:|Error|fatal' "$log" | head -n 20 >&2
+    grep -m 20 -nE 'error:|Error|fatal' "$log" >&2 || true
     die "Horovod did not build. The first errors are above, the whole log is $log. The usual causes: a missing
        compiler or header (apt-get install g++ make cmake python3-dev libopenmpi-dev), or less than 4 GiB of memory
        (set MAKEFLAGS=-j1)."

@@ -7,11 +7,12 @@ import dataclasses
 import hashlib
 import os
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# TensorFlow leaves oneDNN off on x86 CPUs without AVX-512 or AMX, where ResNet-50 is several times slower without it.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ import vision
 from lars import LARS
 
 import hvd_async.tensorflow as hvd
+from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
@@ -34,6 +36,7 @@ class TensorFlowTrainer:
     """The model, its optimizer and the device of one rank; what `hvd_async.runner.run` asks of a trainer."""
 
     checkpoint_suffix = ".npz"
+    opening = "the first step traces the model, which takes TensorFlow a minute or so for ResNet-50; later ones do not"
 
     def __init__(self, options: Options, classes: int) -> None:
         keras.utils.set_random_seed(options.seed)
@@ -127,23 +130,24 @@ class TensorFlowTrainer:
 
     def restore(self, path: Path) -> Position | None:
         """Collective: give every rank rank 0's checkpoint, None if there is none; ValueError if it does not fit."""
-        content: dict[str, Any] | str | None = None
-        if hvd.rank() == 0 and path.exists():
-            content = self._read(path)
-        # Errors travel too: a rank that raised alone would leave the others waiting.
-        content = hvd.broadcast_object(content, root_rank=0, name="runner.checkpoint")
-        if isinstance(content, str):
-            raise ValueError(content)
+        content = checkpoints.shared(
+            path,
+            self._made_by(),
+            read_arrays,
+            hvd.rank(),
+            lambda found: hvd.broadcast_object(found, root_rank=0, name="runner.checkpoint"),
+        )
         if content is None:
             return None
-        for index, variable in enumerate(self._model.variables):
-            variable.assign(content[f"model/{index}"])
-        own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
-        self._optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
-        best = float(content["best_accuracy"])
-        place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
-        by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
-        return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
+        with checkpoints.fitting(path):
+            for index, variable in enumerate(self._model.variables):
+                variable.assign(content[f"model/{index}"])
+            own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
+            self._optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
+            best = float(content["best_accuracy"])
+            place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
+            by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
+            return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
@@ -173,19 +177,12 @@ class TensorFlowTrainer:
         scaled = ", loss scaling" if self._options.precision == "fp16" else ""
         return f"model {self._options.model}, {self._classes} classes, optimizer {self._options.optimizer}{scaled}, v2"
 
-    def _read(self, path: Path) -> dict[str, Any] | str:
-        """The checkpoint, or what is wrong with it."""
-        try:
-            with np.load(path) as file:
-                content = dict(file)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            return f"{path} cannot be read as a checkpoint ({error}): remove it, or start without --resume"
-        if str(content["made_by"]) != self._made_by():
-            return (
-                f"{path} was written by a run with {content['made_by']}, this one has {self._made_by()}: give the same "
-                "options, or another --checkpoint-dir"
-            )
-        return content
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    """A checkpoint's content, by name."""
+    with np.load(path) as file:
+        content = dict(file)
+    return content | {"made_by": str(content.get("made_by"))}
 
 
 def decays(variable: Any) -> bool:

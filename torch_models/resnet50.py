@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import pickle
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import vision
 from lars import LARS
 
 import hvd_async.torch as hvd
+from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.course import Position
 from hvd_async.runner.figures import Outcome, Replicas
@@ -31,7 +31,7 @@ LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class TorchTrainer:
     """The model, its optimizer and the device of one rank; what `hvd_async.runner.run` asks of a trainer."""
 
-    checkpoint_suffix = ".pt"
+    checkpoint_suffix, opening = ".pt", None
 
     def __init__(self, options: Options, classes: int) -> None:
         torch.manual_seed(options.seed)
@@ -148,20 +148,21 @@ class TorchTrainer:
 
     def restore(self, path: Path) -> Position | None:
         """Collective: load rank 0's checkpoint into every rank, if there is one. ValueError if it does not fit."""
-        content: dict[str, Any] | str | None = None
-        if hvd.rank() == 0 and path.exists():
-            content = self._read(path)
-        # Errors travel too: a rank that raised alone would leave the others waiting.
-        content = hvd.broadcast_object(content, root_rank=0, name="runner.checkpoint")
-        if isinstance(content, str):
-            raise ValueError(content)
+        content = checkpoints.shared(
+            path,
+            self._made_by(),
+            lambda place: torch.load(place, map_location="cpu", weights_only=True),
+            hvd.rank(),
+            lambda found: hvd.broadcast_object(found, root_rank=0, name="runner.checkpoint"),
+        )
         if content is None:
             return None
-        self._model.load_state_dict(content["model"])
-        self._optimizer.load_state_dict(content["optimizer"])
-        if self._scaler is not None and content["scaler"] is not None:
-            self._scaler.load_state_dict(content["scaler"])
-        return Position(**content["position"])
+        with checkpoints.fitting(path):
+            self._model.load_state_dict(content["model"])
+            self._optimizer.load_state_dict(content["optimizer"])
+            if self._scaler is not None and content["scaler"] is not None:
+                self._scaler.load_state_dict(content["scaler"])
+            return Position(**content["position"])
 
     def outcome(self) -> Outcome:
         """What this rank's optimizer has counted."""
@@ -195,19 +196,6 @@ class TorchTrainer:
         """What a checkpoint must agree on with the run that goes on from it."""
         own = {"model": self._options.model, "classes": self._classes, "optimizer": self._options.optimizer}
         return {**own, "format": 2}
-
-    def _read(self, path: Path) -> dict[str, Any] | str:
-        """The checkpoint, or what is wrong with it."""
-        try:
-            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            return f"{path} cannot be read as a checkpoint ({error}): remove it, or start without --resume"
-        if content.get("made_by") != self._made_by():
-            return (
-                f"{path} was written by a run with {content.get('made_by')}, this one has {self._made_by()}: give the "
-                "same options, or another --checkpoint-dir"
-            )
-        return content
 
 
 def device() -> torch.device:

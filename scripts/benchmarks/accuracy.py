@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .intervals import Interval, mean_interval, spread
 from .launch import Block, Progress, Say, repetitions
 from .launch import run as run_job
 from .report import Column, Goal, Report, Row, row
-from .schedule import MUTANT, gossip_of, one_random, own_pace, parse_arms, waits_for_nobody
+from .schedule import gossip_of, one_random, own_pace, parse_arms, waits_for_nobody
 
 HELP = "test accuracy with delays, all digits, 5 folds x 3 seeds: difference to synchronous with its 95%% interval"
 COLUMNS = (
@@ -152,6 +153,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], baseline: str) -> list
                 difference_low=gap.low,
                 difference_high=gap.high,
                 pairs=pairs,
+                scores=found,
                 step_s=seconds[arm],
                 staleness=sum(k * n for k, n in late) / gradients if gradients else None,
                 skipped=sum(own["skipped"] for block in mine.values() for own in block["by_rank"]),
@@ -193,13 +195,13 @@ def step_seconds(block: Block) -> float:
     return float(max(own["elapsed"] for own in block["by_rank"])) / steps
 
 
-def judge(report: Report, baseline: str, gossip: bool = True) -> None:
-    """Add what must show; of arms that gossip only if it is wanted."""
+def judge(report: Report, baseline: str, arms: Collection[str] | None = None) -> None:
+    """Add what must show: of these arms beside the baseline; None: of all."""
     for each in report.rows:
         if each["arm"] == baseline:
             value = each["value"]
             report.goals.append(Goal(f"{baseline}'s accuracy", value, ">= 0.95", value >= 0.95))
-        elif each["arm"] != MUTANT and (gossip or not gossip_of(each["arm"])):
+        elif arms is None or each["arm"] in arms:
             judge_close(report, each, baseline)
 
 

@@ -64,3 +64,8 @@ def fold(number: int) -> tuple[Indices, Indices]:
     """(train, test) indices."""
     tested = _all()[2] == number
     return np.flatnonzero(~tested), np.flatnonzero(tested)
+
+
+def common(number: int, count: int, seed: int) -> Indices:
+    """So many images of a fold's training part, of all classes as they come: the same on every rank."""
+    return np.random.default_rng(seed).choice(fold(number)[0], count, replace=False)

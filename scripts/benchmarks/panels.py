@@ -41,7 +41,12 @@ def curve(title: str, x: str, y: str, x_label: str, y_label: str, *, log: bool =
         if log and any(value > 0 for run in runs.values() for value in run.curve(x, y)[1]):
             plot.logarithmic(axes)
 
-    return Panel(title, x_label, y_label, lambda run: bool(run.curve(x, y)[0]), draw)
+    return Panel(title, x_label, y_label, lambda run: not _is_short(run) and bool(run.curve(x, y)[0]), draw)
+
+
+def _is_short(run: Run) -> bool:
+    """Whether its epochs, if it has told of any, make no line, and its summary says as much."""
+    return len(run.epochs) < 2 and bool(run.summary)
 
 
 def by_rank(title: str, y: str, values: Callable[[Run], list[float]]) -> Panel:
@@ -56,7 +61,8 @@ def by_rank(title: str, y: str, values: Callable[[Run], list[float]]) -> Panel:
 
 
 def at_the_end(title: str, y: str, key: str, *mark: str, log: bool = False) -> Panel:
-    """Of runs that have told nothing but a summary: a bar a run; ``mark``: another figure's key, marker and meaning."""
+    """Of runs that have told nothing but a summary, or of one epoch: a bar a run; ``mark``: another figure's key,
+    marker and meaning."""
 
     def draw(axes: Any, runs: Runs, names: list[str]) -> None:
         keys = (key, *mark[:1])
@@ -69,7 +75,7 @@ def at_the_end(title: str, y: str, key: str, *mark: str, log: bool = False) -> P
         else:
             axes.set_ylim(bottom=0)
 
-    return Panel(title, "", y, lambda run: not run.epochs and _of(run.summary, key) is not None, draw)
+    return Panel(title, "", y, lambda run: _is_short(run) and _of(run.summary, key) is not None, draw)
 
 
 def _of(summary: Mapping[str, Any], key: str) -> Any:
@@ -125,6 +131,7 @@ PANELS = (
     curve("training loss over time", "seconds", "train_loss", SECONDS, "loss, mean of the epoch", log=True),
     curve("test accuracy over epochs", "epoch", "test_accuracy", "epochs", "share of test images"),
     curve("test accuracy over time", "seconds", "test_accuracy", SECONDS, "share of test images"),
+    at_the_end("training loss", "mean of the last epoch", "train_loss"),
     at_the_end("test accuracy", "share of test images", "test_accuracy"),
     Panel(
         "step times: 5, 25, 50, 75 and 95% of steps are below",

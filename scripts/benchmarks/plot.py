@@ -32,14 +32,26 @@ COMPRESSED = ("", "fp16", "bf16", "int8")
 
 
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Colour and hatch of an arm: named arms always have the same; counts take what is left."""
+    """Colour and hatch of an arm: named arms have their own, unless another of these has it; counts take what is
+    left. Arms that differ in their messages' compression alone share one."""
+    place, hatch = _own_look(arm, arms)
+    taken: dict[str, int] = {}
+    wanted = {compression_of(each)[0]: _own_look(each, arms)[0] for each in arms}
+    for algorithm, own in wanted.items():
+        free = [each for each in range(len(COLOURS)) if each not in {*taken.values(), *wanted.values()}]
+        taken[algorithm] = free[0] if own in taken.values() and free else own
+    return COLOURS[taken.get(compression_of(arm)[0], place)], hatch
+
+
+def _own_look(arm: str, arms: Sequence[str]) -> tuple[int, str]:
+    """Place of an arm's own colour, and its hatch."""
     algorithm, _, compression = arm.partition("-")
     if algorithm in LOCAL and compression in COMPRESSED:
         place = LOCAL[algorithm]
-        return COLOURS[place], HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
+        return place, HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
     others = [each for each in arms if each not in ORDER]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
-    return COLOURS[place % len(COLOURS)], HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
+    return place % len(COLOURS), HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
 
 
 def fill(arm: str, arms: Sequence[str]) -> dict[str, Any]:
@@ -168,7 +180,8 @@ def save(report: Report, path: Path) -> None:
 
 def redraw(content: Mapping[str, Any], draw: Callable[[Any, list[Row]], None], path: Path) -> None:
     """Draw a report's JSON and write it as PNG."""
-    title = f"{content['case']}: {content['ranks']} ranks, {content['transport']}, one machine"
+    ranks = "1 rank" if content["ranks"] == 1 else f"{content['ranks']} ranks"
+    title = f"{content['case']}: {ranks}, {content['transport']}, one machine"
     picture(path, title, draw, content["rows"])
 
 

@@ -20,6 +20,11 @@ Schedule = NDArray[np.float64]
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
 LEADERS = ("lsgd", "easgd")
+FOLLOWING = {
+    "lsgd": ("local_period", "global_period", "group", "global_pull"),
+    "easgd": ("global_period", "alpha", "beta"),
+}
+"""What a training may say of these; the rest is the optimizer's default."""
 SYNCHRONOUS = ("horovod", "ddp", "all")
 LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft")
 """torch's own post-local SGD, D-PSGD as the package decent-dp has it, and torchft's local SGD: their ranks' weights

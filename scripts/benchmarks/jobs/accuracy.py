@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -67,12 +68,18 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
                     mean = sum(losses) / len(training.train)
                     curve.append([training.clock.now, mean, accuracy(model, training.test)])
     distance = arm.distance()
+    mean = None
+    if block.get("mean"):
+        mean = copy.deepcopy(arm.model)
+        arms.average(mean)
     arm.drain()
     stats = arm.stats()
     own = {
         "elapsed": training.clock.now,
         "curve": curve,
         "accuracy": curve[-1][-1] if curve else None,
+        "of_mean": None if mean is None else accuracy(mean, training.test),
+        "pulls": stats.get("pulls"),
         "identical": arm.identical(),
         "distance": distance,
         "norm": arm.norm(),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_async.configs import EagerConfig
 from hvd_async.engine import Engine
-from hvd_async.events import Agreed, Arrived, Command, Done, Drained, EagerConfig, Go, Opened, Stepped
+from hvd_async.events import Agreed, Arrived, Command, Done, Drained, Go, Opened, Stepped
 from hvd_async.torch.collectives import LIFECYCLE
 
 from . import arms
@@ -35,7 +36,7 @@ class Listener:
         self._engine = engine
         self._number = engine.register(self)
         self._changed = threading.Condition()
-        self._agreed = self._drained = False
+        self._agreed = self._drained = self.deleted = False
         self.went: dict[int, tuple[float, float]] = {}
         config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self._send(Opened(self._number, config, ["nothing"], [0]))
@@ -83,6 +84,9 @@ class Listener:
 
     def announce(self, flush: bool) -> None:
         """Nothing to say: ``close`` has."""
+
+    def delete(self) -> None:
+        """Nothing is left when the process ends: ``close`` was before."""
 
     @property
     def finish(self) -> Callable[[bool], object]:

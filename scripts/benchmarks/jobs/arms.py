@@ -47,6 +47,13 @@ def barrier() -> None:
     hvd.synchronize(handle)
 
 
+@torch.no_grad()
+def average(model: torch.nn.Module) -> None:
+    """Collective: make a model's weights the mean of all ranks'."""
+    for number, parameter in enumerate(model.parameters()):
+        hvd.allreduce_(parameter.data, name=f"bench.parameter.{number}")
+
+
 def share_cores(ranks: int) -> bool:
     """Whether there are fewer cores than ranks."""
     return ranks > len(os.sched_getaffinity(0))
@@ -126,12 +133,14 @@ class Arm:
             else:
                 self.optimizer = hvd.GossipOptimizer(optimizer, algorithm=base, compression=reduced, **own)
 
-    def train(self, loss: Loss, delay: float = 0.0) -> None:
-        """One step; ``delay`` s of sleep stand for computation, before the gradients are there."""
+    def train(self, loss: Loss, delay: float = 0.0, recorded: Loss | None = None) -> None:
+        """One step; ``delay`` s of sleep stand for computation, before the gradients are there. The leader is the rank
+        with the least ``recorded``; None: with the least ``loss``."""
         self.optimizer.zero_grad()
         value = loss(self.model)
         if self.name in LEADERS:
-            self.optimizer.record_loss(value)
+            with torch.no_grad():
+                self.optimizer.record_loss(value if recorded is None else recorded(self.model))
         if delay > 0:
             time.sleep(delay)
         started = time.perf_counter()
@@ -190,9 +199,7 @@ class Arm:
             self.optimizer.drain()
             return
         if self._base in LOCAL_RIVALS:
-            with torch.no_grad():
-                for number, parameter in enumerate(self.model.parameters()):
-                    hvd.allreduce_(parameter.data, name=f"bench.parameter.{number}")
+            average(self.model)
         for name, buffer in self._buffers.items():
             if buffer.is_floating_point():
                 hvd.allreduce_(buffer, name=f"bench.buffer.{name}")

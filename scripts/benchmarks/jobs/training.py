@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..digits import fold
+from ..digits import Indices, common, fold
 from ..leadership import Clock
-from ..schedule import LEADERS, MUTANT, eager
+from ..schedule import FOLLOWING, eager
 from . import arms
 from .common import Job
 from .digits import batches, digits, plain, resnet
@@ -23,8 +23,10 @@ class Training:
 
     Args:
         job: this rank.
-        block: what is to be trained how: ``arm``, ``seed``, ``model``, ``fold``, ``lr``, ``batch`` and ``split``; of
-            those that follow a leader also their periods and groups.
+        block: what is to be trained how: ``arm``, or its ``algorithm`` where the arm's name is none, ``seed``,
+            ``model``, ``fold``, ``lr``, ``batch`` and ``split``; of those that follow a leader also what differs from
+            the optimizer's defaults, and ``common``: how many images, the same on all ranks, the loss that is recorded
+            is of (not there: the step's own loss).
 
     Attributes:
         arm: the model and its optimizer.
@@ -37,11 +39,12 @@ class Training:
         torch.manual_seed(block["seed"])
         model = resnet() if block["model"] == "resnet" else plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
-        name = "solo" if block["arm"] == MUTANT else block["arm"]
+        name = block.get("algorithm", block["arm"])
         self.arm = arms.Arm(name, model, optimizer, job, **_own(name, block))
         self.clock, self.steps = Clock(), 0
         self.train, self.test = fold(block["fold"])
         self._job, self._images, self._labels = job, digits()[0], torch.from_numpy(digits()[1])
+        self._common = common(block["fold"], block["common"], block["seed"]) if "common" in block else None
         epochs = (batches(block, self.train, job.rank, job.size, epoch) for epoch in itertools.count())
         self._batches = itertools.chain.from_iterable(epochs)
         model.train()
@@ -61,10 +64,13 @@ class Training:
         """One step at this learning rate, ``compute`` s of it slept."""
         for group in self.arm.optimizer.param_groups:
             group["lr"] = rate
-        indices = next(self._batches)
-        x, y = self._images[indices], self._labels[indices]
-        self.arm.train(lambda model: torch.nn.functional.cross_entropy(model(x), y), compute)
+        recorded = None if self._common is None else self._loss(self._common)
+        self.arm.train(self._loss(next(self._batches)), compute, recorded)
         self.steps += 1
+
+    def _loss(self, indices: Indices) -> arms.Loss:
+        x, y = self._images[indices], self._labels[indices]
+        return lambda model: torch.nn.functional.cross_entropy(model(x), y)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[torch.nn.Module]:
@@ -75,9 +81,7 @@ class Training:
 
 
 def _own(arm: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Further arguments of the arm's optimizer."""
-    if arm == "lsgd":
-        return {name: block[name] for name in ("local_period", "global_period", "group")}
-    if arm in LEADERS:
-        return {"global_period": block["global_period"]}
+    """Further arguments of the arm's optimizer: of those that follow a leader, those that the block has."""
+    if arm in FOLLOWING:
+        return {name: block[name] for name in FOLLOWING[arm] if name in block}
     return {"seed": block["seed"]} if eager(arm) else {}
