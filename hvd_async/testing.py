@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_async.codec import decode_command, decode_event, encode
-from hvd_async.coordinator import Coordinator
-from hvd_async.engine import Engine
-from hvd_async.events import Command, Event, Failed, Hello, Leaving
-from hvd_async.lifecycle import use_engine
-from hvd_async.protocols import Channel, Gone, Handle, Rows, Vector
+from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime.codec import Codec, encode
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Channel, Gone, Handle, Rows, Vector
+from hvd_async.runtime.lifecycle import use_engine
+from hvd_async.runtime.messages import Command, Event, Failed, Hello, Leaving
 
 T = TypeVar("T")
+CODEC = Codec(FAMILIES)
 
 
 class InjectedError(RuntimeError):
@@ -78,7 +80,7 @@ class MemoryHub:
         if item is None:
             return None
         rank, data = item
-        return rank, data if isinstance(data, Gone) else decode_event(data)
+        return rank, data if isinstance(data, Gone) else CODEC.decode_event(data)
 
     def wake(self) -> None:
         self._inbox.put(None)
@@ -108,7 +110,7 @@ class MemoryChannel:
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         data = self._own.get(timeout)
-        return data if data is None or isinstance(data, Gone) else decode_command(data)
+        return data if data is None or isinstance(data, Gone) else CODEC.decode_command(data)
 
     def wake(self) -> None:
         self._own.put(None)
@@ -282,7 +284,7 @@ class Cluster:
         self.size = size
         self._hub = MemoryHub(size, jitter, seed)
         self.board = Switchboard(size)
-        self.coordinator = Coordinator(self._hub, [f"host{rank}" for rank in range(size)], warn_after)
+        self.coordinator = Coordinator(self._hub, FAMILIES, [f"host{rank}" for rank in range(size)], warn_after)
         self.engines: list[Engine] = []
         for rank in range(size):
             collectives = wrap(MemoryCollectives(self.board, rank, size))

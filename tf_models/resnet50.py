@@ -23,17 +23,17 @@ from lars import LARS
 import hvd_async.tensorflow as hvd
 from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.course import Position
-from hvd_async.runner.figures import Outcome, Replicas
+from hvd_async.runner.loop import World, start, told_to_people
+from hvd_async.runner.metrics import Outcome, Replicas
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.run import World, start, told_to_people
-from hvd_async.runner.stopping import UNFINISHED
+from hvd_async.runner.position import Position
+from hvd_async.runner.signals import UNFINISHED
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
 
 class TensorFlowTrainer:
-    """The model, its optimizer and the device of one rank; what `hvd_async.runner.run` asks of a trainer."""
+    """The model, its optimizer and the device of one rank; what `hvd_async.runner.loop` asks of a trainer."""
 
     checkpoint_suffix = ".npz"
     opening = "the first step traces the model, which takes TensorFlow a minute or so for ResNet-50; later ones do not"

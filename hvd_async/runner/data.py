@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .augment import augment
 from .batches import Batch, Source, Split
-from .folder import Folder
+from .image_folder import Folder
 from .sharding import Indices
 
 SPLIT_SEED = 20

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..activation import Quorum, check_quorum
-from .flags import GOSSIP, LEADER, build_parser
-from .inject import Injector, parse_inject
+from hvd_async.algorithms.eager.quorum import Quorum, check_quorum
+
+from .arguments import GOSSIP, LEADER, build_parser
+from .lr_schedule import Schedule
 from .presets import DEFAULTS, PRESETS
-from .schedule import Schedule
+from .stragglers import Injector, parse_inject
 
 EAGER = ("eager",)
 MIXED = ("sgp", "osgp", "dpsgd")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .figures import Totals
+from .metrics import Totals
 
 BAR_COLUMNS = 100
 """The width of a bar that goes through a launcher, which hides the terminal's own."""

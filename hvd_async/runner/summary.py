@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .figures import Figures, Learned, Replicas, Totals
 from .files import write_atomically
-from .inject import Injector
+from .metrics import Figures, Learned, Replicas, Totals
 from .options import Options
+from .stragglers import Injector
 
 KEYS = (
     "framework",

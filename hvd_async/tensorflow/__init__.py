@@ -7,8 +7,8 @@ from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
+from hvd_async.tensorflow.horovod_names import mend
 from hvd_async.tensorflow.leader import LeaderOptimizer
-from hvd_async.tensorflow.swapped import mend
 
 mend()
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name

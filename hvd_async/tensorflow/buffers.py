@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.buckets import by_number, by_size
-from hvd_async.worker import Worker
+from hvd_async.algorithms.eager.bucketing import by_number, by_size
+from hvd_async.runtime.worker import Worker
 
 
 def raw(variable: Any) -> Any:

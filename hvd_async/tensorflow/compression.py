@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_async.wire import EXACT, count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import EXACT, count_slots, largest_summand
 
 
 class BF16Compressor:

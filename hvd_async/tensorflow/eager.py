@@ -9,17 +9,17 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_async import activation
-from hvd_async.options import check_compression, check_eager_options, check_passes, scales
-from hvd_async.sharers import sharers_of
+from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.optimizers.driver import Wrapped, derived
+from hvd_async.optimizers.horovod_options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.runtime.process_sets import sharers_of
+from hvd_async.tensorflow.apply_round import RoundTransform
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow.horovod_names import check_not_horovods
+from hvd_async.tensorflow.loss_scaling import LossScaleMixin, OuterMixin
 from hvd_async.tensorflow.mixin import EagerMixin
-from hvd_async.tensorflow.scaling import LossScaleMixin, OuterMixin
 from hvd_async.tensorflow.state import State
-from hvd_async.tensorflow.swapped import check_not_horovods
-from hvd_async.tensorflow.update import RoundTransform
-from hvd_async.wrapping import Wrapped, derived
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -38,7 +38,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    quorum: activation.Quorum = "solo",
+    quorum: Quorum = "solo",
     max_staleness: int = 16,
     grace: float = 0.0,
     seed: int = 0,

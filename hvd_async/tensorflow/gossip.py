@@ -7,13 +7,13 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvd_async.options import check_gossip_options, compression_name, host_size
-from hvd_async.sharers import sharers_of
+from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
+from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.gossip_mixin import GossipMixin, Settings
 from hvd_async.tensorflow.local_mixin import check_optimizer, wrap
-from hvd_async.tensorflow.scaling import GossipScaleMixin
+from hvd_async.tensorflow.loss_scaling import GossipScaleMixin
 
 
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hvd_async.gossip_wrapping import GossipState, GossipWrapped
-from hvd_async.mail import Post
-from hvd_async.parcels import make_post
-from hvd_async.plan import Plan
+from hvd_async.algorithms.gossip.message_exchange import Post
+from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.plan import Plan
+from hvd_async.optimizers.gossip import GossipState, GossipWrapped
 from hvd_async.tensorflow.local_mixin import LocalMixin
 from hvd_async.tensorflow.local_state import LocalSettings
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvd_async.leaders import Strength
-from hvd_async.options import check_leader_options, local_ranks
-from hvd_async.sharers import sharers_of
+from hvd_async.algorithms.leader.equations import Strength
+from hvd_async.optimizers.horovod_options import check_leader_options, local_ranks
+from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.leader_mixin import LeaderMixin, Settings
 from hvd_async.tensorflow.local_mixin import check_optimizer, wrap
-from hvd_async.tensorflow.scaling import LeaderScaleMixin
+from hvd_async.tensorflow.loss_scaling import LeaderScaleMixin
 
 
 def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's

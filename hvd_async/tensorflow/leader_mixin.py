@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.following import FollowWorker
-from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
+from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.optimizers.leader import LeaderState, LeaderWrapped
 from hvd_async.tensorflow.buffers import raw
-from hvd_async.tensorflow.feed import is_finite
 from hvd_async.tensorflow.flat import Flat
+from hvd_async.tensorflow.gradient_feed import is_finite
 from hvd_async.tensorflow.local_mixin import LocalMixin, statistics
 from hvd_async.tensorflow.local_state import LocalSettings
-from hvd_async.tensorflow.local_stepping import call_or_op
+from hvd_async.tensorflow.weight_step import call_or_op
 
 Array = np.ndarray[Any, Any]
 

@@ -11,16 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.local_wrapping import LocalWrapped
+from hvd_async.optimizers.driver import Wrapped, derived
+from hvd_async.optimizers.local import LocalWrapped
 from hvd_async.tensorflow import checkpoint
 from hvd_async.tensorflow.buffers import checksum, consensus_distance, own_name, raw, signature, unify_buffers
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.flat import Flat
+from hvd_async.tensorflow.horovod_names import check_not_horovods
 from hvd_async.tensorflow.local_state import LocalSettings
-from hvd_async.tensorflow.local_stepping import LocalStepping
-from hvd_async.tensorflow.scaling import OuterMixin
-from hvd_async.tensorflow.swapped import check_not_horovods
-from hvd_async.wrapping import Wrapped, derived
+from hvd_async.tensorflow.loss_scaling import OuterMixin
+from hvd_async.tensorflow.weight_step import LocalStepping
 
 
 class LocalMixin(LocalStepping, LocalWrapped):

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_async.local_wrapping import LocalState
+from hvd_async.optimizers.local import LocalState
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.flat import Flat
 

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.agreement import STATE
-from hvd_async.eager import EagerWorker
-from hvd_async.eager_wrapping import EagerWrapped
-from hvd_async.engine import Engine
+from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Hyper
+from hvd_async.optimizers.eager import EagerWrapped
+from hvd_async.runtime.compatibility import STATE
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.messages import Hyper
 from hvd_async.tensorflow import checkpoint
+from hvd_async.tensorflow.apply_round import settings
 from hvd_async.tensorflow.buffers import checksum, consensus_distance, own_name, raw, signature, unify_buffers
+from hvd_async.tensorflow.gradient_step import Stepping
 from hvd_async.tensorflow.state import State
-from hvd_async.tensorflow.stepping import Stepping
-from hvd_async.tensorflow.update import settings
-from hvd_async.wire import Round, Wire
 
 
 class EagerMixin(Stepping, EagerWrapped):

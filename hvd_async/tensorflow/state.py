@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.eager_wrapping import EagerState
-from hvd_async.sharers import Sharers
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.optimizers.eager import EagerState
+from hvd_async.runtime.process_sets import Sharers
+from hvd_async.tensorflow.apply_round import RoundTransform, Update
 from hvd_async.tensorflow.buffers import Layout
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
-from hvd_async.tensorflow.feed import Feed
-from hvd_async.tensorflow.update import RoundTransform, Update
-from hvd_async.wire import Round
+from hvd_async.tensorflow.gradient_feed import Feed
 
 
 class State(EagerState):

@@ -1,18 +1,18 @@
 """``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus our optimizers.
 
-From here on ``horovod.torch`` itself goes with them too, see ``beside``.
+From here on ``horovod.torch`` itself goes with them too, see ``horovod_names``.
 """
 
 from horovod.torch import *  # noqa: F403
 from horovod.torch import HorovodInternalError, elastic  # noqa: F401
 
-from hvd_async.torch import beside
+from hvd_async.torch import horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 
-beside.install()
+horovod_names.install()
 __all__ = [name for name in dir() if not name.startswith("_")]
 _ours = (Compression, EagerOptimizer, GossipOptimizer, LeaderOptimizer, broadcast_optimizer_state, join, shutdown)

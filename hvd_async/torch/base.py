@@ -10,8 +10,8 @@ import torch
 from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.torch.layout import differentiable
-from hvd_async.wrapping import derived
+from hvd_async.optimizers.driver import derived
+from hvd_async.torch.bucket_layout import differentiable
 
 
 class TorchWrapped(torch.optim.Optimizer):

@@ -21,10 +21,11 @@ import torch
 from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
-from hvd_async.lifecycle import Lifecycle
-from hvd_async.protocols import Handle, Landed, pack, unpack
-from hvd_async.sharers import Alone, process_set_among
+from hvd_async.runtime.interfaces import Handle, Landed, pack, unpack
+from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.process_sets import Alone, process_set_among
 from hvd_async.torch import streams
 
 FINEST_POLL = 0.001
@@ -276,5 +277,5 @@ class HorovodCollectives:
 
 
 LIFECYCLE = Lifecycle(
-    HorovodCollectives, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
+    HorovodCollectives, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
 )

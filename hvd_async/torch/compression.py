@@ -8,10 +8,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.sharers import Sharers
+from hvd_async.algorithms.eager.gradient_format import Wire, count_slots, largest_summand
+from hvd_async.runtime.process_sets import Sharers
 from hvd_async.torch import streams
-from hvd_async.torch.layout import Layout, Zeros
-from hvd_async.wire import Wire, count_slots, largest_summand
+from hvd_async.torch.bucket_layout import Layout, Zeros
 
 
 class BF16Compressor:

@@ -9,9 +9,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async import activation
-from hvd_async.options import check_compression, check_eager_options, check_passes, scales
-from hvd_async.sharers import sharers_of
+from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.optimizers.horovod_options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
@@ -31,7 +31,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
     *,
-    quorum: activation.Quorum = "solo",
+    quorum: Quorum = "solo",
     max_staleness: int = 16,
     grace: float = 0.0,
     seed: int = 0,

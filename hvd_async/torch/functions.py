@@ -7,10 +7,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async import timeline
+from hvd_async.algorithms.eager import timeline
+from hvd_async.optimizers.driver import Wrapped
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.wrapping import Wrapped
 
 timeline.watch_exit(hvd.shutdown)
 

@@ -8,8 +8,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.options import check_gossip_options, compression_name, host_size
-from hvd_async.sharers import sharers_of
+from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
+from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression

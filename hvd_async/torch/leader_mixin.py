@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvd_async.following import FollowWorker
-from hvd_async.leader_wrapping import LeaderState, LeaderWrapped
+from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.optimizers.leader import LeaderState, LeaderWrapped
 from hvd_async.torch import streams
 from hvd_async.torch.local_mixin import LocalMixin, LocalSettings
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hvd_async.local_wrapping import LocalState, LocalWrapped
+from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
-from hvd_async.torch.buffers import checksum, consensus_distance, signature, unify_buffers
 from hvd_async.torch.streams import follow
+from hvd_async.torch.tensors import checksum, consensus_distance, signature, unify_buffers
 
 MIXED = {torch.float32, torch.float64}
 """What weights must be for their mixing to lose nothing."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.torch.layout import Layout
+from hvd_async.torch.bucket_layout import Layout
 
 
 class Overlap:

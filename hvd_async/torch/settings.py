@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from hvd_async.eager_wrapping import EagerState
-from hvd_async.sharers import Sharers
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.optimizers.eager import EagerState
+from hvd_async.runtime.process_sets import Sharers
+from hvd_async.torch.bucket_layout import MIB, Layout
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import slots
-from hvd_async.torch.finite import Checks
-from hvd_async.torch.layout import MIB, Layout
+from hvd_async.torch.gradient_watch import Watch
+from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import mark
-from hvd_async.torch.watch import Watch
-from hvd_async.wire import Round
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from hvd_async.agreement import STATE
-from hvd_async.eager import EagerWorker
-from hvd_async.eager_wrapping import EagerWrapped
-from hvd_async.engine import Engine
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Hyper
-from hvd_async.torch import hyper as hyperparameters
+from hvd_async.optimizers.eager import EagerWrapped
+from hvd_async.runtime.compatibility import STATE
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.messages import Hyper
+from hvd_async.torch import hyperparameters
 from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
-from hvd_async.torch.buffers import checksum, consensus_distance, signature, take_over, unify_buffers
+from hvd_async.torch.bucket_layout import memory_order
 from hvd_async.torch.compression import make_wire
-from hvd_async.torch.layout import memory_order
 from hvd_async.torch.settings import Settings
 from hvd_async.torch.streams import follow
-from hvd_async.wire import Round
+from hvd_async.torch.tensors import checksum, consensus_distance, signature, take_over, unify_buffers
 
 SCALING = ("grad_scale", "found_inf")
 """The attributes in which a GradScaler tells ``step()`` what it knows."""

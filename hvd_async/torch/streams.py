@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvd_async.engine import Engine
+from hvd_async.runtime.engine import Engine
 
 READY = "_hvd_async_ready"
 """The attribute of a tensor that says when it is computed: (event, or None if it is; the tensor's version counter)."""

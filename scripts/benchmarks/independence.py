@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from hvd_async import topology
-from hvd_async.plan import make_plan
+from hvd_async.algorithms.gossip.plan import make_plan
 
 from . import plot
 from .intervals import spread

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_async.activation import initiator, needed
-from hvd_async.plan import COMPRESSIONS, make_plan
+from hvd_async.algorithms.eager.quorum import initiator, needed
+from hvd_async.algorithms.gossip.plan import COMPRESSIONS, make_plan
 
 Schedule = NDArray[np.float64]
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvd_async.activation import Quorum
+from hvd_async.algorithms.eager.quorum import Quorum
 
 
 @dataclass(frozen=True)

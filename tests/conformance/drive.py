@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
-from hvd_async.events import Hyper
-from hvd_async.lifecycle import use_engine
+from hvd_async.algorithms.eager.gradient_format import Held, Round
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.runtime.lifecycle import use_engine
+from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.uninterrupted import Whole
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
-from hvd_async.whole import Whole
-from hvd_async.wire import Held, Round
 from tests.conformance.cases import Schedule, Script
 from tests.conformance.reference import Applied, Array
 

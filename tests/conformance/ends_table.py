@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 
 RANKS = 3

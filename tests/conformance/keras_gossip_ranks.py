@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.gossip import GossipWorker
+from hvd_async.algorithms.gossip.worker import GossipWorker
 from tests.conformance import gossip_reference
 from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import Problem

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow as hvd
-from hvd_async.following import FollowWorker
+from hvd_async.algorithms.leader.worker import FollowWorker
 from hvd_async.testing import Cluster
 from tests.conformance import leader_drive
 from tests.conformance.gossip_reference import Problem

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_async.following import FollowWorker
+from hvd_async.algorithms.leader.worker import FollowWorker
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster
 from tests.conformance.leader_reference import ALL, Following, Outcome

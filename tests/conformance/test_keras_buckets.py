@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.eager import EagerWorker
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.tensorflow.buffers import Layout, Terms, partition, raw
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, Case

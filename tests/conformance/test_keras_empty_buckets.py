@@ -13,15 +13,15 @@ from horovod.common.util import split_list
 
 import hvd_async.tensorflow.keras as hvd
 import hvd_async.torch
+from hvd_async.algorithms.eager.gradient_format import count_slots, largest_summand
 from hvd_async.errors import ReplicaStateError
-from hvd_async.sharers import Sharers
+from hvd_async.runtime.process_sets import Sharers
 from hvd_async.tensorflow.buffers import partition
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster
+from hvd_async.torch.bucket_layout import Layout
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.compression import slots as torch_slots
-from hvd_async.torch.layout import Layout
-from hvd_async.wire import count_slots, largest_summand
 from tests.conformance.test_keras_finite import applier, both_modes
 
 NAN = float("nan")

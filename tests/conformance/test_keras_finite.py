@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.eager import EagerWorker
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine

@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvd_async.tensorflow.keras as hvd
 from hvd_async import mixing, topology
 from hvd_async.errors import ReplicaMismatchError, WaitTimeoutError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES

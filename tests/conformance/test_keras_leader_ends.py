@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.keras_gossip_ranks import least_squares

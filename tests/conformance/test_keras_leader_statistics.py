@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.following import FollowWorker
+from hvd_async.algorithms.leader.worker import FollowWorker
 from hvd_async.testing import Cluster
 from tests.conformance.leader_drive import TIMEOUT, wait_for_pulls
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import hvd_async
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import NotInitializedError
-from hvd_async.lifecycle import local_engine, use_engine
+from hvd_async.runtime.lifecycle import local_engine, use_engine
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_ranks import LOSS, Watch, batch, conv_model, flat, ranks

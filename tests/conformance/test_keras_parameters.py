@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
-from hvd_async.sharers import Alone
+from hvd_async.runtime.process_sets import Alone
 from hvd_async.tensorflow.collectives import HorovodCollectives
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, with_late_rank

@@ -13,8 +13,8 @@ import tensorflow as tf
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.tensorflow.buffers import Layout, Terms, partition
-from hvd_async.tensorflow.feed import Feed
-from hvd_async.tensorflow.stepping import _py
+from hvd_async.tensorflow.gradient_feed import Feed
+from hvd_async.tensorflow.gradient_step import _py
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, Case
 from tests.conformance.drive import scripted_engine, wait_for_rounds

@@ -13,9 +13,9 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
+from hvd_async.algorithms.gossip.hierarchical import MIX, STAGES
+from hvd_async.algorithms.gossip.messages import ExchangeDone
 from hvd_async.errors import ReplicaStateError
-from hvd_async.events import Landed
-from hvd_async.hosts import MIX, STAGES
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import least_squares
@@ -252,7 +252,7 @@ def test_what_another_host_sent_late_survives_a_cut():
         if step_2 in keys and worker._place >= 2 and worker._place not in released:
             if worker._place not in told:  # (as if its first message had gone to another rank, which has it)
                 told.add(worker._place)
-                worker.engine.send(Landed(worker._opened_number(), worker._mail.landed + 1))
+                worker.engine.send(ExchangeDone(worker._opened_number(), worker._mail.landed + 1))
             if worker._inbox.drained is None:
                 return False
             released.add(worker._place)

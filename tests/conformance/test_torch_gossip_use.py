@@ -16,7 +16,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES, Case

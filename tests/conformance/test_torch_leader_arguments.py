@@ -15,7 +15,7 @@ import torch
 import hvd_async
 import hvd_async.torch as hvd
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError
-from hvd_async.lifecycle import local_engine, use_engine
+from hvd_async.runtime.lifecycle import local_engine, use_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.drive import scripted_engine

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES

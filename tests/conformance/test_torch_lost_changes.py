@@ -13,7 +13,7 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from hvd_async.torch import stepping
-from hvd_async.torch.watch import EVERY, FIRST_STEPS, LANES, fingerprint
+from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, fingerprint
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer
 

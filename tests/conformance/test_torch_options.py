@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.sharers import Alone
+from hvd_async.runtime.process_sets import Alone
 from hvd_async.testing import Cluster
 from hvd_async.torch.collectives import HorovodCollectives
 from tests.conformance.drive import scripted_engine

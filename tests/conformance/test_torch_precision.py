@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.algorithms.eager.gradient_format import largest_summand
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.wire import largest_summand
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 

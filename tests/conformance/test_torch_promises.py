@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.algorithms.eager.gradient_format import Round
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.wire import Round
 from tests.conformance.cases import SCHEDULES, SCRIPTS, Case, Script
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, wait_for_rounds, with_late_rank
 from tests.conformance.reference import replay

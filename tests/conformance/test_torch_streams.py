@@ -10,9 +10,9 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
-from hvd_async.torch import hyper, local_mixin, stepping, streams
-from hvd_async.torch.finite import Checks
-from hvd_async.torch.layout import Layout
+from hvd_async.torch import hyperparameters, local_mixin, stepping, streams
+from hvd_async.torch.bucket_layout import Layout
+from hvd_async.torch.nonfinite import Checks
 
 on_gpu = [
     pytest.mark.gpu,
@@ -166,7 +166,7 @@ class TestOnAGpu:
         end = busy_after(first)
         vector = layout.vector(0, 0.5, False)
         layout.set_gradients([vector], 2.0, set())
-        hyper.read(optimizer.param_groups)
+        hyperparameters.read(optimizer.param_groups)
         number = streams.Later(vector[-1])
         assert not end.query(), "something waited"
         assert float(number) == 1.0

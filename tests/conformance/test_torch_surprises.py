@@ -12,7 +12,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvd_async.torch import collectives, hyper
-from hvd_async.torch.layout import Layout
-from hvd_async.wire import Round
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.torch import collectives, hyperparameters
+from hvd_async.torch.bucket_layout import Layout
 
 DEVICE = torch.device("meta")
 
@@ -44,8 +44,8 @@ def test_gradients_are_handed_over_and_rounds_shown():
 
 def test_hyperparameters_are_read():
     optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    assert hyper.read(optimizer.param_groups)[0]["momentum"] == 0.9
-    assert "params" not in hyper.read(optimizer.param_groups)[0]
+    assert hyperparameters.read(optimizer.param_groups)[0]["momentum"] == 0.9
+    assert "params" not in hyperparameters.read(optimizer.param_groups)[0]
 
 
 class Clock:

@@ -15,8 +15,8 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
-from hvd_async.mail import HEADER
-from hvd_async.protocols import Handle
+from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.runtime.interfaces import Handle
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.gossip_reference import Problem, batch

@@ -9,8 +9,8 @@ import pytest
 from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, ON_A_RING, STEPS, UNEVEN, Gossip
 from launch import DEVICE, Job, RunJob
 
+from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
-from hvd_async.plan import make_plan
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
 

@@ -9,9 +9,10 @@ import time
 import pytest
 import zmq
 
-from hvd_async.control import ZmqChannel, ZmqHub
-from hvd_async.events import Hello
-from hvd_async.protocols import Gone
+from hvd_async.runtime.interfaces import Gone
+from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.testing import CODEC
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,14 +35,14 @@ def test_a_rank_that_got_a_probes_descriptor_is_not_taken_for_dead_until_it_is()
     # had ended was read after the rank's first message on the same descriptor, and the rank was declared dead.
     keys = zmq.curve_keypair()
     with contextlib.ExitStack() as stack:
-        hub = ZmqHub()
+        hub = ZmqHub(CODEC)
         stack.callback(hub.close)
         hub.allow([keys[0]])
         probes = [socket.create_connection(("127.0.0.1", hub.port), WAIT) for _ in range(PROBES)]
         for probe in probes:
             probe.recv(1)  # ZeroMQ has greeted: it has accepted this one
             probe.close()
-        channel = ZmqChannel("127.0.0.1", hub.port, hub.public, keys)
+        channel = ZmqChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
         stack.callback(channel.close)
         channel.send(Hello("here", 1))
         assert hub._socket.poll(WAIT * 1000), "so the hub finds the message and the probes' ends at once"

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.configs import LeaderConfig
-from hvd_async.following import FollowWorker
-from hvd_async.leaders import Strengths
-from hvd_async.lifecycle import local_engine
-from hvd_async.sharers import Sharers
+from hvd_async.algorithms.leader.equations import Strengths
+from hvd_async.algorithms.leader.messages import LeaderConfig
+from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.process_sets import Sharers
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import MemoryCollectives
 from tests.conformance.gossip_reference import Problem

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.gossip import GossipWorker
-from hvd_async.knowledge import Kept
-from hvd_async.lifecycle import local_engine
-from hvd_async.mail import Letter
-from hvd_async.pairs import PairWorker
-from hvd_async.parcels import make_post
-from hvd_async.plan import Plan, make_plan
-from hvd_async.sharers import Sharers
+from hvd_async.algorithms.gossip.adpsgd import PairWorker
+from hvd_async.algorithms.gossip.error_feedback import Kept
+from hvd_async.algorithms.gossip.message_exchange import Letter
+from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.plan import Plan, make_plan
+from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.process_sets import Sharers
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.cases import Case

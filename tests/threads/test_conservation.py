@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
-from hvd_async.events import Arrived, Command, Event, Go
-from hvd_async.lifecycle import local_engine
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go
+from hvd_async.algorithms.eager.rounds_in_flight import NAMES_IN_RING, Transit
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.messages import Command, Event
 from hvd_async.testing import Cluster, MemoryCollectives
-from hvd_async.transit import NAMES_IN_RING, Transit
-from hvd_async.wire import Round
 from tests.threads.workload import Plan, Record, check_conservation, check_promises, plan, run, work
 
 QUORUMS = ["solo", "majority", 2, "all"]

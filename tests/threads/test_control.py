@@ -14,16 +14,18 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.codec import encode
-from hvd_async.control import ZmqChannel, ZmqHub
-from hvd_async.coordinator import Coordinator
-from hvd_async.engine import Engine
+from hvd_async.algorithms.eager.messages import Arrived, Firing, Go, Stepped
+from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
-from hvd_async.events import Arrived, Firing, Go, Hello, Leaving, Stepped
-from hvd_async.lifecycle import Lifecycle, use_engine
-from hvd_async.protocols import Channel, Collectives, Gone
-from hvd_async.rendezvous import own_addresses, reachable, rendezvous
-from hvd_async.testing import InjectedError, MemoryCollectives, Switchboard
+from hvd_async.runtime.codec import encode
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Channel, Collectives, Gone
+from hvd_async.runtime.lifecycle import Lifecycle, use_engine
+from hvd_async.runtime.messages import Hello, Leaving
+from hvd_async.runtime.rendezvous import own_addresses, reachable, rendezvous
+from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
 from tests.threads.workload import check_promises, plan, work
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class Wire:
     """A hub that lets ``size`` ranks in, and a way to connect them; all closed at the end."""
 
     def __init__(self, size: int) -> None:
-        self.hub = ZmqHub()
+        self.hub = ZmqHub(CODEC)
         self.keys = [zmq.curve_keypair() for _ in range(size)]
         self.hub.allow([public for public, _ in self.keys])
         self.channels: list[ZmqChannel] = []
@@ -56,7 +58,7 @@ class Wire:
     def connect(self, rank: int | None, keys: tuple[bytes, bytes] | None = None) -> ZmqChannel:
         mine = keys if rank is None else self.keys[rank]
         assert mine is not None
-        self.channels.append(ZmqChannel("127.0.0.1", self.hub.port, self.hub.public, mine))
+        self.channels.append(ZmqChannel(CODEC, "127.0.0.1", self.hub.port, self.hub.public, mine))
         return self.channels[-1]
 
     def hear(self) -> Any:
@@ -126,7 +128,7 @@ def test_an_unknown_key_is_refused_and_never_heard():
 def test_a_server_with_another_key_is_not_trusted():
     with wire(1) as made:
         impostor, _ = zmq.curve_keypair()
-        channel = ZmqChannel("127.0.0.1", made.hub.port, impostor, made.keys[0])
+        channel = ZmqChannel(CODEC, "127.0.0.1", made.hub.port, impostor, made.keys[0])
         made.channels.append(channel)
         channel.send(Hello("a", 1))
         assert made.hub.receive(0.3) is None
@@ -213,9 +215,9 @@ def test_strangers_that_only_knock_do_no_harm():
 
 
 def test_a_rank_that_connects_before_the_keys_are_known_is_let_in_then():
-    hub = ZmqHub()
+    hub = ZmqHub(CODEC)
     keys = zmq.curve_keypair()
-    channel = ZmqChannel("127.0.0.1", hub.port, hub.public, keys)
+    channel = ZmqChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
     channel.send(Hello("early", 1))
     assert hub.receive(0.1) is None
     hub.allow([keys[0]])
@@ -291,7 +293,7 @@ def test_whole_training_over_the_network(quorum):
         coordinators: list[Coordinator | None] = []
 
         def connect() -> Channel:
-            channel, coordinator = rendezvous(collectives)
+            channel, coordinator = rendezvous(collectives, FAMILIES)
             coordinators.append(coordinator)
             return channel
 
@@ -313,7 +315,7 @@ def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):
     one = plan("solo", 2, [2, 2])
 
     def live(collectives: Collectives) -> list[Engine]:
-        lifecycle = Lifecycle(lambda: collectives, lambda: (collectives.rank, collectives.size))
+        lifecycle = Lifecycle(lambda: collectives, FAMILIES, lambda: (collectives.rank, collectives.size))
         engines = []
         for _ in range(2):
             engine = lifecycle.engine()
@@ -340,7 +342,7 @@ def test_a_rank_that_abandons_names_its_error_to_the_others(monkeypatch, capfd):
     one = plan("all", 0, [2, 2])
 
     def live(collectives: Collectives) -> None:
-        lifecycle = Lifecycle(lambda: collectives, lambda: (collectives.rank, collectives.size))
+        lifecycle = Lifecycle(lambda: collectives, FAMILIES, lambda: (collectives.rank, collectives.size))
         engine = lifecycle.engine()
         worker = one.worker(engine)
         worker.open(["w"], [1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from hvd_async import control
+from hvd_async.runtime import transport
 
 
 class Poller:
@@ -25,8 +25,8 @@ class Poller:
 )
 def test_less_than_zeromqs_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
     naps = [0.0]
-    monkeypatch.setattr(control.time, "sleep", naps.append)
-    endpoint = control._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
+    monkeypatch.setattr(transport.time, "sleep", naps.append)
+    endpoint = transport._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
     try:
         endpoint._poller = poller = Poller()
         assert not endpoint._poll(timeout)

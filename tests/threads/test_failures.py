@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import hvd_async.coordinator
-import hvd_async.engine
-import hvd_async.rollcall
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
+import hvd_async.runtime.coordinator
+import hvd_async.runtime.engine
+import hvd_async.runtime.roll_call
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
-from hvd_async.events import Arrived, Event
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.messages import Event
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
 from tests.threads.workload import Plan, check_promises, plan, run, work
 
@@ -210,7 +210,7 @@ def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[
 
 
 def test_where_horovod_fails_and_all_are_there_nobody_is_blamed(monkeypatch):
-    monkeypatch.setattr(hvd_async.rollcall, "SETTLE", 0.05)
+    monkeypatch.setattr(hvd_async.runtime.roll_call, "SETTLE", 0.05)
     one = plan("all", 0, [4, 4, 4])
     outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
     assert type(outcomes[1]) is InjectedError
@@ -252,13 +252,13 @@ def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
 
 
 def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
-    warned, original = threading.Event(), hvd_async.coordinator.notice
+    warned, original = threading.Event(), hvd_async.runtime.coordinator.notice
 
     def notice(text: str) -> None:
         original(text)
         warned.set()
 
-    monkeypatch.setattr(hvd_async.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
     one = plan("all", 0, [3, 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
@@ -296,7 +296,7 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
         engine.wait(begun.is_set)
         assert said.is_set()
 
-    monkeypatch.setattr(hvd_async.engine, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.engine, "notice", notice)
     monkeypatch.setattr(Cluster, "_connector", late)
     Cluster(1).run(train)
 
@@ -311,7 +311,7 @@ def test_a_rank_that_leaves_waits_for_the_others_and_says_so(monkeypatch):
     def train(rank: int) -> None:
         assert rank != 2 or warned.wait(30)
 
-    monkeypatch.setattr(hvd_async.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
     Cluster(3, warn_after=0.1).run(train)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.engine import Engine
+from hvd_async.algorithms.gossip.hierarchical import HostWorker
+from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.plan import Plan, make_plan
+from hvd_async.algorithms.gossip.worker import GossipWorker
 from hvd_async.errors import WaitTimeoutError
-from hvd_async.gossip import GossipWorker
-from hvd_async.hosts import HostWorker
-from hvd_async.lifecycle import local_engine
-from hvd_async.parcels import make_post
-from hvd_async.plan import Plan, make_plan
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 
 WEIGHTS = 6

@@ -6,8 +6,8 @@ import networkx
 import numpy as np
 import pytest
 
-from hvd_async.gossip import GossipWorker
-from hvd_async.knowledge import EVERYWHERE
+from hvd_async.algorithms.gossip.error_feedback import EVERYWHERE
+from hvd_async.algorithms.gossip.worker import GossipWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.threads.gossip_workload import check, check_sums, job, run, work

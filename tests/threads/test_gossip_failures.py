@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hvd_async.algorithms.gossip.worker import GossipWorker
 from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
-from hvd_async.gossip import GossipWorker
 from hvd_async.testing import Cluster, InjectedError
 from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, run, work
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.events import Exchange, Starved
-from hvd_async.gossip import GossipWorker
-from hvd_async.pairs import PairWorker
+from hvd_async.algorithms.gossip.adpsgd import PairWorker
+from hvd_async.algorithms.gossip.messages import Exchange, Starved
+from hvd_async.algorithms.gossip.worker import GossipWorker
 from hvd_async.testing import Cluster
 from hvd_async.topology import Topology
 from tests.threads.gossip_workload import GATE_TIMEOUT, Watch, at, check, check_sums, held, job, pass_gate, run, work

@@ -15,9 +15,10 @@ import psutil
 import pytest
 import zmq
 
+from hvd_async.algorithms.leader.messages import Iterated
 from hvd_async.errors import EngineError
-from hvd_async.events import Hello, Iterated, Leaving
-from hvd_async.protocols import Gone
+from hvd_async.runtime.interfaces import Gone
+from hvd_async.runtime.messages import Hello, Leaving
 from tests.threads.test_control import WAIT, Wire, wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,17 +69,18 @@ HUB = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import zmq
-from hvd_async import control
-control.HANDSHAKE_MS = 2_000
-from hvd_async.control import ZmqChannel, ZmqHub
-from hvd_async.events import Hello
+from hvd_async.testing import CODEC
+from hvd_async.runtime import transport
+transport.HANDSHAKE_MS = 2_000
+from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.runtime.messages import Hello
 WAIT = 10.0
-hub, keys = ZmqHub(), [zmq.curve_keypair() for _ in range(2)]
+hub, keys = ZmqHub(CODEC), [zmq.curve_keypair() for _ in range(2)]
 hub.allow([public for public, _ in keys])
 channels = []
 
 def come(rank):
-    channels.append(ZmqChannel("127.0.0.1", hub.port, hub.public, keys[rank]))
+    channels.append(ZmqChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys[rank]))
     talk(rank)
 
 def talk(rank):
@@ -164,12 +166,14 @@ def test_a_thousand_idle_connections_leave_rank_0_its_files():
 
 FLOOD = """
 import sys
-from hvd_async.control import ZmqChannel
+from hvd_async.testing import CODEC
+from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.errors import EngineError
-from hvd_async.events import Hello, Iterated
-from hvd_async.codec import encode
+from hvd_async.runtime.messages import Hello
+from hvd_async.algorithms.leader.messages import Iterated
+from hvd_async.runtime.codec import encode
 port, server, public, secret, count = sys.argv[1:]
-channel = ZmqChannel("127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))
+channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))
 event = encode(Iterated(0, 1.0))
 for _ in range(int(count)):
     channel._socket.send(event)

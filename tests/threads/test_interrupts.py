@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
+from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
-from hvd_async.wire import Round, Wire
 from tests.threads.interrupting import Interrupt
 
 FILES = ("eager.py", "inbox.py", "whole.py", "worker.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import hvd_async.coordinator
+import hvd_async.runtime.coordinator
 from hvd_async.testing import Cluster
 from tests.threads.test_failures import make_worker, take_step
 from tests.threads.workload import plan
@@ -31,5 +31,5 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
         worker.drain()
 
     ready = threading.Event()
-    monkeypatch.setattr(hvd_async.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
     Cluster(3, warn_after=0.2).run(train)

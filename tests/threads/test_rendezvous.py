@@ -14,13 +14,15 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async import rendezvous as meeting
-from hvd_async import settings
-from hvd_async.control import ZmqChannel, ZmqHub
+from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
-from hvd_async.events import Hello
-from hvd_async.protocols import Channel
-from hvd_async.rendezvous import reachable, rendezvous
+from hvd_async.runtime import rendezvous as meeting
+from hvd_async.runtime import time_limits
+from hvd_async.runtime.interfaces import Channel
+from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.rendezvous import reachable, rendezvous
+from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.testing import CODEC
 from tests.threads.test_control import WAIT, on_ranks, until
 
 SILENT = [f"192.0.2.{number}" for number in range(1, 11)]
@@ -100,13 +102,13 @@ def has_ipv6_loopback() -> bool:
 def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
     if not has_ipv6_loopback():
         pytest.skip("no ::1")
-    hub, keys = ZmqHub(), [zmq.curve_keypair() for _ in range(2)]
+    hub, keys = ZmqHub(CODEC), [zmq.curve_keypair() for _ in range(2)]
     channels: list[ZmqChannel] = []
     try:
         hub.allow([public for public, _ in keys])
         for rank, address in enumerate(("::1", "127.0.0.1")):
             assert reachable([address], hub.port, WAIT) == address
-            channels.append(ZmqChannel(address, hub.port, hub.public, keys[rank]))
+            channels.append(ZmqChannel(CODEC, address, hub.port, hub.public, keys[rank]))
             channels[-1].send(Hello(address, rank))
             assert until(lambda: hub.receive(WAIT)) == (rank, Hello(address, rank))
     finally:
@@ -117,7 +119,7 @@ def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
 
 @pytest.mark.parametrize("local", [True, False])
 def test_where_all_ranks_are_on_one_machine_no_other_can_knock(local):
-    hub, keys = ZmqHub(), zmq.curve_keypair()
+    hub, keys = ZmqHub(CODEC), zmq.curve_keypair()
     try:
         hub.allow([keys[0]], local=local)
         bound = {c.laddr.ip for c in psutil.Process().net_connections("tcp")
@@ -129,7 +131,7 @@ def test_where_all_ranks_are_on_one_machine_no_other_can_knock(local):
 
 
 def test_nobody_is_listened_to_before_the_keys_are_known():
-    hub = ZmqHub()
+    hub = ZmqHub(CODEC)
     try:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", hub.port), WAIT)
@@ -176,7 +178,7 @@ def meet_with(other: bytes) -> list[Any]:
         if collectives.rank == 2:
             collectives.gather_bytes(other, "hvd_async.rendezvous")
             return None
-        return rendezvous(collectives)[0]
+        return rendezvous(collectives, FAMILIES)[0]
 
     return on_ranks(3, meet)
 
@@ -208,13 +210,13 @@ def test_an_older_version_reads_a_newer_card():
 def test_a_setting_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
     monkeypatch.setenv("HVD_ASYNC_DEAD_AFTER", text)
     with pytest.raises(ValueError, match=rf"HVD_ASYNC_DEAD_AFTER='{text}' is no number of seconds"):
-        settings.dead_after()
+        time_limits.dead_after()
 
 
 def test_settings_that_are_left_out(monkeypatch):
     for name in ("HVD_ASYNC_DEAD_AFTER", "HVD_ASYNC_CONNECT_TIMEOUT", "HVD_ASYNC_WARN_AFTER"):
         monkeypatch.setenv(name, "")
-    assert (settings.dead_after(), settings.connect_timeout(), settings.warn_after()) == (25.0, 60.0, 60.0)
+    assert (time_limits.dead_after(), time_limits.connect_timeout(), time_limits.warn_after()) == (25.0, 60.0, 60.0)
 
 
 def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
@@ -227,7 +229,7 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
                 zmq.curve_keypair()[0], "away", b"", 0, [], meeting._place(), meeting.hvd_async.__version__)),
                 "hvd_async.rendezvous")  # fmt: skip
             return None
-        return rendezvous(collectives)
+        return rendezvous(collectives, FAMILIES)
 
     outcome = on_ranks(2, meet)[0]
     assert "rank 1 on host away did not connect within 0.3 s" in str(outcome)

@@ -12,21 +12,23 @@ from typing import Any
 
 import pytest
 
-from hvd_async.control import ZmqChannel
-from hvd_async.coordinator import Coordinator
-from hvd_async.events import Broken, CallRoll, Command, Failed, Hello, Here, Leaving, Lost, Welcome
-from hvd_async.protocols import Gone
+from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.interfaces import Gone
+from hvd_async.runtime.messages import Broken, CallRoll, Command, Failed, Hello, Here, Leaving, Lost, Welcome
+from hvd_async.runtime.transport import ZmqChannel
 from tests.threads.test_control import WAIT, Wire, until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = Failed("HorovodInternalError: Timed out waiting 30000ms for recv operation to complete", horovod=True)
 RANK = """
 import sys
-from hvd_async.control import ZmqChannel
-from hvd_async.events import CallRoll, Hello, Here
-from hvd_async.protocols import Gone
+from hvd_async.testing import CODEC
+from hvd_async.runtime.transport import ZmqChannel
+from hvd_async.runtime.messages import CallRoll, Hello, Here
+from hvd_async.runtime.interfaces import Gone
 port, server, public, secret = sys.argv[1:]
-channel = ZmqChannel("127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()), "first")
+channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()), "first")
 channel.send(Hello("there", 1))
 print("said hello", flush=True)
 while not isinstance(told := channel.receive(60.0), Gone):
@@ -45,7 +47,9 @@ class Job:
         self.other: Any = subprocess.Popen([sys.executable, "-c", RANK, *line], cwd=ROOT, stdout=-1, text=True)
         self.channel: ZmqChannel = made.connect(0)
         self.channel.send(Hello("here", 0))
-        self.coordinator = Coordinator(made.hub, ["first", "second"], connect_timeout=WAIT, dead_after=dead_after)
+        self.coordinator = Coordinator(
+            made.hub, FAMILIES, ["first", "second"], connect_timeout=WAIT, dead_after=dead_after
+        )
         self.coordinator.start()
         assert self.other.stdout.readline() == "said hello\n"
         assert self.hear() == Welcome()
@@ -123,7 +127,7 @@ class Stage:
     def __init__(self, *script: tuple[float, int, Any]) -> None:
         self._script, self._now = list(script), 0.0
         self.sent: list[tuple[int, Command]] = []
-        self.coordinator = Coordinator(self, ["a", "b", "c"], dead_after=20.0, clock=lambda: self._now)
+        self.coordinator = Coordinator(self, FAMILIES, ["a", "b", "c"], dead_after=20.0, clock=lambda: self._now)
 
     def send(self, rank: int, command: Command) -> None:
         self.sent.append((rank, command))

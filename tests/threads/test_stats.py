@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
-from hvd_async.lifecycle import local_engine
+from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
-from hvd_async.wire import Round, Wire
 from tests.threads.workload import plan as make_plan
 from tests.threads.workload import run, work
 

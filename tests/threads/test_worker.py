@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
-from hvd_async.engine import Engine
+from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire, count_slots
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
-from hvd_async.wire import Held, Round, Wire, count_slots
 from tests.threads.workload import Plan
 
 HYPER: list[dict[str, Any]] = [{"lr": 1.0}]

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.activation import Quorum
-from hvd_async.configs import EagerConfig
-from hvd_async.eager import EagerWorker
-from hvd_async.engine import Engine
+from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import GradientLossError
-from hvd_async.lifecycle import local_engine
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
-from hvd_async.wire import Round, Wire
 
 RANDOM_COLUMNS = 4
 LARGEST = 1000

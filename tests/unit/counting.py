@@ -6,10 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 
-from hvd_async.runner.course import Position
-from hvd_async.runner.figures import Outcome, Replicas
+from hvd_async.runner.loop import Run, World
+from hvd_async.runner.metrics import Outcome, Replicas
 from hvd_async.runner.options import parse
-from hvd_async.runner.run import Run, World
+from hvd_async.runner.position import Position
 
 
 class Job:

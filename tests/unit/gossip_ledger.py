@@ -6,25 +6,20 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from hvd_async.configs import GossipConfig
-from hvd_async.events import (
-    Agreed,
+from hvd_async.algorithms.gossip.messages import (
     Average,
     Averaged,
-    Command,
-    Done,
-    Drained,
     Exchange,
-    Landed,
+    ExchangeDone,
+    GossipConfig,
     Offered,
-    Opened,
-    OptimizerEvent,
     Passed,
     Retired,
     Starved,
     Wanted,
 )
-from hvd_async.exchanges import AHEAD
+from hvd_async.algorithms.gossip.state_machine import AHEAD
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
 
 EPSILON = 1e-9
 
@@ -92,7 +87,7 @@ class GossipLedger:
                 self.wants.setdefault(rank, now)
             case Averaged(_, _, weight):
                 self.inside[rank] = weight
-            case Landed(_, number):
+            case ExchangeDone(_, number):
                 if self._flight is not None and self._flight[0] == number:
                     self.durations.append(now - self._flight[1])
                     self._flight, self.freed = None, now

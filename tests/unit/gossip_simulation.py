@@ -13,28 +13,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Agreed,
-    Arrived,
+from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.gossip.messages import (
     Average,
     Averaged,
-    Command,
-    Done,
-    Drained,
     Exchange,
-    Landed,
+    ExchangeDone,
     Offered,
-    Opened,
-    OptimizerEvent,
     Passed,
     Retired,
     Starved,
-    Stepped,
     Wanted,
 )
-from hvd_async.exchanges import Exchanges
-from hvd_async.plan import Plan
+from hvd_async.algorithms.gossip.plan import Plan
+from hvd_async.algorithms.gossip.state_machine import Exchanges
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
 from tests.unit.gossip_ledger import GossipLedger
 from tests.unit.simulation import snapshot
 
@@ -282,7 +276,7 @@ class Simulation:
             rank.local = 0
             rank.averagings += 1
         if self._tells(rank, exchange):
-            rank.outbox.append(Landed(0, exchange.round))
+            rank.outbox.append(ExchangeDone(0, exchange.round))
         self._tell_starved(rank)
 
     def _tells(self, rank: Rank, exchange: Exchange) -> bool:
@@ -354,13 +348,13 @@ class Simulation:
     def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         ledger, number = self.ledger, rank.number
         if not rank.opened:
-            return [Offered(0, 1), Passed(0, 1), Wanted(0), Averaged(0, 1, 1.0), Landed(0, 1), Done(0, [0])]
+            return [Offered(0, 1), Passed(0, 1), Wanted(0), Averaged(0, 1, 1.0), ExchangeDone(0, 1), Done(0, [0])]
         moves: list[OptimizerEvent] = [
             Opened(0, self.config, ["w"], [1]),
             Stepped(0, 1, []),
             Arrived(0, 0, 1),
-            Landed(0, 0),
-            Landed(0, ledger.exchanges + 1),
+            ExchangeDone(0, 0),
+            ExchangeDone(0, ledger.exchanges + 1),
             Done(0, [10**6, 10**6]),
             Done(0, []),
             Averaged(0, ledger.average, 1.0),

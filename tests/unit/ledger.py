@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvd_async import activation
-from hvd_async.configs import EagerConfig
-from hvd_async.events import Arrived, Command, Done, Drained, Go, Hyper, Opened, OptimizerEvent, Settle, Stepped, Took
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Settle, Stepped, Took
+from hvd_async.algorithms.eager.quorum import Quorum, initiator
+from hvd_async.runtime.messages import Command, Done, Drained, Hyper, Opened, OptimizerEvent
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
 
@@ -110,8 +110,8 @@ class Ledger:
             arrived = self.arrivals.get((bucket, self.fired[bucket] + 1), {})
             moments.append(Moment(now, tuple(arrived), self.active()))
 
-    def _met(self, round_: int, quorum: activation.Quorum, arrived: Collection[int], active: frozenset[int]) -> bool:
-        """By the quorum's definition, not by ``activation.decide``."""
+    def _met(self, round_: int, quorum: Quorum, arrived: Collection[int], active: frozenset[int]) -> bool:
+        """By the quorum's definition, not by ``decide``."""
         if not arrived or quorum == "solo":
             return bool(arrived)
         if quorum == "majority":
@@ -122,9 +122,9 @@ class Ledger:
         return len(arrived) >= min(want, len(active))
 
     def _drawn(self, round_: int, active: frozenset[int]) -> int:
-        return activation.initiator(round_, self.config.seed, active, self.ranks)
+        return initiator(round_, self.config.seed, active, self.ranks)
 
-    def _quorum(self, go: Go) -> activation.Quorum:
+    def _quorum(self, go: Go) -> Quorum:
         """The configuration's, or what "auto" said it chose, the same for every bucket of a round."""
         if self.config.quorum != "auto":
             return self.config.quorum

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_async.configs import EagerConfig
-from hvd_async.events import Agreed, Arrived, Command, Go, Hyper, Opened, Stepped
-from hvd_async.rounds import Rounds
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped
+from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.runtime.messages import Agreed, Command, Hyper, Opened
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 PACED = EagerConfig("solo", 2, 0.0, 0, 1, "rounds")

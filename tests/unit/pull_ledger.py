@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_async.configs import LeaderConfig, Standing
-from hvd_async.events import Agreed, Command, Done, Drained, Iterated, Landed, Opened, OptimizerEvent, Pull
+from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
 
 ALL, CENTRE, NOBODY = -1, -1, -2
 
@@ -81,7 +81,7 @@ class PullLedger:
                     self.told[rank], self.when[rank] = loss, self.clock
                 for group, members in self.members.items():
                     self.taken[group] += [rank] if rank in members and self.pulled(group) else []
-            case Landed(_, number):
+            case PullDone(_, number):
                 over = [group for group, flight in self.flights.items() if flight == number]
                 self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
                 self._moved = bool(over)  # (or it is of no more interest, after an end)

@@ -16,25 +16,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.configs import LeaderConfig
+from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.gossip.messages import Averaged, Offered, Wanted
+from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone
+from hvd_async.algorithms.leader.state_machine import Pulls
 from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Agreed,
-    Arrived,
-    Averaged,
-    Command,
-    Done,
-    Drained,
-    Iterated,
-    Landed,
-    Offered,
-    Opened,
-    OptimizerEvent,
-    Pull,
-    Stepped,
-    Wanted,
-)
-from hvd_async.pulls import Pulls
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
 from tests.unit.pull_ledger import ALL, NOBODY, PullLedger
 from tests.unit.simulation import snapshot
 
@@ -210,7 +197,7 @@ class Simulation:
         rank.busy.remove(pull.group)
         rank.flying.remove(pull.round)
         if rank.number == self.ledger.members[pull.group][0]:
-            self._send(rank, Landed(0, pull.round))
+            self._send(rank, PullDone(0, pull.round))
         self._advance(rank)
         self._look(rank)
 
@@ -244,10 +231,10 @@ class Simulation:
     def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         ledger, number = self.ledger, rank.number
         if number not in ledger.opened:
-            return [Iterated(0, 1.0), Landed(0, 1), Done(0, [0])]
+            return [Iterated(0, 1.0), PullDone(0, 1), Done(0, [0])]
         moves: list[OptimizerEvent] = [
             Opened(0, self.config, ["w"], [1]), Stepped(0, 1, []), Arrived(0, 0, 1), Offered(0, 1), Wanted(0),
-            Averaged(0, 1, 1.0), Landed(0, 0), Landed(0, ledger.pulls + 1), Done(0, []), Done(0, [10**6, 10**6]),
+            Averaged(0, 1, 1.0), PullDone(0, 0), PullDone(0, ledger.pulls + 1), Done(0, []), Done(0, [10**6, 10**6]),
             Done(0, [ledger.produced[number] - 1]),
         ]  # fmt: skip
         if number in ledger.done or not ledger.agreed:

@@ -16,24 +16,11 @@ from typing import Any
 
 import pytest
 
-from hvd_async.autoquorum import AutoQuorum
-from hvd_async.configs import EagerConfig
+from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Settle, Stepped, Took
+from hvd_async.algorithms.eager.state_machine import Rounds
 from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Agreed,
-    Arrived,
-    Command,
-    Done,
-    Drained,
-    Go,
-    Hyper,
-    Opened,
-    OptimizerEvent,
-    Settle,
-    Stepped,
-    Took,
-)
-from hvd_async.rounds import Rounds
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Hyper, Opened, OptimizerEvent
 from tests.unit.ledger import Ledger
 
 Gradient = tuple[int, int, int]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.activation import check_quorum, decide, initiator, needed, parse_quorum
+from hvd_async.algorithms.eager.quorum import check_quorum, decide, initiator, needed, parse_quorum
 
 SIZES = st.integers(1, 9)
 RANKS = (0, 1, 3, 4, 7, 8, 12, 20, 21)

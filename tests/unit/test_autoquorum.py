@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.activation import Quorum
-from hvd_async.autoquorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
-from hvd_async.configs import EagerConfig
+from hvd_async.algorithms.eager.auto_quorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.quorum import Quorum
 from tests.unit.virtual import Course, VirtualJob
 
 Durations = list[list[float]]

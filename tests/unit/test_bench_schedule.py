@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.activation import initiator
+from hvd_async.algorithms.eager.quorum import initiator
 from scripts.benchmarks.schedule import (
     even_seed,
     gossip_of,

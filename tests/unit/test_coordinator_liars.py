@@ -10,29 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hvd_async.coordinator
-from hvd_async import events
-from hvd_async.configs import EagerConfig, GossipConfig, LeaderConfig, Standing
-from hvd_async.coordinator import Coordinator
-from hvd_async.events import (
-    Agreed,
-    Arrived,
-    Broken,
-    CallRoll,
-    Command,
-    Done,
-    Event,
-    Failed,
-    Go,
-    Hello,
-    Here,
-    Lost,
-    Opened,
-    Stepped,
-    Wanted,
-)
-from hvd_async.protocols import Gone
-from tests.unit.test_events import messages
+import hvd_async.runtime.coordinator
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped
+from hvd_async.algorithms.gossip.messages import GossipConfig, Wanted
+from hvd_async.algorithms.leader.messages import LeaderConfig, Standing
+from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.interfaces import Gone
+from hvd_async.runtime.messages import Agreed, Broken, CallRoll, Command, Done, Event, Failed, Hello, Here, Lost, Opened
+from hvd_async.testing import CODEC
+from tests.unit.test_messages import any_message
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 HONEST, LIAR = 0, 1
@@ -47,7 +34,7 @@ class Stage:
         self._liars_turn = False
         self.heard: list[Command] = []
         self.step = 0
-        self.coordinator = Coordinator(self, ["here", "there"], clock=lambda: 0.0)
+        self.coordinator = Coordinator(self, FAMILIES, ["here", "there"], clock=lambda: 0.0)
 
     def run(self) -> list[Command]:
         """What rank 0 has heard when nobody has more to say; an error of the coordinator is raised."""
@@ -92,12 +79,13 @@ def test_the_honest_rank_trains_beside_one_that_is_honest_too():
 
 
 SMALL = st.integers(-1, 3)
-LIES = messages(events.Event, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)})
+LIES = any_message(CODEC.events, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)})
 BEGIN: list[Event] = [Hello("there", 2), Opened(0, SOLO, ["w"], [1])]
 
 
 @given(
-    st.booleans(), st.lists(messages(events.Event, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)}), max_size=8)
+    st.booleans(),
+    st.lists(any_message(CODEC.events, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)}), max_size=8),
 )
 def test_whatever_a_rank_says_the_others_are_not_to_blame(begun, script):
     heard = Stage((BEGIN if begun else []) + script).run()
@@ -144,7 +132,7 @@ def test_who_takes_anothers_optimizer_for_itself_ends_the_job_and_nobody_else_is
 
 
 def test_one_rank_cannot_fill_the_memory_with_optimizers(monkeypatch):
-    monkeypatch.setattr(hvd_async.coordinator, "MOST_OPTIMIZERS", 20)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "MOST_OPTIMIZERS", 20)
     heard = Stage([*BEGIN, *(opened(SOLO, number=number) for number in range(1, 30))]).run()
     assert blamed(heard) == {LIAR}
 

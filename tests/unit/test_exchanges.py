@@ -5,29 +5,22 @@ from __future__ import annotations
 import pytest
 
 from hvd_async import topology
-from hvd_async.configs import GossipConfig
-from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Agreed,
-    Arrived,
+from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.gossip.messages import (
     Average,
     Averaged,
-    Command,
-    Done,
-    Drained,
     Exchange,
-    Landed,
+    ExchangeDone,
+    GossipConfig,
     Offered,
-    Opened,
-    OptimizerEvent,
-    Refused,
     Retired,
     Starved,
-    Stepped,
     Wanted,
 )
-from hvd_async.exchanges import SMOOTHING, Exchanges
-from hvd_async.plan import make_plan
+from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.algorithms.gossip.state_machine import SMOOTHING, Exchanges
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused
 from tests.unit.simulation import snapshot
 
 SGP = make_plan(3).config
@@ -51,7 +44,7 @@ def timed(config: GossipConfig = SGP, size: int = 3, seconds: float = 2.0) -> Ex
     machine = opened(config, size)
     event = Wanted(7) if config.algorithm == "adpsgd" else Offered(7, 1)
     assert [type(c) for c in machine.handle(0, event, -seconds)] == [Exchange]
-    assert machine.handle(0, Landed(7, 1), 0.0) == []
+    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == []
     return machine
 
 
@@ -67,7 +60,7 @@ def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
         (0.5, 0, Offered(7, 1)),
         (0.6, 2, Offered(7, 1)),
         (0.7, 1, Offered(7, 2)),
-        (0.9, 1, Landed(7, 1)),
+        (0.9, 1, ExchangeDone(7, 1)),
     ) == [[Exchange(7, 1, [(1, 1)])], [], [], [], [Exchange(7, 2, [(0, 1), (2, 1)])]]
     assert machine.deadline() is None
 
@@ -80,7 +73,7 @@ def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
     assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (2, 2)])]
     assert machine.deadline() is None
     assert machine.tick(20.0) == []
-    assert machine.handle(0, Landed(7, 2), 16.0) == []  # 4 s
+    assert machine.handle(0, ExchangeDone(7, 2), 16.0) == []  # 4 s
     assert play(machine, (20.0, 1, Offered(7, 3)), (20.1, 0, Offered(7, 3))) == [[], []]
     assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
     assert machine.handle(2, Offered(7, 3), 20.2) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
@@ -89,18 +82,18 @@ def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
 def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_that_lands():
     machine = timed()
     assert [len(c) for c in play(machine, *((10.0, rank, Offered(7, 2)) for rank in range(3)))] == [0, 0, 1]
-    assert play(machine, (10.5, 0, Offered(7, 3)), (12.0, 0, Landed(7, 2))) == [[], []]
+    assert play(machine, (10.5, 0, Offered(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 14.0
     assert machine.tick(14.0) == [Exchange(7, 3, [(0, 3)])]
     events = [(14.1, rank, Offered(7, 4)) for rank in range(3)]
-    assert play(machine, *events, (15.0, 0, Landed(7, 3)))[-1] == [Exchange(7, 4, [(0, 4), (1, 4), (2, 4)])]
+    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [Exchange(7, 4, [(0, 4), (1, 4), (2, 4)])]
 
 
 def test_what_pairs_have_waited_during_an_exchange_counts():
     machine = timed(pairing("complete", 4), 4)
     assert play(machine, *((10.0, rank, Wanted(7)) for rank in range(3))) == [[]] * 3
     assert [type(command) for command in machine.tick(12.0)] == [Exchange]
-    assert play(machine, (13.0, 0, Wanted(7)), (14.0, 0, Landed(7, 2))) == [[], []]
+    assert play(machine, (13.0, 0, Wanted(7)), (14.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 15.0
 
 
@@ -109,9 +102,9 @@ def test_a_rank_that_waits_for_a_message_is_not_waited_for():
     assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2)), (10.2, 2, Starved(7, 0))) == [[]] * 3
     assert machine.handle(2, Starved(7, 1), 10.3) == [Exchange(7, 2, [(0, 2), (1, 2)])]
     # it may have been fed by that one
-    assert play(machine, (10.4, 0, Offered(7, 3)), (10.5, 1, Offered(7, 3)), (12.0, 0, Landed(7, 2))) == [[]] * 3
+    assert play(machine, (10.4, 0, Offered(7, 3)), (10.5, 1, Offered(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[]] * 3
     assert machine.handle(2, Starved(7, 2), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3)])]
-    assert play(machine, (12.2, 2, Offered(7, 4)), (13.0, 0, Landed(7, 3))) == [[], []]
+    assert play(machine, (12.2, 2, Offered(7, 4)), (13.0, 0, ExchangeDone(7, 3))) == [[], []]
 
 
 def test_messages_of_one_step_go_together_and_earlier_steps_first():
@@ -119,7 +112,7 @@ def test_messages_of_one_step_go_together_and_earlier_steps_first():
     assert play(machine, (10.0, 0, Offered(7, 3)), (10.1, 1, Offered(7, 2))) == [[], []]
     # rank 0 has no earlier message any more; rank 2 may come
     assert machine.handle(2, Offered(7, 2), 10.2) == [Exchange(7, 2, [(1, 2), (2, 2)])]
-    assert play(machine, (10.3, 1, Offered(7, 3)), (12.0, 1, Landed(7, 2))) == [[], []]
+    assert play(machine, (10.3, 1, Offered(7, 3)), (12.0, 1, ExchangeDone(7, 2))) == [[], []]
     assert machine.handle(2, Offered(7, 3), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
 
 
@@ -127,7 +120,7 @@ def test_a_rank_that_is_ahead_is_not_waited_for():
     machine = timed()
     play(machine, *((10.0, rank, Offered(7, 2)) for rank in (0, 1)))
     assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (1, 2)])]
-    assert machine.handle(0, Landed(7, 2), 14.0) == []
+    assert machine.handle(0, ExchangeDone(7, 2), 14.0) == []
     assert machine.handle(2, Offered(7, 2), 14.1) == [Exchange(7, 3, [(2, 2)])]
 
 
@@ -135,7 +128,7 @@ def test_messages_of_hosts_go_as_they_come():
     config = make_plan(2, "sgp", local_size=2).config
     machine = opened(config, 4)
     play(machine, (0.0, 0, Offered(7, 3)), (0.0, 1, Offered(7, 4)), (0.0, 2, Offered(7, 3)), (0.0, 3, Offered(7, 5)))
-    assert machine.handle(0, Landed(7, 1), 0.0) == [Exchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
+    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [Exchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
 
 
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
@@ -150,7 +143,7 @@ def test_a_rank_sends_one_message_an_exchange_in_its_order():
     for key in (8, 6, 7):
         assert machine.handle(0, Offered(7, key), 0.0) == []
     for number, key in ((2, 8), (3, 6), (4, 7)):
-        assert machine.handle(0, Landed(7, number - 1), 0.0) == [Exchange(7, number, [(0, key)])]
+        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [Exchange(7, number, [(0, key)])]
 
 
 def test_a_rank_that_is_done_is_waited_for_no_longer():
@@ -180,8 +173,8 @@ def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
     ]
     # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
     assert machine.handle(1, Offered(7, 1), 1.0) == [Exchange(7, 5, [(1, 1)])]
-    assert play(machine, (1.1, 0, Offered(7, 1)), (1.2, 0, Landed(7, 1))) == [[], []]
-    assert machine.handle(1, Landed(7, 5), 1.3) == [Exchange(7, 6, [(0, 1)])]
+    assert play(machine, (1.1, 0, Offered(7, 1)), (1.2, 0, ExchangeDone(7, 1))) == [[], []]
+    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [Exchange(7, 6, [(0, 1)])]
 
 
 def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
@@ -201,7 +194,7 @@ def test_ranks_that_ask_are_averaged_with_neighbours_that_ask():
     machine = opened(pairing("ring", 4), 4)
     machine.handle(0, Wanted(7), 0.0)
     assert play(machine, (1.0, 1, Wanted(7)), (2.0, 0, Wanted(7)), (3.0, 2, Wanted(7)), (4.0, 3, Wanted(7))) == [[]] * 4
-    assert machine.handle(0, Landed(7, 1), 5.0) == [Exchange(7, 2, [], [(1, 2), (0, 3)])]
+    assert machine.handle(0, ExchangeDone(7, 1), 5.0) == [Exchange(7, 2, [], [(1, 2), (0, 3)])]
 
 
 def test_a_rank_that_does_not_ask_serves_when_nobody_else_can():
@@ -214,18 +207,18 @@ def test_a_rank_that_does_not_ask_serves_when_nobody_else_can():
 def test_of_several_neighbours_the_one_that_was_averaged_longest_ago():
     machine = opened(pairing("complete", 4), 4)
     assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 1, [], [(0, 1)])]
-    machine.handle(0, Landed(7, 1), 0.0)
+    machine.handle(0, ExchangeDone(7, 1), 0.0)
     assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 2, [], [(0, 2)])]
-    machine.handle(0, Landed(7, 2), 0.0)
+    machine.handle(0, ExchangeDone(7, 2), 0.0)
     assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 3, [], [(1, 3)])]
-    machine.handle(1, Landed(7, 3), 0.0)
+    machine.handle(1, ExchangeDone(7, 3), 0.0)
     assert machine.handle(3, Wanted(7), 0.0) == [Exchange(7, 4, [], [(3, 0)])]
 
 
 def test_nobody_is_averaged_with_a_rank_that_is_done_or_no_neighbour():
     machine = opened(pairing("star", 3), 3)
     assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 1, [], [(1, 0)])]
-    machine.handle(1, Landed(7, 1), 0.0)
+    machine.handle(1, ExchangeDone(7, 1), 0.0)
     assert machine.handle(0, Done(7, [0]), 0.0) == [Retired(7, 0, 0)]
     assert play(machine, (0.0, 1, Wanted(7)), (0.0, 2, Wanted(7))) == [[], []]
     assert machine.deadline() is None
@@ -239,7 +232,7 @@ def test_nobody_is_averaged_with_a_rank_that_is_done_or_no_neighbour():
 def test_leaves_of_a_star_take_turns():
     machine, met = opened(pairing("star", 5), 5), []
     for number in range(1, 14):
-        moves = [*((0.0, rank, Wanted(7)) for rank in range(5)), (0.0, 0, Landed(7, number))]
+        moves = [*((0.0, rank, Wanted(7)) for rank in range(5)), (0.0, 0, ExchangeDone(7, number))]
         for commands in play(machine, *moves):
             met += [sorted(pair) for c in commands if isinstance(c, Exchange) for pair in c.pairs]
     assert met[:14] == [[0, 1], *([0, leaf] for leaf in (1, 2, 3, 4) * 3), [0, 1]]
@@ -280,8 +273,8 @@ ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
     "averaged too early": ("sgp", [], Averaged(7, 2, 1.0), "average 2 again, late, or after 0"),
     "averaged before the first": ("sgp", [], Averaged(7, 0, 1.0), "average 0"),
     "averaged after done": ("sgp", [Done(7, [0])], Averaged(7, 1, 1.0), "although it is done"),
-    "landed what did not go": ("sgp", [Offered(7, 1)], Landed(7, 2), "saw exchange 2 land, of 1"),
-    "landed number 0": ("sgp", [Offered(7, 1)], Landed(7, 0), "saw exchange 0 land"),
+    "landed what did not go": ("sgp", [Offered(7, 1)], ExchangeDone(7, 2), "saw exchange 2 land, of 1"),
+    "landed number 0": ("sgp", [Offered(7, 1)], ExchangeDone(7, 0), "saw exchange 0 land"),
     "done twice": ("sgp", [Done(7, [0])], Done(7, [0]), "although it is done"),
     "done in an average": ("sgp", [Averaged(7, 1, 1.0)], Done(7, [1]), "although it waits for an average"),
     "done with no count": ("sgp", [], Done(7, []), "has produced"),
@@ -310,7 +303,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     with pytest.raises(ProtocolError, match="of 0"):
-        machine.handle(0, Landed(7, 1), 0.0)
+        machine.handle(0, ExchangeDone(7, 1), 0.0)
     assert snapshot(machine) == state
     assert machine.deadline() is None
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.events import Exchange
-from hvd_async.plan import make_plan
+from hvd_async.algorithms.gossip.messages import Exchange
+from hvd_async.algorithms.gossip.plan import make_plan
 from tests.unit.gossip_simulation import Job, Simulation
 
 DIRECTED = ["exponential", "ring", "ring-right", "star", "complete"]

@@ -11,9 +11,10 @@ import itertools
 
 import pytest
 
-from hvd_async.events import Exchange, Landed, Offered, Opened, Starved
-from hvd_async.exchanges import Exchanges
-from hvd_async.plan import make_plan
+from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered, Starved
+from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.algorithms.gossip.state_machine import Exchanges
+from hvd_async.runtime.messages import Opened
 
 RANKS, STEPS = 8, 16
 JITTER = 0.02
@@ -69,7 +70,7 @@ class Rhythm:
         for sender, key in exchange.mail:
             self.gone[sender] = key
             self.come[(sender + 2 ** ((key - 1) % 3)) % RANKS].add(key)
-        self.go(self.machine.handle(exchange.mail[0][0], Landed(7, exchange.round), now), now)
+        self.go(self.machine.handle(exchange.mail[0][0], ExchangeDone(7, exchange.round), now), now)
         for rank in range(RANKS):
             step = self.step[rank]
             if self.gone[rank] == step and step in self.come[rank]:

@@ -11,8 +11,8 @@ import pytest
 HEAD = """
 import atexit, sys
 from sys import exit as imported
-from hvd_async.exit_status import exit_status
-from hvd_async.lifecycle import Lifecycle
+from hvd_async.runtime.exit_status import exit_status
+from hvd_async.runtime.lifecycle import Lifecycle
 class Told(Lifecycle):
     def shutdown(self, leaving=False): print("drained")
     def abandon(self, error): print("abandoned:", error)

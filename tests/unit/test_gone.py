@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from hvd_async.configs import EagerConfig, LeaderConfig
-from hvd_async.end_messages import CollectiveReady, NoSuchOptimizer, OptimizerDeleted, RunCollective
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Received, Stepped
+from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.algorithms.gossip.messages import ExchangeDone
+from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull
+from hvd_async.algorithms.leader.state_machine import Pulls
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Arrived, Done, Iterated, Landed, Opened, Pull, Received, Stepped
-from hvd_async.machine import Machine
-from hvd_async.pulls import Pulls
-from hvd_async.rounds import Rounds
+from hvd_async.runtime.messages import CollectiveReady, Done, NoSuchOptimizer, Opened, OptimizerDeleted, RunCollective
+from hvd_async.runtime.state_machine import Machine
 
 EAGER = EagerConfig("solo", 3, 0.0, 0, 1)
 
@@ -37,7 +38,7 @@ def test_a_rank_that_is_gone_neither_leads_nor_counts_after_a_drain():
         for command in machine.handle((0, 2)[steps % 2], Iterated(0, 1.0), 0.0):
             assert isinstance(command, Pull)
             pulls.append((steps, command.leader))
-            machine.handle(0, Landed(0, command.round), 0.0)
+            machine.handle(0, ExchangeDone(0, command.round), 0.0)
     assert [steps for steps, _ in pulls] == [4, 8]
     assert all(leader in (0, 2) for _, leader in pulls)
 

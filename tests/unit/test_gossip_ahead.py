@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from hvd_async import topology
-from hvd_async.plan import make_plan
+from hvd_async.algorithms.gossip.plan import make_plan
 from tests.unit.gossip_simulation import Job, Rank, Simulation
 
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from hvd_async.eager_wrapping import EagerState
-from hvd_async.options import check_eager_options
-from hvd_async.sharers import Sharers
+from hvd_async.optimizers.eager import EagerState
+from hvd_async.optimizers.horovod_options import check_eager_options
+from hvd_async.runtime.process_sets import Sharers
 
 MIB = 2**20
 CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace": "steps"}

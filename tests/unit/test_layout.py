@@ -10,44 +10,23 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LAYERS = [
-    {
-        "buckets",
-        "configs",
-        "door",
-        "end_messages",
-        "errors",
-        "forking",
-        "leaders",
-        "notices",
-        "rollcall",
-        "settings",
-        "sharers",
-        "topology",
-    },  # leaves
-    {"events", "exit_status"},
-    {"activation", "agreement", "autoquorum", "codec", "mixing", "protocols", "timeline"},
-    {"causes", "collective_queue", "options", "stats", "wire"},
-    {"machine"},
-    {"exchanges", "pulls", "rounds", "whole"},
-    {"coordinator", "record"},
-    {"control", "engine"},
-    {"rendezvous"},
-    {"collective_calls", "inbox", "lifecycle", "transit"},
-    {"letters", "mail", "plan", "receiving", "testing", "runner", "worker"},
-    {"averages", "eager", "following", "knowledge", "parcels"},
-    {"giving"},
-    {"gossip"},
-    {"hosts", "pairs", "wrapping"},
-    {"eager_wrapping", "local_wrapping"},
-    {"gossip_wrapping", "leader_wrapping"},
-    {"torch", "tensorflow"},
+STOREYS = [
+    {"errors", "topology", "stats"},  # public data: leaves
+    {"runtime", "mixing"},  # runs any algorithm, knows none
+    {"algorithms"},
+    {"optimizers", "runner", "testing"},  # framework-neutral users of algorithms
+    {"torch", "tensorflow"},  # the bindings
     {"torch_models", "tf_models"},
-    {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun, one a framework
+    {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun
     {"scripts"},
 ]
-"""From the bottom: a module imports from lower layers only. A new one must find its place here."""
-LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+"""From the ground: an import points to a lower storey, or stays inside its package."""
+STOREY = {name: level for level, storey in enumerate(STOREYS) for name in storey}
+FAMILIES = {"eager", "gossip", "leader"}
+PURE = {"messages", "state_machine", "quorum", "auto_quorum", "plan", "equations"}
+"""Files of a family that need no thread, socket or clock."""
+FOR_PURE = {"messages", "state_machine"}
+"""What they may import of the runtime."""
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
 MAY = {
     "torch": {"torch", "horovod.torch", "horovod.common"},
@@ -67,7 +46,7 @@ def sources() -> list[pathlib.Path]:
 
 
 def unit(module: str) -> str:
-    """What a dotted name belongs to in LAYERS: "hvd_async.torch.eager" to "torch", "torch_models.vision" to itself."""
+    """What a dotted name belongs to in STOREYS: "hvd_async.torch.eager" to "torch", "torch_models.vision" to itself."""
     parts = module.split(".")
     if parts[:3] == ["scripts", "benchmarks", "jobs"]:
         return "jobs"
@@ -105,8 +84,8 @@ identify = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def test_every_module_has_its_place():
-    unknown = {unit(module_of(path)) for path in LIBRARY} - LEVEL.keys() - {"hvd_async"}
-    assert not unknown, f"add {unknown} to LAYERS, each above all that it imports"
+    unknown = {unit(module_of(path)) for path in LIBRARY} - STOREY.keys() - {"hvd_async"}
+    assert not unknown, f"add {unknown} to STOREYS, each above all that it imports"
 
 
 @pytest.mark.parametrize("path", LIBRARY, **identify)
@@ -117,7 +96,7 @@ def test_imports_point_down(path):
         if not name.startswith("hvd_async.") or target == own:
             continue
         assert own != "hvd_async", f"hvd_async/__init__.py imports {name}: it must import no part when it is imported"
-        assert LEVEL[target] < LEVEL[own], f"{own} imports {name}, which stands above or beside it"
+        assert STOREY[target] < STOREY[own], f"{own} imports {name}, which stands above or beside it"
 
 
 @pytest.mark.parametrize("path", LIBRARY, **identify)
@@ -129,9 +108,37 @@ def test_frameworks_stay_in_their_bindings(path):
             assert any(f"{name}.".startswith(f"{a}.") for a in allowed), f"{own} imports {name}"
 
 
-def test_leaves_import_nothing_of_the_package():
-    for name in LAYERS[0]:
-        assert not [i for i in imports(ROOT / "hvd_async" / f"{name}.py") if i.startswith("hvd_async")]
+def family(module: str) -> str | None:
+    """The family of algorithms that a module belongs to, if it does to one."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["hvd_async", "algorithms"] and len(parts) > 2 and parts[2] in FAMILIES else None
+
+
+@pytest.mark.parametrize("path", LIBRARY, **identify)
+def test_no_family_imports_another(path):
+    own = family(module_of(path))
+    for name in imports(path):
+        assert own is None or family(name) in (None, own), f"{module_of(path)} imports {name}"
+
+
+def pure_files() -> list[pathlib.Path]:
+    """Those of all families that are there."""
+    folders = [ROOT / "hvd_async" / "algorithms" / name for name in sorted(FAMILIES)]
+    return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem in PURE]
+
+
+@pytest.mark.parametrize("path", pure_files(), **identify)
+def test_what_is_pure_needs_of_the_runtime_only_messages(path):
+    for name in imports(path):
+        if name.startswith("hvd_async.runtime"):
+            assert name.split(".")[-1] in FOR_PURE, f"{module_of(path)} imports {name}"
+        if name.startswith("hvd_async.algorithms."):
+            assert name.split(".")[-1] in {*PURE, *FAMILIES}, f"{module_of(path)} imports {name}"
+
+
+def test_each_family_has_its_pure_half():
+    found = {(path.parent.name, path.stem) for path in pure_files()}
+    assert found >= {(name, file) for name in FAMILIES for file in ("messages", "state_machine")}
 
 
 def test_the_reader_of_imports_sees_all_kinds(tmp_path):
@@ -157,10 +164,12 @@ def test_import_needs_no_framework():
 
 
 def test_the_core_needs_no_framework():
-    core = [name for name in LEVEL if LEVEL[name] < LEVEL["torch"] and name not in ("testing", "runner")]
+    modules = [module_of(path) for path in LIBRARY if path.is_relative_to(ROOT / "hvd_async")]
+    core = [name for name in modules if STOREY.get(unit(name), 0) < STOREY["torch"] and unit(name) != "runner"]
+    assert len(core) > 40
     code = "import sys, importlib\nfor name in ('torch', 'tensorflow', 'keras', 'horovod'):\n"
     code += "    sys.modules[name] = None\n"
-    code += f"for name in {core!r}:\n    importlib.import_module(f'hvd_async.{{name}}')\n"
+    code += f"for name in {core!r}:\n    importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 
-from hvd_async.lifecycle import Lifecycle, local_engine, use_engine
+from hvd_async.runtime.lifecycle import Lifecycle, local_engine, use_engine
 
 
 def test_the_engine_of_a_thread_is_its_own():
@@ -15,7 +15,7 @@ def test_the_engine_of_a_thread_is_its_own():
         thread = threading.Thread(target=lambda: other.append(local_engine()))
         thread.start()
         thread.join(10)
-        assert Lifecycle(lambda: None, lambda: None).engine() is mine  # type: ignore[arg-type, return-value]
+        assert Lifecycle(lambda: None, (), lambda: None).engine() is mine  # type: ignore[arg-type, return-value]
     assert other == [None]
     assert local_engine() is None
 
@@ -37,7 +37,7 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
 
     discarded = 2
     done: list[tuple[str, int]] = []
-    lifecycle = Lifecycle(lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    lifecycle = Lifecycle(lambda: None, (), lambda: None)  # type: ignore[arg-type, return-value]
     assert lifecycle.join() is None
     kept = [Optimizer(number) for number in range(4)]
     for optimizer in kept:
@@ -49,6 +49,6 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
 
 
 def test_shutdown_and_abandon_without_an_engine_do_nothing():
-    lifecycle = Lifecycle(lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    lifecycle = Lifecycle(lambda: None, (), lambda: None)  # type: ignore[arg-type, return-value]
     lifecycle.shutdown()
     lifecycle.abandon("boom")

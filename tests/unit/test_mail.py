@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_async.events import Exchange, Landed, Offered
-from hvd_async.mail import HEADER, Letter, Mail
+from hvd_async.algorithms.gossip.message_exchange import HEADER, Letter, Mail
+from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered
 
 RANKS = 4
 NOBODY = (-1,) * RANKS
@@ -34,7 +34,7 @@ def told(own, exchange, receivers):
 def telling(exchange, receivers=NOBODY):
     """The ranks that tell; no rank tells anything else."""
     found = {own: told(own, exchange, receivers) for own in range(RANKS)}
-    assert all(events == [Landed(7, exchange.round)] for events in found.values() if events)
+    assert all(events == [ExchangeDone(7, exchange.round)] for events in found.values() if events)
     return [own for own, events in found.items() if events]
 
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from hvd_async.notices import LONGEST, notice, printable
+from hvd_async.runtime.log import LONGEST, notice, printable
 
 FULL = """
 import os, sys
-from hvd_async.notices import notice
+from hvd_async.runtime.log import notice
 os.set_blocking(2, False)
 try:
     while True:
@@ -61,13 +61,13 @@ def test_a_line_is_out_when_notice_returns(capfd):
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_line_is_out_if_the_process_is_killed_right_after_it(end):
-    code = f"import os\nfrom hvd_async.notices import notice\nnotice('last words')\n{end}"
+    code = f"import os\nfrom hvd_async.runtime.log import notice\nnotice('last words')\n{end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.stderr == b"hvd_async: last words\n"
 
 
 def test_a_line_is_out_from_an_exit_hook():
-    code = "import atexit\nfrom hvd_async.notices import notice\natexit.register(lambda: notice('last words'))"
+    code = "import atexit\nfrom hvd_async.runtime.log import notice\natexit.register(lambda: notice('last words'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.stderr == b"hvd_async: last words\n"
 
@@ -82,7 +82,7 @@ def test_a_forked_process_says_its_own(capfd):
 
 
 def test_no_stderr_is_no_error():
-    code = "import os\nfrom hvd_async.notices import notice\nos.close(2)\nnotice('anybody?')"
+    code = "import os\nfrom hvd_async.runtime.log import notice\nos.close(2)\nnotice('anybody?')"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.options import check_eager_options, check_passes, scales
+from hvd_async.optimizers.horovod_options import check_eager_options, check_passes, scales
 
 
 @pytest.mark.parametrize("max_staleness", [-1, 1.0, "2", None, True])

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hvd_async.mail import HEADER
-from hvd_async.parcels import (
+from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.algorithms.gossip.message_format import (
     ALIGNMENT,
     CHUNK,
     LEVELS,
@@ -23,7 +23,7 @@ from hvd_async.parcels import (
     row_bytes,
     to_bf16,
 )
-from hvd_async.sharers import Sharers
+from hvd_async.runtime.process_sets import Sharers
 
 CODECS = ["none", "fp16", "bf16", "int8"]
 SIZES = [0, 1, 2, 3, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
-from hvd_async.codec import decode_event, encode
-from hvd_async.events import Opened
-from hvd_async.plan import ALGORITHMS, algorithms_of, make_plan
+from hvd_async.algorithms.gossip.plan import ALGORITHMS, algorithms_of, make_plan
+from hvd_async.runtime.codec import encode
+from hvd_async.runtime.messages import Opened
+from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
 
 SYMMETRIC = ["bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"]
@@ -97,7 +98,7 @@ def test_other_weights_are_another_graph():
 
 def test_configurations_travel():
     opened = Opened(1, make_plan(5, "adpsgd", "mesh").config, ["w"], [1])
-    assert decode_event(encode(opened)) == opened
+    assert CODEC.decode_event(encode(opened)) == opened
 
 
 @pytest.mark.parametrize(("peers", "most"), [(1, 1), (2, 2), (3, 3)])

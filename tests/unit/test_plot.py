@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
-from hvd_async.runner.figures import Outcome, Totals
 from hvd_async.runner.leading import write_leaders
+from hvd_async.runner.metrics import Outcome, Totals
 from hvd_async.runner.pace import write_step_times
 from hvd_async.runner.report import EpochRow, MetricsFile
 from hvd_async.runner.summary import KEYS

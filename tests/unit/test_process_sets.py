@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.sharers import process_set_among
+from hvd_async.runtime.process_sets import process_set_among
 
 
 class FakeSets:

@@ -10,24 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.configs import LeaderConfig, Standing
+from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.gossip.messages import Offered
+from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
+from hvd_async.algorithms.leader.state_machine import ALL, CENTRE, NOBODY, Pulls
 from hvd_async.errors import ProtocolError
-from hvd_async.events import (
-    Agreed,
-    Arrived,
-    Command,
-    Done,
-    Drained,
-    Iterated,
-    Landed,
-    Offered,
-    Opened,
-    OptimizerEvent,
-    Pull,
-    Refused,
-    Stepped,
-)
-from hvd_async.pulls import ALL, CENTRE, NOBODY, Pulls
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused
 from tests.unit.pull_simulation import Job, Simulation
 from tests.unit.simulation import snapshot
 
@@ -134,7 +122,7 @@ def test_as_many_pulls_as_steps_make_due_whoever_takes_them(size, period, total,
         (pull,) = machine.handle(rank, Iterated(7, None), 0.0) or [None]
         if pull is not None:
             due.append(step + 1)
-            assert machine.handle(0, Landed(7, pull.round), 0.0) == []
+            assert machine.handle(0, PullDone(7, pull.round), 0.0) == []
     assert due == list(range(period * size, total + 1, period * size))
 
 
@@ -169,7 +157,7 @@ def test_a_pull_is_due_at_the_step_that_makes_up_the_period_of_all():
     assert play(machine, (1, 2.0)) == [Pull(7, 1, 0, 0)]
     assert play(machine, (2, 3.0)) == []
     assert play(machine, (3, 2.5)) == [Pull(7, 2, 1, 3)]
-    assert play(machine, (0, Landed(7, 1)), (2, Landed(7, 2)), *steps(1.0, 2.0, 3.0, 0.5), (0, 1.0)) == []
+    assert play(machine, (0, PullDone(7, 1)), (2, PullDone(7, 2)), *steps(1.0, 2.0, 3.0, 0.5), (0, 1.0)) == []
     assert play(machine, (1, 2.0), (2, 3.0)) == [Pull(7, 3, 0, 0)]
     assert play(machine, (3, 0.5)) == [Pull(7, 4, 1, 3), Pull(7, 5, ALL, 3)]  # the group's first
 
@@ -186,16 +174,16 @@ def test_one_pull_of_a_group_at_a_time_and_what_was_due_meanwhile_once():
     machine = opened(replace_config(PAIRS, global_period=1000))
     assert play(machine, *[(0, 1.0)] * 17) == [Pull(7, 1, 0, 0)]
     assert play(machine, (2, 1.0), (2, 1.0), (2, 1.0), (3, 0.5)) == [Pull(7, 2, 1, 3)]
-    assert play(machine, (0, Landed(7, 1))) == [Pull(7, 3, 0, 0)]
-    assert play(machine, (0, Landed(7, 3)), (0, 1.0), (1, 0.1)) == []  # 1 of 17 was left, these make 3
+    assert play(machine, (0, PullDone(7, 1))) == [Pull(7, 3, 0, 0)]
+    assert play(machine, (0, PullDone(7, 3)), (0, 1.0), (1, 0.1)) == []  # 1 of 17 was left, these make 3
     assert play(machine, (1, 0.1)) == [Pull(7, 4, 0, 1)]
 
 
 def test_a_pull_of_all_and_those_of_groups_do_not_wait_for_each_other():
     machine = opened(replace_config(PAIRS, local_period=1, global_period=1))
     assert play(machine, *steps(1.0, 2.0, 3.0, 4.0)) == [Pull(7, 1, 0, 0), Pull(7, 2, 1, 2), Pull(7, 3, ALL, 0)]
-    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, Landed(7, 3))) == [Pull(7, 4, ALL, 1)]
-    assert play(machine, (2, Landed(7, 2))) == [Pull(7, 5, 1, 2)]
+    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [Pull(7, 4, ALL, 1)]
+    assert play(machine, (2, PullDone(7, 2))) == [Pull(7, 5, 1, 2)]
 
 
 def replace_config(config: LeaderConfig, **changes: object) -> LeaderConfig:
@@ -231,7 +219,7 @@ def test_the_lowest_finite_mean_leads(losses, leader):
 def test_a_rank_is_chosen_by_what_it_told_last():
     machine = opened(TRIO, 3)
     assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [Pull(7, 1, ALL, 2)]
-    assert play(machine, (0, Landed(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [Pull(7, 2, ALL, 0)]
+    assert play(machine, (0, PullDone(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [Pull(7, 2, ALL, 0)]
 
 
 def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
@@ -260,7 +248,7 @@ def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
     machine = opened(ELASTIC, 3)
     assert play(machine, *steps(None, 1.0, math.nan) * 2) == [Pull(7, 1, ALL, CENTRE)]
     assert play(machine, *steps(None, None, None) * 4) == []
-    assert play(machine, (0, Landed(7, 1))) == [Pull(7, 2, ALL, CENTRE)]
+    assert play(machine, (0, PullDone(7, 1))) == [Pull(7, 2, ALL, CENTRE)]
     assert machine.news() is None
 
 
@@ -285,9 +273,9 @@ def test_after_a_cut_nothing_is_pulled_before_somebody_steps():
     assert play(machine, *steps(None, None, None), *[(rank, Done(7, [2], False)) for rank in range(2)]) == []
     (drained,) = play(machine, (2, Done(7, [2], False)))
     assert drained == Drained(7, 1, [6], 2, False, Standing(0, [3], [None] * 3))
-    assert play(machine, (0, Landed(7, 1))) == []
+    assert play(machine, (0, PullDone(7, 1))) == []
     assert play(machine, (1, None)) == [Pull(7, 2, ALL, CENTRE)]
-    assert play(machine, (0, Landed(7, 1)), (0, Landed(7, 2))) == []
+    assert play(machine, (0, PullDone(7, 1)), (0, PullDone(7, 2))) == []
 
 
 def test_what_stood_at_a_cut_goes_on_in_another_job():
@@ -327,8 +315,8 @@ ILLEGAL: dict[str, tuple[list[OptimizerEvent], OptimizerEvent, str]] = {
     "an arrival of partial allreduce": ([], Arrived(7, 0, 1), "sent Arrived to follow"),
     "a message of gossip": ([], Offered(7, 1), "sent Offered to follow"),
     "a step after done": ([Done(7, [0])], Iterated(7, 1.0), "although it is done"),
-    "landed what did not go": ([Iterated(7, 1.0)] * 4, Landed(7, 2), "saw pull 2 land, of 1"),
-    "landed number 0": ([Iterated(7, 1.0)] * 4, Landed(7, 0), "saw pull 0 land"),
+    "landed what did not go": ([Iterated(7, 1.0)] * 4, PullDone(7, 2), "saw pull 2 land, of 1"),
+    "landed number 0": ([Iterated(7, 1.0)] * 4, PullDone(7, 0), "saw pull 0 land"),
     "done twice": ([Done(7, [0])], Done(7, [0]), "although it is done"),
     "done with no count": ([], Done(7, []), "has produced"),
     "done with two counts": ([], Done(7, [1, 1]), "has produced"),
@@ -352,7 +340,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     machine.handle(0, Opened(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
     state = snapshot(machine)
     for rank, hint in ((0, "before all ranks had opened|of 0"), (2, "before it opened"), (1, "does not share")):
-        for event in (Iterated(7, 1.0), Landed(7, 1)):
+        for event in (Iterated(7, 1.0), PullDone(7, 1)):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     assert snapshot(machine) == state

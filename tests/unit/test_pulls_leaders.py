@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from hvd_async.configs import LeaderConfig, Standing
-from hvd_async.events import Done, Drained, Landed, Pull
-from hvd_async.pulls import ALL
+from hvd_async.algorithms.leader.messages import LeaderConfig, Pull, PullDone, Standing
+from hvd_async.algorithms.leader.state_machine import ALL
+from hvd_async.runtime.messages import Done, Drained
 from tests.unit.test_pulls import PAIRS, TRIO, opened, play, replace_config, steps
 
 
@@ -18,7 +18,7 @@ def test_ranks_that_are_done_do_not_count():
     assert play(machine, *steps(0.5, 1.0, 1.5) * 3, (1, 1.0), (1, 1.0)) == []  # 11 of 12
     assert play(machine, (0, Done(7, [3]))) == []  # 7 of 8
     assert play(machine, (2, 2.0)) == [Pull(7, 1, ALL, 1)]
-    assert play(machine, (0, Landed(7, 1)), (1, 1.0), (2, 2.0), (2, 2.0)) == []
+    assert play(machine, (0, PullDone(7, 1)), (1, 1.0), (2, 2.0), (2, 2.0)) == []
     assert play(machine, (1, Done(7, [6]))) == []  # 1 of 4
     assert play(machine, (2, 2.0), (2, 2.0)) == []
     assert play(machine, (2, 2.0)) == [Pull(7, 2, ALL, 2)]
@@ -38,9 +38,9 @@ def test_a_rank_that_hangs_leads_no_longer():
     assert play(machine, *steps(0.1, 1.0, 2.0)) == [Pull(7, 1, ALL, 0)]
     led = []
     for _ in range(4):
-        led += play(machine, (0, Landed(7, len(led) + 1)), (1, 1.0), (2, 2.0), (1, 1.0))
+        led += play(machine, (0, PullDone(7, len(led) + 1)), (1, 1.0), (2, 2.0), (1, 1.0))
     assert [pull.leader for pull in led] == [0, 0, 1, 1]  # it was more than 3 steps ago
-    assert play(machine, *[(0, Landed(7, 5))], (0, 0.1), (1, 1.0), (2, 2.0)) == [Pull(7, 6, ALL, 0)]  # it is back
+    assert play(machine, *[(0, PullDone(7, 5))], (0, 0.1), (1, 1.0), (2, 2.0)) == [Pull(7, 6, ALL, 0)]  # it is back
 
 
 def test_at_the_end_a_rank_leads_that_has_told_its_loss_of_late():
@@ -84,5 +84,5 @@ def test_no_pull_that_brings_nothing(changes, total):
         for command in play(machine, *steps(1.0, 2.0, 3.0, 4.0)):
             pulls.append(command)
             first = 0 if command.group == ALL else machine._groups[command.group].ranks[0]
-            assert play(machine, (first, Landed(7, command.round))) == []
+            assert play(machine, (first, PullDone(7, command.round))) == []
     assert len(pulls) == total

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
-from hvd_async.plan import LEAST_WEIGHT, LOW_WEIGHT, Plan, make_plan
+from hvd_async.algorithms.gossip.plan import LEAST_WEIGHT, LOW_WEIGHT, Plan, make_plan
 from hvd_async.topology import Topology
 
 NAMES = ["exponential", "linear", "ring", "ring-right", "star", "mesh", "complete", "static-exponential"]

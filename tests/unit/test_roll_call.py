@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.configs import EagerConfig
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Received, ReportReceived, Stepped
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Arrived, Done, Received, ReportReceived, Stepped
+from hvd_async.runtime.messages import Done
 from tests.unit.moves import SOLO, kinds, opened, step
 
 TWO = EagerConfig("solo", 2, 0.0, 0, 2)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.configs import EagerConfig
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Firing, Go, Settle, Stepped
+from hvd_async.algorithms.eager.state_machine import Rounds
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Arrived, Done, Drained, Firing, Go, Opened, Refused, Settle, Stepped
-from hvd_async.rounds import Rounds
+from hvd_async.runtime.messages import Done, Drained, Opened, Refused
 from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation
 

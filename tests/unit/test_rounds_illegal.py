@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.configs import EagerConfig
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped, Took
+from hvd_async.algorithms.eager.state_machine import Rounds
 from hvd_async.errors import ProtocolError
-from hvd_async.events import Agreed, Arrived, Done, Drained, Go, Opened, Stepped, Took
-from hvd_async.rounds import Rounds
+from hvd_async.runtime.messages import Agreed, Done, Drained, Opened
 from tests.unit.moves import PACED, SOLO, opened, step
 from tests.unit.simulation import snapshot
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from hvd_async.runner.data import open_source
-from hvd_async.runner.folder import DEVIATION, MEAN, Folder, centre_crop, random_crop
+from hvd_async.runner.image_folder import DEVIATION, MEAN, Folder, centre_crop, random_crop
 
 COLOURS = {"ant": (200, 30, 30), "bee": (30, 200, 30), "cat": (30, 30, 200)}
 

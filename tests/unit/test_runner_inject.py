@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runner.inject import Injector, parse_inject
+from hvd_async.runner.stragglers import Injector, parse_inject
 
 SIZES = st.integers(1, 9)
 STEPS = st.integers(0, 10**6)

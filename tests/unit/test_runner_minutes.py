@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hvd_async.runner.budget import QUESTIONS, Budget
+from hvd_async.runner.loop import Run
 from hvd_async.runner.options import parse
-from hvd_async.runner.run import Run
 from tests.unit.counting import Clock, Counter, Job, run_all
 
 MINUTE = ("--minutes", "1", "--epochs", "6", "--lr", "1", "--cosine", "--batch-size", "60")

@@ -6,8 +6,8 @@ import sys
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
-from hvd_async.runner.figures import Outcome, Totals
 from hvd_async.runner.files import write_atomically
+from hvd_async.runner.metrics import Outcome, Totals
 from hvd_async.runner.report import AT_THE_END, EpochRow, Reporter
 
 
@@ -147,7 +147,7 @@ def test_neither_framework_is_needed(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from hvd_async.runner import data, folder, run\n"
+        "from hvd_async.runner import data, image_folder, loop\n"
         "from hvd_async.runner.report import Reporter\n"
         "data.Digits(8, vary=True)\n"
         "with Reporter(enabled=True, epochs=1, log_dir=Path(sys.argv[1])) as r: r.step(0, 1.0, 1.0)\n"

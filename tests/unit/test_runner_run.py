@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from hvd_async.runner.course import Course
 from hvd_async.runner.data import open_source
+from hvd_async.runner.loop import Run, start
 from hvd_async.runner.options import parse
-from hvd_async.runner.run import Run, start
+from hvd_async.runner.position import Course
 from tests.unit.counting import Clock, Counter, Job, run_all
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runner.schedule import Schedule
+from hvd_async.runner.lr_schedule import Schedule
 
 
 def test_warm_up_rises_linearly_from_a_tenth():

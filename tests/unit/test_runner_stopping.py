@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvd_async.runner.stopping import SIGNAL, UNFINISHED
+from hvd_async.runner.signals import SIGNAL, UNFINISHED
 from tests.unit.counting import run_all
 
 NEVER = 10**6
@@ -129,7 +129,7 @@ def test_uneven_ranks_stop_and_go_on(tmp_path):
 
 LISTENER = """
 import os, signal, sys
-from hvd_async.runner.stopping import asked_by_signal
+from hvd_async.runner.signals import asked_by_signal
 if "early" in sys.argv:
     os.kill(os.getpid(), signal.SIGUSR1)
 asked = asked_by_signal()

@@ -3,9 +3,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.runner.figures import Figures, Learned, Outcome, Replicas, Totals
-from hvd_async.runner.inject import parse_inject
+from hvd_async.runner.metrics import Figures, Learned, Outcome, Replicas, Totals
 from hvd_async.runner.options import parse
+from hvd_async.runner.stragglers import parse_inject
 from hvd_async.runner.summary import describe, straggler_lines, summarise, synchronous_delay, write_summary
 
 # Other programs read these: they do not change.

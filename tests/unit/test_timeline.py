@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async import timeline
-from hvd_async.events import Firing
-from hvd_async.timeline import PROCESS, Record, Timeline, merge_into, trace_events
+from hvd_async.algorithms.eager import timeline
+from hvd_async.algorithms.eager.messages import Firing
+from hvd_async.algorithms.eager.timeline import PROCESS, Record, Timeline, merge_into, trace_events
 
 SAMPLE = Path(__file__).parent / "horovod_timeline.json"
 # From the program that was recorded: time.time() - time.monotonic(), and when rank 0 submitted each collective and had
@@ -205,8 +205,8 @@ def test_at_exit_the_merge_comes_after_horovods_shutdown(tmp_path, first):
     """Whether Horovod was initialized before our binding was imported or after."""
     program = (
         "import atexit, os, sys\n"
-        "from hvd_async import timeline\n"
-        "from hvd_async.events import Firing\n"
+        "from hvd_async.algorithms.eager import timeline\n"
+        "from hvd_async.runtime.messages import Firing\n"
         f"path, sample = {str(tmp_path / 'x.json')!r}, open({str(SAMPLE)!r}).read()\n"
         "state = {'up': True}\n"
         "def shutdown():\n"

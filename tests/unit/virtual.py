@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.configs import EagerConfig
-from hvd_async.events import Agreed, Arrived, Command, Go, Opened, Stepped, Took
-from hvd_async.rounds import Rounds
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped, Took
+from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.runtime.messages import Agreed, Command, Opened
 
 
 @dataclass

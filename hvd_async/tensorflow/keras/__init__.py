@@ -11,7 +11,7 @@ from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
-from hvd_async.tensorflow.keras.meeting import our_optimizer
+from hvd_async.tensorflow.keras.fit import our_optimizer
 from hvd_async.tensorflow.leader import LeaderOptimizer
 from hvd_async.tensorflow.mixin import EagerMixin
 

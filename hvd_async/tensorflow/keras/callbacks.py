@@ -21,10 +21,10 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and Be
 
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.functions import broadcast_variables
-from hvd_async.tensorflow.keras.meeting import Draining, our_optimizer, our_optimizers
+from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.local_mixin import LocalMixin
 from hvd_async.tensorflow.mixin import EagerMixin
-from hvd_async.tensorflow.waiting import told_if_long
+from hvd_async.tensorflow.wait_notices import told_if_long
 
 
 class GossipEpochCallback(Draining):

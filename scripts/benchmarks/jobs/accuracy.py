@@ -10,9 +10,10 @@ from unittest import mock
 
 import numpy as np
 
-from hvd_async.eager import EagerWorker
-from hvd_async.events import Command, Go
-from hvd_async.protocols import Vector
+from hvd_async.algorithms.eager.messages import Go
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import Command
 
 from ..schedule import MUTANT
 from . import arms

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_async.configs import EagerConfig
-from hvd_async.engine import Engine
-from hvd_async.events import Agreed, Arrived, Command, Done, Drained, Go, Opened, Stepped
+from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened
 from hvd_async.torch.collectives import LIFECYCLE
 
 from . import arms

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.pulls import ALL
+from hvd_async.algorithms.leader.state_machine import ALL
 from hvd_async.torch.collectives import LIFECYCLE
 
 from ..schedule import IN_BACKWARD, IN_STEP, LEADERS, LOCAL_RIVALS, PLAIN, RIVALS, compression_of, gossip_of, quorum_of

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.events import Command, Done, OptimizerEvent
-from hvd_async.rounds import Rounds
-from hvd_async.runner.inject import parse_inject
+from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.runner.stragglers import parse_inject
+from hvd_async.runtime.messages import Command, Done, OptimizerEvent
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
 

@@ -1,0 +1,104 @@
+"""Partial allreduce: what ranks and the coordinator say to each other, and what ranks must have in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hvd_async.runtime.messages import Config, Hyper, OptimizerCommand, OptimizerEvent
+
+
+class EagerConfig(Config, frozen=True, tag=True):
+    """What all ranks of a partial allreduce must have in common before the first round.
+
+    Attributes:
+        quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
+        max_staleness: rounds.
+        grace: seconds to wait for more ranks once the quorum is there; ``seed``: of majority's initiator draw.
+        buckets: how many buckets a round has.
+        pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
+    """
+
+    quorum: str | int | float
+    max_staleness: int
+    grace: float
+    seed: int
+    buckets: int
+    pace: str = "steps"
+
+    @property
+    def counts(self) -> int:
+        """How many numbers ``Done.produced`` has."""
+        return self.buckets
+
+
+class Stepped(OptimizerEvent, frozen=True, tag=True):
+    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it told last."""
+
+    step: int
+    hyper: Hyper | None = None
+
+
+class Arrived(OptimizerEvent, frozen=True, tag=True):
+    """The gradient of ``bucket`` of this rank's step is in its engine's pending buffer."""
+
+    bucket: int
+    step: int
+
+
+class Took(OptimizerEvent, frozen=True, tag=True):
+    """This rank's weights are at ``version``: its next gradient is computed there (pace "rounds" only)."""
+
+    version: int
+
+
+class Received(OptimizerEvent, frozen=True, tag=True):
+    """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have come back to this engine."""
+
+    call: int
+    landed: list[int]
+
+
+class Firing(msgspec.Struct, frozen=True):
+    """Why and when a bucket's round fired.
+
+    Attributes:
+        reason: for people.
+        by: the rank whose event made it fire.
+        arrived: how many ranks had arrived for it.
+        first: when the first of them did, on the coordinator's clock (s).
+        fired: when it fired, on the same clock.
+        held: seconds that those ranks waited until then, added up.
+    """
+
+    reason: str
+    by: int
+    arrived: int
+    first: float
+    fired: float
+    held: float
+
+
+class Go(OptimizerCommand, frozen=True, tag=True):
+    """Submit the pending gradient of this bucket for this round. ``hyper`` is None if it follows in ``Settle``."""
+
+    bucket: int
+    round: int
+    hyper: Hyper | None
+    firing: Firing
+
+
+class Settle(OptimizerCommand, frozen=True, tag=True):
+    """The hyperparameters of a round of which a bucket went before they were known."""
+
+    round: int
+    hyper: Hyper
+
+
+class ReportReceived(OptimizerCommand, frozen=True, tag=True):
+    """A round is long on its way: say at once that what was commanded before is submitted."""
+
+    call: int
+
+
+EVENTS = (Stepped, Arrived, Took, Received)
+COMMANDS = (Go, Settle, ReportReceived)

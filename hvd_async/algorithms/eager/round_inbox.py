@@ -1,0 +1,63 @@
+"""Rounds that wait to be applied, beside what every optimizer's training thread is told."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.runtime.inbox import Inbox
+
+
+class RoundInbox(Inbox):
+    """One optimizer's.
+
+    Attributes:
+        ready: rounds that wait to be applied, in order.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        super().__init__(changed)
+        self.ready: deque[Round] = deque()
+        self._discards = False
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def deliver(self, rounds: list[Round]) -> None:
+        """Rounds, in order."""
+        with self._changed:
+            if not self._discards:
+                self.ready.extend(rounds)
+            self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Keep nothing from now on: nobody takes it (engine thread, as ``deliver``, so without the lock)."""
+        self._discards = True
+        self.ready.clear()
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def _last(self) -> float:
+        """The last round to take. In a drain: a rank that is out of it already may have fired rounds since, and they
+        belong to the next step."""
+        return float("inf") if self.drained is None else self.drained.rounds
+
+    def has_round(self) -> bool:
+        """Whether ``waiting`` would return one."""
+        return bool(self.ready) and self.ready[0].index <= self._last()
+
+    def waiting(self, most: int | None = None) -> list[Round]:
+        """Rounds that are to be applied, ``most`` at the most. They stay here until they are: who is interrupted before
+        finds them again."""
+        with self._changed:
+            rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
+        return rounds if most is None else rounds[:most]
+
+    def take(self) -> Round:
+        """The first round, which has been applied."""
+        with self._changed:
+            return self.ready.popleft()
+
+    def complete(self, version: int) -> bool:
+        """Whether all ranks are done, and ``version`` has seen all rounds."""
+        return self.drained is not None and version >= self.drained.rounds

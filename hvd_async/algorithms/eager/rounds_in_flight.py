@@ -1,0 +1,151 @@
+"""A rank's gradients on their way, on the engine thread: pending until a round takes them, in flight until it is whole.
+
+What the engine takes for a round is what is pending at that moment; whatever comes later stays for the next round, so
+nothing is lost and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire
+from hvd_async.algorithms.eager.messages import Firing, Go
+from hvd_async.algorithms.eager.timeline import recorder
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import Hyper
+
+NAMES_IN_RING = 4
+"""Collectives of one bucket that may be in flight at once; their names come back, as Horovod's cache likes it."""
+
+
+@dataclass
+class _Pending:
+    """One bucket's gradients that no round has carried yet, summed, and the versions they were computed at."""
+
+    vector: Vector | None = None
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Flight:
+    """A round some of whose buckets have gone but which is not whole yet."""
+
+    sums: list[Vector | None]
+    counts: list[int]
+    started: float
+    hyper: Hyper | None = None
+
+
+class Transit:
+    """One optimizer's gradients.
+
+    Args:
+        engine: this rank's.
+        wire: how vectors travel.
+        deliver: called with rounds that are ready to be applied, in order.
+        tally: counts.
+    """
+
+    def __init__(self, engine: Engine, wire: Wire, deliver: Callable[[list[Round]], None], tally: Counters) -> None:
+        self._engine, self._wire, self._deliver, self._tally = engine, wire, deliver, tally
+        self.timeline = recorder(engine.rank)
+        self._buckets = len(wire.nbytes)
+        self._pending = [_Pending() for _ in range(self._buckets)]
+        self._busy: set[str] = set()
+        self._held: deque[Go] = deque()
+        self._flights: dict[int, _Flight] = {}
+        self._next_ready = 1
+        self.landed = [0] * self._buckets
+        """Rounds that have come back, by bucket."""
+
+    def add(self, bucket: int, vector: Vector, version: int) -> None:
+        """A gradient, computed at ``version``, is pending from now on."""
+        pending = self._pending[bucket]
+        if pending.vector is None:
+            pending.vector = vector
+        else:
+            pending.vector += vector
+            self._tally.hold(-self._wire.nbytes[bucket])
+        pending.versions.append(version)
+
+    def restore(self, held: list[Held]) -> None:
+        """Begin with what an earlier run's cut has left (before the engine knows this optimizer)."""
+        for bucket, (vector, versions) in enumerate(held):
+            self._pending[bucket] = _Pending(vector, list(versions))
+            if vector is not None:
+                self._tally.hold(self._wire.nbytes[bucket])
+
+    def pending(self) -> list[Held]:
+        """What no round has carried yet, by bucket."""
+        return [Held(pending.vector, list(pending.versions)) for pending in self._pending]
+
+    def go(self, go: Go) -> None:
+        """Take what is pending and submit it for a round."""
+        name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
+        if name in self._busy or any(held.bucket == go.bucket for held in self._held):
+            self._held.append(go)  # its name, or that of a round before it, is still in flight here
+            return
+        self._busy.add(name)
+        flight = self._flight(go.round)
+        if go.hyper is not None:
+            flight.hyper = go.hyper
+        late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
+        taken = self._take(go.bucket, go.firing, late_by)
+        vector = self._wire.zeros(go.bucket) if taken is None else taken
+        submitted = time.monotonic()
+
+        def landed(sums: Vector) -> None:
+            self._busy.discard(name)
+            self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
+            if self.timeline is not None:
+                self.timeline.round(go.optimizer, go.bucket, go.round, go.firing, submitted, time.monotonic(), late_by)
+            flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
+            flight.counts[go.bucket] = self._wire.count(decoded)  # now, and not when the last has come and all wait
+            self._pass_on()
+            held, self._held = self._held, deque()
+            for late in held:
+                self.go(late)
+
+        wire, keep = self._wire, taken is None
+        self._engine.submit(
+            lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set, keep, wire.scale), landed
+        )
+
+    def settle(self, round_: int, hyper: Hyper) -> None:
+        """A round's hyperparameters."""
+        self._flight(round_).hyper = hyper
+        self._pass_on()
+
+    def _take(self, bucket: int, firing: Firing, staleness: list[int]) -> Vector | None:
+        taken, self._pending[bucket] = self._pending[bucket], _Pending()
+        if bucket == 0:
+            self._tally.took(staleness)
+        self._tally.went(bucket, firing, self._wire.bytes_sent(bucket))
+        if taken.vector is None:
+            self._tally.hold(self._wire.nbytes[bucket])  # of what comes back
+        return taken.vector
+
+    def _flight(self, round_: int) -> _Flight:
+        flight = self._flights.get(round_)
+        if flight is None:
+            flight = self._flights[round_] = _Flight([None] * self._buckets, [0] * self._buckets, time.monotonic())
+        return flight
+
+    def _pass_on(self) -> None:
+        """Deliver, in order, the rounds that have all their buckets and their hyperparameters."""
+        ready: list[Round] = []
+        while (flight := self._flights.get(self._next_ready)) is not None:
+            sums = tuple(s for s in flight.sums if s is not None)
+            if len(sums) < self._buckets or flight.hyper is None:
+                break
+            del self._flights[self._next_ready]
+            self._tally.came(time.monotonic() - flight.started)
+            ready.append(Round(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
+            self._next_ready += 1
+        if ready:
+            self._deliver(ready)

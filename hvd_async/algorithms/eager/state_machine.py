@@ -1,0 +1,343 @@
+"""The coordinator's state machine for one optimizer: events and ``now`` in, commands out. No clock, no I/O.
+
+The laws it keeps:
+
+1. *One order.* Round t of a bucket fires once, after round t - 1 of it, and is commanded to every rank.
+2. *Staleness.* Round t fires only if t - position(r) <= max_staleness for every rank r that is not done. Its position
+   is the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace
+   "rounds"). A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round fired
+   after that, so its staleness (round - 1 - v) keeps the bound.
+3. *Quorum.* Round t fires when ``decide`` says so, plus ``grace`` seconds unless all are in by then.
+4. *Hyperparameters belong to the round*: they are those of the rank that fired its last bucket, if that rank is in
+   ``step()``, else of the first rank that is. Whoever waits for a round is in ``step()``, so nobody waits for them.
+5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round (with the hyperparameters
+   of the one before, or those that the first rank opened with), then all are told; after a cut (no rank asked for
+   more) it stays where it is.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+7. *Who holds a round up is named*, also when it has fired: of a round that is long on its way a roll is called, and an
+   engine that does not answer has not submitted it.
+
+States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
+the rounds fired and all ranks count as computing again) ; refused, if the ranks do not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
+from hvd_async.algorithms.eager.messages import (
+    Arrived,
+    EagerConfig,
+    Firing,
+    Go,
+    Received,
+    ReportReceived,
+    Settle,
+    Stepped,
+    Took,
+)
+from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, decide
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
+from hvd_async.runtime.state_machine import Machine
+
+
+@dataclass
+class _Bucket:
+    """Where one bucket stands: rounds fired, each rank's position, who is in for the next round."""
+
+    position: dict[int, int]
+    fired: int = 0
+    waiting: dict[int, float] = field(default_factory=dict)
+    """Ranks that have arrived for round fired + 1, in order, and when."""
+    quorum_at: float | None = None
+    """When the next round's quorum came together (grace counts from there)."""
+    wake_at: float | None = None
+    """When its grace ends, while it is all that holds the round back."""
+    loaded: bool = False
+    """Whether a gradient was handed over since the last round took what was pending."""
+    landed: int = 0
+    """Rounds that are known to have come back to some rank; they come back to all at much the same time."""
+    fired_at: float = 0.0
+    """When the last round fired."""
+    called: int = 0
+    """The number of the first roll call since then; 0 before there was one."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks whose engines have submitted that round, as the roll call has shown."""
+
+
+@dataclass
+class _Round:
+    """What belongs to a round and not to a bucket, from its first arrival until it is settled."""
+
+    quorum: Quorum
+    why: str
+    """Why this quorum, where it was chosen by itself."""
+    hyper: Hyper | None = None
+
+
+@dataclass(frozen=True)
+class _InStep:
+    """A rank's last ``Stepped``."""
+
+    step: int
+    hyper: Hyper
+    at: float
+
+
+class Rounds(Machine[EagerConfig]):
+    """Partial allreduce of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._auto: AutoQuorum | None = None
+        self._buckets: list[_Bucket] = []
+        self._in_step: dict[int, _InStep] = {}
+        """In the order in which they were heard."""
+        self._told: dict[int, Hyper] = {}
+        """Each rank's hyperparameters, as it told them last."""
+        self._rounds: dict[int, _Round] = {}
+        self._last_hyper: Hyper = []
+        self._calls = 0
+        """Rolls that were called."""
+
+    def tick(self, now: float) -> list[Command]:
+        """Fire what only waited for its grace to run out."""
+        return self._advance(None, now)
+
+    def deadline(self) -> float | None:
+        """The earliest end of a grace."""
+        return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
+
+    def roll_call(self, fired_before: float) -> list[Command]:
+        """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
+        late = [b for b in self._buckets if b.landed < b.fired and b.fired_at <= fired_before]
+        if not late:
+            return []
+        self._calls += 1
+        for bucket in late:
+            bucket.called = bucket.called or self._calls
+        return [ReportReceived(self._optimizer, self._calls)]
+
+    def news(self) -> str | None:
+        """Another quorum was chosen, and why."""
+        return None if self._auto is None else self._auto.news()
+
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        for bucket in self._buckets:
+            if bucket.waiting:
+                round_ = bucket.fired + 1
+                late = {r for r in self._active() if bucket.position[r] < round_}
+                blocking = self._too_late(bucket, round_) or late
+                return f"round {round_}", frozenset(blocking)
+        for bucket in self._buckets:
+            if bucket.called and bucket.landed < bucket.fired:
+                silent = frozenset(self.ranks) - bucket.answered
+                if silent:
+                    return f"round {bucket.fired}, which has begun,", silent
+                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(self.ranks)
+        return None
+
+    def _begin(self, config: Any) -> EagerConfig:
+        assert isinstance(config, EagerConfig)
+        # (a rank outside of a process set is on its own, with the quorum of the others)
+        most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
+        check_quorum(config.quorum, most)
+        self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
+        self._last_hyper = self._told[self.ranks[0]]
+        if config.quorum == "auto":
+            self._auto = AutoQuorum(self.ranks, config.max_staleness, config.pace)
+        self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(config.buckets)]
+        for bucket in self._buckets:
+            bucket.loaded = any(opened.loaded for opened in self._opened.values())
+        return config
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case Stepped():
+                return self._stepped(rank, event, now)
+            case Arrived():
+                return self._arrived(rank, event, now)
+            case Took():
+                return self._took(rank, event, now)
+            case Received():
+                return self._present(rank, event)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _stepped(self, rank: int, event: Stepped, now: float) -> list[Command]:
+        self._running(rank, event)
+        if rank in self._in_step and event.step <= self._in_step[rank].step:
+            raise ProtocolError(f"rank {rank} reported step {event.step} after step {self._in_step[rank].step}")
+        if event.hyper is not None:
+            self._told[rank] = event.hyper
+        hyper = self._told[rank]
+        self._in_step.pop(rank, None)
+        self._in_step[rank] = _InStep(event.step, hyper, now)
+        round_ = self._rounds.get(event.step)
+        if round_ is None or round_.hyper is not None or not self._all_fired(event.step):
+            return []
+        self._settle(event.step, hyper)
+        return [Settle(self._optimizer, event.step, hyper)]
+
+    def _arrived(self, rank: int, event: Arrived, now: float) -> list[Command]:
+        self._running(rank, event)
+        if not 0 <= event.bucket < len(self._buckets):
+            raise ProtocolError(f"rank {rank} named bucket {event.bucket} of {len(self._buckets)}")
+        bucket = self._buckets[event.bucket]
+        if event.step != bucket.position[rank] + 1 or event.step > bucket.fired + 1:
+            raise ProtocolError(
+                f"rank {rank} handed over step {event.step} of bucket {event.bucket} after step "
+                f"{bucket.position[rank]}, with {bucket.fired} rounds fired"
+            )
+        bucket.position[rank] = event.step
+        bucket.loaded = True
+        for each in self._buckets:  # (a rank that is in its next step has seen the round of the one before)
+            each.landed = max(each.landed, event.step - 1)
+        if event.step == bucket.fired + 1:
+            bucket.waiting[rank] = now
+        if self._auto is not None and all(b.position[rank] >= event.step for b in self._buckets):
+            self._auto.arrived(rank, now, late=self._all_fired(event.step))
+        return self._advance(rank, now, event.bucket)
+
+    def _took(self, rank: int, event: Took, now: float) -> list[Command]:
+        config = self._running(rank, event)
+        if config.pace != "rounds":
+            raise ProtocolError(f"rank {rank} sent Took in pace {config.pace!r}")
+        if any(not b.position[rank] <= event.version <= b.fired for b in self._buckets):
+            raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
+        for bucket in self._buckets:
+            bucket.position[rank] = event.version
+        return self._advance(rank, now)
+
+    def _present(self, rank: int, event: Received) -> list[Command]:
+        if len(event.landed) != len(self._buckets):
+            raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(self._buckets)}")
+        if any(landed > bucket.fired for bucket, landed in zip(self._buckets, event.landed, strict=True)):
+            raise ProtocolError(f"rank {rank} has seen rounds {event.landed}, which it cannot have")
+        for bucket, landed in zip(self._buckets, event.landed, strict=True):
+            if 0 < bucket.called <= event.call:
+                bucket.answered.add(rank)
+            bucket.landed = max(bucket.landed, landed)
+        return []
+
+    def _check_done(self, rank: int) -> None:
+        if any(rank in bucket.waiting for bucket in self._buckets):
+            raise ProtocolError(f"rank {rank} is done although it waits for a round")
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Its engine still says what it has received."""
+        return self._present(rank, event) if isinstance(event, Received) else []
+
+    def _forget(self, rank: int) -> None:
+        for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
+            bucket.waiting.pop(rank, None)
+
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        return self._advance(rank, now)
+
+    # -- firing -----------------------------------------------------------------------------------------------
+
+    def _all_fired(self, round_: int) -> bool:
+        return all(bucket.fired >= round_ for bucket in self._buckets)
+
+    def _too_late(self, bucket: _Bucket, round_: int) -> set[int]:
+        """The computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
+        assert self._config is not None
+        return {r for r in self._active() if round_ - bucket.position[r] > self._config.max_staleness}
+
+    def _round(self, number: int) -> _Round:
+        if number not in self._rounds:
+            assert self._config is not None
+            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number, self._active())
+            self._rounds[number] = _Round(quorum, why)
+        return self._rounds[number]
+
+    def _advance(self, by: int | None, now: float, only: int | None = None) -> list[Command]:
+        """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)
+
+        Args:
+            only: look at this bucket alone.
+            by: the rank whose event it was; None if only time has passed.
+        """
+        if self._config is None or self._refused:
+            return []
+        commands: list[Command] = []
+        active = self._active()
+        for index in range(len(self._buckets)) if only is None else [only]:
+            bucket = self._buckets[index]
+            bucket.wake_at = None
+            if not bucket.waiting:
+                bucket.quorum_at = None
+                continue
+            number, config = bucket.fired + 1, self._config
+            round_ = self._round(number)
+            decision = decide(round_.quorum, number, list(bucket.waiting), active, self.ranks, config.seed, round_.why)
+            if not decision.fire:
+                bucket.quorum_at = None
+                continue
+            if bucket.quorum_at is None:
+                bucket.quorum_at = now
+            if now < bucket.quorum_at + config.grace and len(bucket.waiting) < len(active):
+                bucket.wake_at = bucket.quorum_at + config.grace
+                continue
+            if self._too_late(bucket, number):
+                continue
+            assert decision.initiator is not None
+            last = next(reversed(bucket.waiting)) if by is None else by
+            commands.append(self._fire(index, decision.initiator, decision.reason, last, now))
+        return commands
+
+    def _fire(self, index: int, initiator: int, reason: str, by: int, now: float) -> Go:
+        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step."""
+        bucket = self._buckets[index]
+        arrivals, bucket.waiting = bucket.waiting, {}
+        bucket.fired += 1
+        bucket.quorum_at = None
+        bucket.loaded = False
+        bucket.fired_at, bucket.called = now, 0
+        bucket.answered.clear()
+        number, held = bucket.fired, 0.0
+        round_ = self._round(number)
+        if self._all_fired(number):
+            held = sum(now - rank.at for rank in self._in_step.values() if rank.step == number)
+            lead = self._in_step.get(initiator)
+            if lead is None or lead.step != number:
+                lead = next((rank for rank in self._in_step.values() if rank.step == number), None)
+            if lead is not None and round_.hyper is None:
+                self._settle(number, lead.hyper)
+            if self._auto is not None:
+                self._auto.fired(now)
+        first = min(arrivals.values(), default=now)
+        return Go(self._optimizer, index, number, round_.hyper, Firing(reason, by, len(arrivals), first, now, held))
+
+    def _settle(self, number: int, hyper: Hyper) -> None:
+        self._rounds[number].hyper = self._last_hyper = hyper
+        for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
+            del self._rounds[old]
+
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Carry what is pending in a last round, with the last hyperparameters."""
+        extra = self._flush and any(bucket.loaded for bucket in self._buckets)
+        last = max(bucket.fired for bucket in self._buckets) + extra
+        commands: list[Command] = []
+        for index, bucket in enumerate(self._buckets):
+            while bucket.fired < last:
+                round_ = self._round(bucket.fired + 1)
+                round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
+                commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
+        for number, round_ in sorted(self._rounds.items()):
+            if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
+                commands.append(Settle(self._optimizer, number, self._last_hyper))
+        for bucket in self._buckets:
+            bucket.position = dict.fromkeys(self.ranks, last)
+        self._in_step.clear()
+        self._rounds.clear()
+        if self._auto is not None:
+            self._auto.interrupted()
+        return commands, last

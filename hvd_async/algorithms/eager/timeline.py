@@ -1,0 +1,231 @@
+"""Rounds in Horovod's timeline: why each fired and how long it took, beside Horovod's own rows in the same file.
+
+With HOROVOD_TIMELINE set, Horovod's rank 0 writes Chrome-trace JSON there and closes the list after every event. So
+once Horovod is shut down, our events go in before the closing bracket and Horovod's own bytes stay as they are.
+
+The clocks agree exactly: Horovod counts microseconds of CLOCK_MONOTONIC, which is Python's ``time.monotonic``, and its
+first record says at what time since the epoch it began. (The first event of a tensor of ours would be a worse mark:
+Horovod writes it when its background thread comes round, a few milliseconds after the tensor was submitted.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.eager.messages import Firing
+from hvd_async.runtime.log import notice
+
+PROCESS = 1_000_000
+"""The trace's process number of our rows; Horovod numbers its own, one a tensor, from 0."""
+MOST = 500_000
+"""Records that are kept, about 200 MB; a longer job's later rounds are left out."""
+_BEGAN = re.compile(rb'"start_time_since_epoch_in_micros"\s*:\s*(\d+)')
+
+
+class Record(NamedTuple):
+    """One bucket of one round. Times in seconds of ``time.monotonic``; ``staleness`` of this rank's own gradients."""
+
+    optimizer: int
+    bucket: int
+    round: int
+    firing: Firing
+    submitted: float
+    landed: float
+    staleness: tuple[int, ...]
+
+
+class Timeline:
+    """Rank 0's record of rounds, to be merged into Horovod's file.
+
+    Args:
+        path: of Horovod's file.
+        epoch: what ``time.time() - time.monotonic()`` is (s).
+    """
+
+    def __init__(self, path: Path, epoch: float) -> None:
+        self._path, self._epoch = path, epoch
+        self._records: list[Record] = []
+        self._applied: dict[tuple[int, int], float] = {}
+        self._left_out = 0
+
+    def round(
+        self,
+        optimizer: int,
+        bucket: int,
+        round: int,
+        firing: Firing,
+        submitted: float,
+        landed: float,
+        staleness: Iterable[int] = (),
+    ) -> None:
+        """A bucket of a round is back (engine thread): appended to a list, nothing more."""
+        if len(self._records) < MOST:
+            self._records.append(Record(optimizer, bucket, round, firing, submitted, landed, tuple(staleness)))
+        else:
+            self._left_out += 1
+
+    def applied(self, optimizer: int, round: int, when: float) -> None:
+        """A round is taken to be applied (training thread), at ``when`` s."""
+        if len(self._applied) < MOST:
+            self._applied[optimizer, round] = when
+
+    def merge(self) -> None:
+        """Put the records into Horovod's file, which must be closed: call it after Horovod's shutdown.
+
+        Records that are merged are forgotten: calling it again does nothing. If they cannot be, stderr says why.
+        """
+        records, self._records = self._records, []
+        applied, self._applied = self._applied, {}
+        if not records:
+            return
+        try:
+            merge_into(self._path, records, applied, self._epoch)
+        except (OSError, ValueError) as error:
+            notice(f"rounds are missing from the timeline: {error}")
+        if self._left_out:
+            notice(f"the timeline has the first {MOST} buckets of rounds; {self._left_out} later ones are left out")
+            self._left_out = 0
+
+
+_recorder: Timeline | None = None
+
+
+def recorder(rank: int) -> Timeline | None:
+    """This process's timeline; None unless ``rank`` is 0 and HOROVOD_TIMELINE names a file."""
+    global _recorder
+    name = os.environ.get("HOROVOD_TIMELINE", "")
+    if rank != 0 or name in ("", "DYNAMIC"):  # DYNAMIC: Horovod starts and stops it on call
+        return None
+    if _recorder is None:
+        _recorder = Timeline(Path(name).absolute(), time.time() - time.monotonic())
+    return _recorder
+
+
+def merge() -> None:
+    """Merge this process's timeline, if it has one. Horovod must be shut down."""
+    if _recorder is not None:
+        _recorder.merge()
+
+
+def watch_exit(shutdown: Callable[[], object]) -> None:
+    """Merge at the process's end.
+
+    Exit hooks run newest first and Horovod registers its own in ``hvd.init()``, so call this when the binding is
+    imported. Where ``hvd.init()`` came even before that, Horovod is still up when the hook runs: it is shut down first.
+
+    Args:
+        shutdown: shuts Horovod down; harmless where that is done already.
+    """
+
+    def at_exit() -> None:
+        if _recorder is not None:
+            shutdown()
+            _recorder.merge()
+
+    atexit.register(at_exit)
+
+
+def merge_into(path: Path, records: Sequence[Record], applied: dict[tuple[int, int], float], epoch: float) -> None:
+    """Append the records to Horovod's closed timeline at ``path``, without touching what it holds.
+
+    Records of a Horovod that ran before the one that wrote the file (elastic jobs start it anew) are left out.
+
+    Args:
+        path: of the file.
+        records: to append.
+        applied: when (s, monotonic) a round, (optimizer, round), was taken to be applied.
+        epoch: what ``time.time() - time.monotonic()`` is (s).
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: it is no complete Horovod timeline; it is left as it is.
+    """
+    with path.open("r+b") as file:
+        head = _BEGAN.search(file.read(1024))
+        if head is None:
+            raise ValueError(f"{path} does not begin like a timeline of Horovod 0.28")
+        began = int(head[1]) / 1e6 - epoch
+        end = _closing_bracket(file, path)
+        events = trace_events([r for r in records if r.firing.first >= began], applied, began)
+        file.seek(end)
+        file.write(b"".join(b",\n" + json.dumps(event).encode() for event in events) + b"\n]\n")
+        file.truncate()
+
+
+def _closing_bracket(file: Any, path: Path) -> int:
+    """Where the list ends."""
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - 1024)
+    file.seek(start)
+    tail = file.read().rstrip()
+    if not tail.endswith(b"}]"):
+        raise ValueError(f"{path} is not complete: Horovod was not shut down in order")
+    return int(start + len(tail) - 1)
+
+
+def trace_events(
+    records: Sequence[Record], applied: dict[tuple[int, int], float], began: float
+) -> list[dict[str, Any]]:
+    """The records as Chrome-trace events: a row a bucket, one slice a round, with what it waited for as slices in it.
+
+    Where rounds of one bucket overlap they take further rows, since slices of a row must nest.
+
+    Args:
+        records: in any order.
+        applied: as in ``merge_into``.
+        began: when Horovod's timeline began (s, monotonic); events are in microseconds since.
+    """
+    several = len({record.optimizer for record in records}) > 1
+    spans = [(r, max(r.landed, applied.get((r.optimizer, r.round), r.landed))) for r in records]
+    lanes: dict[tuple[int, int, int], int] = {}
+    slices: list[dict[str, Any]] = []
+    for (r, end), lane in zip(spans, _lanes(spans), strict=True):
+        row = lanes.setdefault((r.optimizer, r.bucket, lane), len(lanes) + 1)
+
+        def piece(name: str, start: float, stop: float, row: int = row) -> dict[str, Any]:
+            ts, till = round(1e6 * (start - began)), round(1e6 * (stop - began))
+            return {"ph": "X", "name": name, "pid": PROCESS, "tid": row, "ts": ts, "dur": max(0, till - ts)}
+
+        why = {"reason": r.firing.reason, "by": r.firing.by, "arrived": r.firing.arrived}
+        slices += [
+            {
+                **piece(f"round {r.round}", r.firing.first, end),
+                "args": {**why, "held_s": r.firing.held, "staleness_rank0": list(r.staleness)},
+            },
+            piece("gathering ranks", r.firing.first, r.firing.fired),
+            piece("collective", r.submitted, r.landed),
+            piece("waiting to be applied", r.landed, end),
+        ]
+    rows = []
+    for (optimizer, bucket, lane), row in lanes.items():
+        name = f"optimizer {optimizer}, bucket {bucket}" if several else f"bucket {bucket}"
+        rows.append(_label("thread_name", row, f"{name} ({lane + 1})" if lane else name))
+    return [_label("process_name", 0, "hvd_async rounds"), *rows, *slices]
+
+
+def _label(kind: str, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": row, "args": {"name": name}}
+
+
+def _lanes(spans: Sequence[tuple[Record, float]]) -> list[int]:
+    """For each (record, end) the first lane of its bucket that is free when its round begins."""
+    free: dict[tuple[int, int], list[int]] = {}
+    busy: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    lanes = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i][0].firing.first):
+        record, end = spans[index]
+        row = (record.optimizer, record.bucket)
+        vacant, taken = free.setdefault(row, []), busy.setdefault(row, [])
+        while taken and taken[0][0] <= record.firing.first:
+            heapq.heappush(vacant, heapq.heappop(taken)[1])
+        lanes[index] = heapq.heappop(vacant) if vacant else len(taken)
+        heapq.heappush(taken, (end, lanes[index]))
+    return lanes

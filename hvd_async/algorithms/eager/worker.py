@@ -1,0 +1,397 @@
+"""Eager-SGD as one rank sees it, in any framework: hand gradients over, get rounds back, apply each exactly once.
+
+The training thread calls ``open``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
+coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire
+from hvd_async.algorithms.eager.messages import (
+    Arrived,
+    EagerConfig,
+    Go,
+    Received,
+    ReportReceived,
+    Settle,
+    Stepped,
+    Took,
+)
+from hvd_async.algorithms.eager.round_inbox import RoundInbox
+from hvd_async.algorithms.eager.rounds_in_flight import Transit
+from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.log import notice
+from hvd_async.runtime.messages import Drained, Hyper, OptimizerCommand
+from hvd_async.runtime.uninterrupted import Whole
+from hvd_async.runtime.worker import Worker
+from hvd_async.stats import Stats
+
+Apply = Callable[[Round], None]
+
+
+class EagerWorker(Worker):
+    """One optimizer of one rank.
+
+    Args:
+        engine: this rank's.
+        config: the same on all ranks.
+        wire: how the binding's vectors look and travel.
+        finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
+        apply: applies a round that comes while this rank drains.
+        emptied: the buckets of the vectors handed over since the last call that have turned out to hold no gradient.
+    """
+
+    _inbox: RoundInbox
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EagerConfig,
+        wire: Wire,
+        finish: Callable[[bool], object],
+        apply: Apply = lambda round_: None,
+        emptied: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        inbox = RoundInbox(engine.changed)
+        super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
+        self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
+        self._tally = Counters(wire.members or range(engine.size))
+        self._transit = Transit(engine, wire, inbox.deliver, self._tally)
+        # Training thread's:
+        self._steps = self._base = 0
+        """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
+        self._handed: set[int] = set()
+        """Buckets of the step after this that have been handed over."""
+        self.whole = Whole()
+        self._empty = False
+        """Whether one of them was empty."""
+        self._version = 0
+        self._applied = [0] * config.buckets
+        self._produced = [0] * config.buckets
+        self._rounds_applied = self._skipped = 0
+        self._total_produced: int | None = None
+        self._settled_at = 0
+        """Steps at the last drain or cut."""
+        self.mend: int | None = None
+        """Of the last drain or cut: the rank whose weights all take over, since it was shown most rounds; or None."""
+        self._at_cut: list[Held] | None = None
+        """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Rounds this rank's weights have seen."""
+        return self._version
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
+        return self._inbox.agreed and not self._announced and self._behind <= 0 and self.whole.fine
+
+    @property
+    def _behind(self) -> int:
+        """Rounds that its steps have brought and its weights have not seen."""
+        return self._steps + self._base - self._version
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Buckets of the step that is under way that have been handed over."""
+        return frozenset(self._handed)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
+        return self._steps == self._settled_at and not self._handed
+
+    def _check_able(self) -> None:
+        """Raise, if this rank can neither hand over nor apply."""
+        self.whole.check()
+        self.engine.check()
+        self._check_drained()
+
+    # -- stepping (training thread) ---------------------------------------------------------------------------
+
+    def hand_over(self, bucket: int, vector: Vector | None) -> None:
+        """Hand over a bucket of the step that is under way, before ``step``; any thread may, one at a time.
+
+        Args:
+            bucket: one that this step has not handed over yet.
+            vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
+        """
+        number = self._opened_number()
+        self._check_able()
+        if bucket in self._handed:
+            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
+        with self.whole(f"bucket {bucket} could not be handed over"):
+            version, step = self._version, self._steps + 1 + self._base
+            self._prepare(bucket, vector)
+            self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
+            self._handed.add(bucket)
+
+    def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
+        """As ``finish_step``, and apply the rounds, as the start or ``apply`` says; returns how many there were."""
+        rounds = self.finish_step(vectors, hyper)
+        count = len(rounds)
+        self._apply_all(rounds, apply or self._apply)
+        return count
+
+    def finish_step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None) -> list[Round]:
+        """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
+
+        After a step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that one. What it is given is the same
+        gradient again, or one of weights that lack a round: it is left out, for no gradient counts twice, and none may
+        be later than was agreed.
+
+        Args:
+            vectors: by bucket, those that ``hand_over`` has not had; they belong to the worker from now on.
+            hyper: what the round is applied with if this rank leads it.
+            most: return no more rounds than this, though more may wait (user code sees one round at a time).
+
+        Returns:
+            Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
+            applied before.
+        """
+        number = self._opened_number()
+        self._check_able()
+        if self._behind > 0:
+            notice(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
+        elif sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
+            raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
+        else:
+            with self.whole("a step could not be handed over"):
+                self._hand_in(number, vectors, hyper)
+        self._await(lambda: len(self._inbox.ready) >= self._behind)
+        with self.whole("a step could not be ended"):
+            self._uncount()
+            rounds = self._inbox.waiting(most)
+            if self.config.pace == "rounds":
+                taken = Took(number, self._version + len(rounds))
+                self._base = taken.version - self._steps
+                self.engine.post(lambda: self.engine.send(taken))
+        return rounds
+
+    def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
+        """Hand over what is left of this step."""
+        version, step = self._version, self._steps + 1 + self._base
+        for bucket, vector in vectors.items():
+            self._prepare(bucket, vector)
+        self._keep(None)
+        self._steps, self._skipped = self._steps + 1, self._skipped + self._empty
+        self._handed.clear()
+        self._empty = False
+        told, self._told = None if hyper == self._told else hyper, hyper
+
+        def hand_over() -> None:
+            self.engine.send(Stepped(number, step, told))
+            for bucket, vector in vectors.items():
+                self._arrive(number, bucket, vector, version, step)
+
+        self.engine.post(hand_over)
+
+    def _prepare(self, bucket: int, vector: Vector | None) -> None:
+        """Count what is about to be handed over."""
+        if vector is None:
+            self._empty = True
+        else:
+            self._produced[bucket] += 1
+            self._tally.hold(self.wire.nbytes[bucket])
+
+    def _uncount(self) -> None:
+        """Take back what ``_prepare`` has counted of vectors that hold nothing."""
+        emptied = self._emptied()
+        for bucket in emptied:
+            self._produced[bucket] -= 1
+        self._skipped += bool(emptied)
+
+    # -- applying rounds (training thread) --------------------------------------------------------------------
+
+    def _apply_all(self, rounds: list[Round], apply: Apply) -> None:
+        rounds.reverse()
+        while rounds:  # (one that is applied need not be held while the others are)
+            with self.applying(rounds[-1]):
+                apply(rounds.pop())
+
+    @contextlib.contextmanager
+    def applying(self, round_: Round) -> Iterator[None]:
+        """Around the application of the round that is next: afterwards it counts as applied."""
+        self.begin(round_)
+        try:
+            yield
+        except BaseException as error:
+            self.whole.fail(error)
+            raise
+        self.end()
+
+    def begin(self, round_: Round) -> None:
+        """As the beginning of ``applying``, where it is no block of code. ``end`` follows."""
+        self.whole.begin(f"round {round_.index} could not be applied")
+
+    def end(self) -> None:
+        """The round that is next has been applied."""
+        round_ = self._inbox.take()
+        if self._transit.timeline is not None:
+            self._transit.timeline.applied(self._opened_number(), round_.index, time.monotonic())
+        self._version = round_.index
+        self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
+        self._rounds_applied += round_.gradients > 0
+        self._tally.hold(-sum(self.wire.nbytes))
+        self.whole.end()
+
+    # -- draining (training thread) ---------------------------------------------------------------------------
+
+    def check_done(self) -> None:
+        """Raise, if this rank cannot be done now.
+
+        Raises:
+            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
+                broken off half-way.
+        """
+        self.whole.check()
+        if self._handed:
+            raise ReplicaStateError(
+                f"{self.label}: backward() has handed gradients over and no step() has followed: call "
+                f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
+            )
+
+    def _say_done(self, flush: bool) -> None:
+        self.engine.check()
+        with self.whole("a drain could not be begun"):
+            super()._say_done(flush)
+
+    def _counts(self) -> list[int]:
+        self._uncount()
+        return list(self._produced)
+
+    def drain(self, apply: Apply | None = None) -> None:
+        """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
+
+        Args:
+            apply: in place of the one that was given at the start.
+
+        Raises:
+            GradientLossError: gradients applied are not gradients produced.
+        """
+        self._apply = apply or self._apply
+        self.wind_up(True)
+
+    def cut(self, apply: Apply | None = None) -> None:
+        """As ``drain``, but what no round has carried yet stays pending (unless a rank drains)."""
+        self._apply = apply or self._apply
+        self.wind_up(False)
+
+    @property
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+        inbox = self._inbox
+        return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
+
+    def serve(self) -> bool:
+        """As the worker's."""
+        self._check_refused()
+        self.whole.check()
+        self._apply_all(self._inbox.waiting(), self._apply)
+        return self._inbox.complete(self._version)
+
+    def announce(self, flush: bool) -> None:
+        """As the worker's; at the process's end also between backward() and step()."""
+        if self._handed:
+            notice(
+                f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
+                f"were handed over to the last round"
+            )
+        super().announce(flush)
+
+    def conclude(self) -> None:
+        """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
+        binding end it."""
+        with self.whole("a drain could not be ended"):
+            drained = self._take_drained()
+            self._settled_at, self.shown, self.mend = self._steps, 0, drained.mend
+            self._base = drained.rounds - self._steps
+            self._total_produced = max(drained.produced)
+        if drained.flushed and self._applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
+                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
+            )
+        self._end(drained.flushed)
+
+    def discard_results(self) -> None:
+        """Rounds that come from now on are applied nowhere here."""
+        self._inbox.discard()
+
+    # -- checkpoints (training thread) ------------------------------------------------------------------------
+
+    def pending(self) -> list[Held]:
+        """What no round has carried yet, by bucket; complete after a cut."""
+        if self._at_cut is not None and self.settled:
+            return self._at_cut
+        if self.engine.replaced and self.settled:  # it was shut down, and drained before
+            return [Held(None, [])] * self.config.buckets
+        found: Future[list[Held]] = Future()
+
+        def look() -> None:
+            found.set_result(self._transit.pending())
+            with self.engine.changed:
+                self.engine.changed.notify_all()
+
+        self.engine.post(look)
+        self.engine.wait(found.done)
+        return found.result()
+
+    def restore(self, held: list[Held]) -> None:
+        """Begin with what an earlier run has left pending (before ``open``); versions as they were at its cut."""
+        self._transit.restore(held)
+        self._restored = any(vector is not None for vector, _ in held)
+        for bucket, (_, versions) in enumerate(held):
+            self._produced[bucket] += len(versions)
+
+    def stats(self) -> Stats:
+        """A snapshot."""
+        return self._tally.stats(
+            steps=self._steps,
+            rounds=self._version,
+            rounds_applied=self._rounds_applied,
+            gradients_produced=max(self._produced),
+            gradients_applied=max(self._applied),
+            gradients_skipped=self._skipped,
+            total_produced=self._total_produced,
+            wait_s=self._wait_s,
+        )
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
+        if vector is not None:
+            self._transit.add(bucket, vector, version)
+        self.engine.send(Arrived(number, bucket, step))
+
+    def obey(self, command: OptimizerCommand) -> None:
+        """Carry out a command."""
+        match command:
+            case Go():
+                self._transit.go(command)
+            case Settle(_, round_, hyper):
+                self._transit.settle(round_, hyper)
+            case ReportReceived():
+                self.engine.send(Received(command.optimizer, command.call, list(self._transit.landed)))
+            case Drained():
+                held = [] if command.flushed else self._transit.pending()
+                self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)
+        super().obey(command)
+
+    def _keep(self, held: list[Held] | None) -> None:
+        """Hold what was pending at a cut, or no more of it."""
+        for sign, kept in ((-1, self._at_cut), (1, held)):
+            lengths = zip(kept or [], self.wire.nbytes, strict=False)
+            self._tally.hold(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
+        self._at_cut = held

@@ -1,0 +1,76 @@
+"""Averages over all ranks that are not done, which they take at steps of the same number."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvd_async.algorithms.gossip.message_exchange import NAMES_IN_RING, Post
+from hvd_async.algorithms.gossip.messages import Average, Averaged
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+
+
+class _Summed(NamedTuple):
+    """An average that has come: the sum of x over so many ranks, and that of their push-sum weights."""
+
+    x: Vector
+    weight: float
+    ranks: int
+
+
+class Averages:
+    """One optimizer's.
+
+    Args:
+        engine: this rank's.
+        post: how vectors travel.
+    """
+
+    def __init__(self, engine: Engine, post: Post) -> None:
+        self._engine, self._post = engine, post
+        self._brought: dict[int, Vector] = {}
+        """This rank's x for those that have not gone yet (engine thread)."""
+        self._sums: dict[int, _Summed] = {}
+        self._index = 0
+        """Since the last drain or cut."""
+
+    def bring(self, optimizer: int, x: Vector, weight: float) -> int:
+        """Join the next average with this x, which is given away; returns its number (training thread, as the rest)."""
+        self._index += 1
+        index = self._index
+
+        def send() -> None:
+            self._brought[index] = x
+            self._engine.send(Averaged(optimizer, index, weight))
+
+        self._engine.post(send)
+        return index
+
+    def come(self, index: int) -> bool:
+        """Whether ``take`` would return at once."""
+        return index in self._sums
+
+    def take(self, index: int) -> tuple[Vector, float]:
+        """The mean of x, and of the push-sum weights."""
+        total = self._sums.pop(index)
+        return total.x * (1.0 / total.ranks), total.weight / total.ranks
+
+    def restart(self) -> None:
+        """Count from 1 again."""
+        self._index = 0
+
+    def submit(self, command: Average) -> None:
+        """Submit this rank's part, or nothing if it is done (engine thread)."""
+        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
+        own = self._brought.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # (it may have been discarded while it waited)
+        vector = self._post.zeros() if own is None else own
+
+        def landed(total: Vector) -> None:
+            with self._engine.changed:
+                if own is not None:
+                    self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
+
+        self._engine.submit(
+            lambda: self._engine.collectives.sum(vector, name, self._post.process_set, keep=own is None), landed
+        )

@@ -1,0 +1,185 @@
+"""Messages between ranks, on the engine thread: offered, carried by an exchange of all ranks, delivered."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered, Passed
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Rows, Vector
+
+NAMES_IN_RING = 4
+"""Exchanges that may be in flight at once; their names come back, as Horovod's cache likes it."""
+HEADER = struct.Struct("<qd")
+"""Of a message: its key, the sender's push-sum weight."""
+
+
+class Letter(NamedTuple):
+    """A message to a rank (by its place): encoded, as bytes; and its push-sum weight, if it is not the sender's."""
+
+    to: int
+    data: Vector
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Post:
+    """How a binding's messages look and travel.
+
+    Attributes:
+        encode: makes bytes (uint8, flat) of a vector; they may share its memory.
+        decode: takes them back.
+        pack: lays encoded vectors and their headers out as ``rows`` rows of ``nbytes`` bytes and a header.
+        unpack: takes a row apart: encoded vector, header.
+        nbytes: of an encoded vector.
+        rows: of what a rank submits to an exchange, always.
+        lossless: whether ``decode(encode(x))`` is x.
+        differences: whether what is encoded is the difference to what the receiver knows (CHOCO-SGD).
+        add: ``add(x, y, a)`` is x + a y; it may change x.
+        split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
+        join: takes that back.
+        zeros: a vector that holds nothing; it is never changed, and may be the same one each time.
+        scalar: a vector of one float64.
+        process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
+        members: those ranks; empty for all.
+        process_set_id: 0 for all ranks.
+    """
+
+    encode: Callable[[Vector], Vector]
+    decode: Callable[[Vector], Vector]
+    pack: Callable[[Sequence[tuple[Vector, bytes]]], Rows]
+    unpack: Callable[[Any], tuple[Vector, bytes]]
+    nbytes: int
+    rows: int
+    lossless: bool
+    differences: bool
+    add: Callable[[Vector, Vector, float], Vector]
+    split: Callable[[Vector], list[Vector]]
+    join: Callable[[Sequence[Vector]], Vector]
+    zeros: Callable[[], Vector]
+    scalar: Callable[[float], Vector]
+    process_set: Any = None
+    members: tuple[int, ...] = ()
+    process_set_id: int = 0
+
+
+class _Outgoing(NamedTuple):
+    letters: list[Letter]
+    weight: float
+
+
+class Mail:
+    """One optimizer's.
+
+    Args:
+        engine: this rank's.
+        post: how messages look.
+        deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
+        snapshot: the encoded vector with which this rank is averaged with the partner at this place (AD-PSGD).
+        after: called when all messages of an exchange were delivered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        post: Post,
+        deliver: Callable[[int, int, float, Vector], None],
+        snapshot: Callable[[int, int], Vector],
+        after: Callable[[], None],
+    ) -> None:
+        self._engine, self._post = engine, post
+        self._deliver, self._snapshot, self._after = deliver, snapshot, after
+        self._ranks = post.members or tuple(range(engine.size))
+        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._outbox: dict[int, _Outgoing] = {}
+        self._busy: set[str] = set()
+        self._held: deque[Exchange] = deque()
+        self._last: int | None = None
+        """The last exchange before a drain that this rank has not ended yet; those after it wait."""
+        self.landed = self.gone = 0
+        """Exchanges that are over here; of these, how many carried an offer of this rank."""
+        self.sent = self.bytes_sent = 0
+        self.seconds = 0.0
+        """Of all exchanges here."""
+
+    def offer(self, optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
+        """Have an exchange carry messages, one to a receiver, soon; without any, only say that there are none."""
+        if not letters:
+            self._engine.send(Passed(optimizer, key))
+            return
+        self._outbox[key] = _Outgoing(letters, weight)
+        self._engine.send(Offered(optimizer, key))
+
+    def pause(self, last: int) -> None:
+        """Submit nothing of the exchanges after number ``last``, until ``resume``."""
+        self._last = last
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._last = None
+        self._try_held()
+
+    def exchange(self, command: Exchange) -> None:
+        """Submit this rank's part of an exchange."""
+        self._held.append(command)
+        self._try_held()
+
+    def _try_held(self) -> None:
+        while self._held and self._name(self._held[0]) not in self._busy:
+            if self._last is not None and self._held[0].round > self._last:
+                return
+            self._submit(self._held.popleft())
+
+    def _name(self, command: Exchange) -> str:
+        return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
+
+    def _submit(self, command: Exchange) -> None:
+        name, own, started = self._name(command), self._engine.rank, time.monotonic()
+        self._busy.add(name)
+        rows: list[tuple[int, Vector, bytes]] = []
+        for sender, key in command.mail:
+            if sender == own:
+                letters, weight = self._outbox.pop(key)
+                rows += [
+                    (to, data, HEADER.pack(key, weight if own_weight is None else own_weight))
+                    for to, data, own_weight in letters
+                ]
+        for pair in command.pairs:
+            if own in pair:
+                partner = self._place[pair[0] if pair[1] == own else pair[1]]
+                rows.append((partner, self._snapshot(partner, command.round), HEADER.pack(command.round, 1.0)))
+        rows.sort(key=lambda row: row[0])
+        splits = [0] * len(self._ranks)
+        for to, _, _ in rows:
+            splits[to] += 1
+        packed = self._post.pack([(data, header) for _, data, header in rows])
+        self.sent += len(rows)
+        self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
+        first = self._place[command.mail[0][0] if command.mail else command.pairs[0][0]]
+
+        def landed(result: Any) -> None:
+            received, counts = result
+            self._busy.discard(name)
+            self.seconds += time.monotonic() - started
+            senders = [place for place, count in enumerate(counts) for _ in range(count)]
+            for row, place in zip(received, senders, strict=True):
+                data, header = self._post.unpack(row)
+                key, weight = HEADER.unpack(header)
+                self._deliver(place, key, weight, data)
+            self.landed += 1
+            self.gone += any(sender == own for sender, _ in command.mail)
+            # (To whom it goes knows when it has come. The sender's part is over when the system has taken it, which may
+            # be at once, and then exchanges seem to take no time.)
+            if first in senders:
+                self._engine.send(ExchangeDone(command.optimizer, command.round))
+            self._after()
+            self._try_held()
+
+        self._engine.submit(
+            lambda: self._engine.collectives.exchange(packed, splits, name, self._post.process_set), landed
+        )

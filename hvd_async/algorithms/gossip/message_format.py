@@ -1,0 +1,130 @@
+"""Vectors of weights as bytes, in NumPy: as they are, in half precision, or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_async.algorithms.gossip.message_exchange import HEADER, Post
+from hvd_async.runtime.process_sets import Sharers
+
+Array = np.ndarray[Any, Any]
+CHUNK = 2048
+"""Elements that share a scale in 8 bits."""
+LEVELS = 127
+LARGEST = {"fp16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
+"""Numbers in half precision."""
+ALIGNMENT = 16
+"""Bytes to which rows are filled up, so that each can be read as numbers in place."""
+
+
+def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
+    """Bytes of an encoded vector."""
+    if compression == "int8":
+        return -(-elements // CHUNK) * (CHUNK + 4)
+    return elements * (itemsize if compression == "none" else 2)
+
+
+def row_bytes(nbytes: int) -> int:
+    """Bytes of a row that holds an encoded vector and its header."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT + HEADER.size
+
+
+def to_bf16(vector: Array) -> Array:
+    """float32 to the nearest bfloat16 (ties to even), as uint16."""
+    bits = vector.astype(np.float32, copy=False).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(vector), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16(bits: Array) -> Array:
+    """bfloat16, as uint16, to float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def quantize(vector: Array) -> Array:
+    """8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
+    chunks = np.zeros((-(-len(vector) // CHUNK), CHUNK), np.float32)
+    chunks.reshape(-1)[: len(vector)] = vector
+    scales = np.abs(chunks).max(axis=1, keepdims=True) / np.float32(LEVELS)
+    levels = np.rint(chunks / np.where(scales > 0, scales, 1)).astype(np.int8)
+    return np.concatenate([scales.reshape(-1).view(np.uint8), levels.reshape(-1).view(np.uint8)])
+
+
+def dequantize(data: Array, elements: int) -> Array:
+    """What ``quantize`` has made of so many elements, as float32."""
+    count = -(-elements // CHUNK)
+    scales = data[: 4 * count].view(np.float32).reshape(count, 1)
+    levels = data[4 * count :].view(np.int8).reshape(count, CHUNK)
+    return (levels * scales).reshape(-1)[:elements]
+
+
+def make_post(
+    elements: int, dtype: Any, compression: str, rows: int, sharers: Sharers | None = None, parts: int = 1
+) -> Post:
+    """How NumPy vectors of weights travel.
+
+    Args:
+        elements: of a vector.
+        dtype: float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        rows: most messages in one exchange.
+        sharers: the ranks that gossip; None: all.
+        parts: a message holds one of so many parts of a vector.
+    """
+    kind, part = np.dtype(dtype), -(-elements // parts)
+    nbytes = encoded_bytes(part, kind.itemsize, compression)
+    stride = row_bytes(nbytes)
+    nothing, zeros = np.zeros((rows, stride), np.uint8), np.zeros(elements, kind)
+
+    def encode(vector: Array) -> Array:
+        if compression == "int8":
+            return quantize(vector)
+        if compression in LARGEST:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+            vector = np.clip(vector, -LARGEST[compression], LARGEST[compression])
+            return (to_bf16(vector) if compression == "bf16" else vector.astype(np.float16)).view(np.uint8)
+        return np.ascontiguousarray(vector, kind).view(np.uint8)
+
+    def decode(data: Array) -> Array:
+        if compression == "int8":
+            return dequantize(data, part).astype(kind, copy=False)
+        if compression == "bf16":
+            return from_bf16(data.view(np.uint16)).astype(kind, copy=False)
+        return data.view(np.float16 if compression == "fp16" else kind).astype(kind, copy=False)
+
+    def pack(messages: Sequence[tuple[Array, bytes]]) -> Array:
+        if not messages:
+            return nothing
+        packed = np.empty((rows, stride), np.uint8)
+        for row, (data, header) in zip(packed, messages, strict=False):
+            row[:nbytes] = data
+            row[-HEADER.size :] = np.frombuffer(header, np.uint8)
+        return packed
+
+    def split(vector: Array) -> list[Array]:
+        return list(np.pad(vector, (0, part * parts - elements)).reshape(parts, part))
+
+    def add(x: Array, y: Array, a: float) -> Array:
+        x += y if a == 1.0 else y * kind.type(a)
+        return x
+
+    return Post(
+        encode=encode,
+        decode=decode,
+        pack=pack,
+        unpack=lambda row: (row[:nbytes], row[-HEADER.size :].tobytes()),
+        nbytes=nbytes,
+        rows=rows,
+        lossless=compression == "none",
+        differences=compression == "int8",
+        add=add,
+        split=split,
+        join=lambda pieces: np.concatenate(pieces)[:elements],
+        zeros=lambda: zeros,
+        scalar=lambda value: np.array([value], np.float64),
+        process_set=None if sharers is None else sharers.process_set,
+        members=() if sharers is None else sharers.members,
+        process_set_id=0 if sharers is None else sharers.id,
+    )

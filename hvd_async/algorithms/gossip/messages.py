@@ -1,0 +1,94 @@
+"""Gossip: what ranks and the coordinator say to each other, and what ranks must have in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
+
+
+class GossipConfig(Config, frozen=True, tag=True):
+    """What all ranks that gossip must have in common before the first exchange.
+
+    Attributes:
+        algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
+        graph: the topology's name, and a digest of its edges and their weights.
+        neighbours: of each rank (by its place among those that share the optimizer); AD-PSGD alone needs them here.
+        max_staleness: steps (OSGP).
+        max_local_steps: steps a rank may take between two averagings (AD-PSGD).
+        average_every: steps between two averages over all ranks; 0: never.
+        compression: how messages travel.
+        local_size: ranks that are averaged before they gossip; 1: none.
+    """
+
+    algorithm: str
+    graph: str
+    neighbours: list[list[int]] = msgspec.field(default_factory=list)
+    max_staleness: int = 0
+    max_local_steps: int = 0
+    average_every: int = 0
+    compression: str = "none"
+    local_size: int = 1
+
+
+class Offered(OptimizerEvent, frozen=True, tag=True):
+    """This rank has a message for other ranks, ``key`` of its own; its engine holds it until an exchange takes it."""
+
+    key: int
+
+
+class Passed(OptimizerEvent, frozen=True, tag=True):
+    """This rank has no message of its step ``key``, in which others may have some."""
+
+    key: int
+
+
+class Wanted(OptimizerEvent, frozen=True, tag=True):
+    """This rank wants to be averaged with a neighbour (AD-PSGD)."""
+
+
+class Starved(OptimizerEvent, frozen=True, tag=True):
+    """This rank waits for a message that was in none of the first ``seen`` exchanges, and has none to offer."""
+
+    seen: int
+
+
+class Averaged(OptimizerEvent, frozen=True, tag=True):
+    """This rank is in its average number ``index`` over all ranks, with this push-sum weight, and waits for it."""
+
+    index: int
+    weight: float
+
+
+class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
+    """An exchange is over on this rank."""
+
+    round: int
+
+
+class Exchange(OptimizerCommand, frozen=True, tag=True):
+    """Submit an exchange, with this rank's part of it: ``mail`` as (sender, key), ``pairs`` of ranks to be averaged."""
+
+    round: int
+    mail: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
+
+
+class Average(OptimizerCommand, frozen=True, tag=True):
+    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others bring
+    nothing."""
+
+    index: int
+    ranks: list[int]
+    weight: float
+
+
+class Retired(OptimizerCommand, frozen=True, tag=True):
+    """A rank is done: nothing of its steps after ``step`` (since the last drain) will come."""
+
+    rank: int
+    step: int
+
+
+EVENTS = (Offered, Passed, Wanted, Starved, Averaged, ExchangeDone)
+COMMANDS = (Exchange, Average, Retired)

@@ -1,0 +1,365 @@
+"""Which ranks gossip with which, with what weights: a topology and its mixing matrices, checked for an algorithm."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hvd_async import mixing, topology
+from hvd_async.algorithms.gossip.messages import GossipConfig
+from hvd_async.mixing import Matrix
+from hvd_async.topology import Topology
+
+DIRECTED = ("sgp", "osgp")
+SYMMETRIC = ("dpsgd", "adpsgd")
+ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
+LEAST_WEIGHT, LOW_WEIGHT = 0.025, 0.1
+"""Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
+1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
+MOST_COPIES = 32
+"""Vectors of weights that a rank keeps for 8-bit differences."""
+COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+DEFAULTS: Mapping[str, Any] = {
+    "graph": None,
+    "peers": 1,
+    "weights": "uniform",
+    "max_staleness": None,
+    "max_local_steps": 4,
+    "average_every": 0,
+    "compression": "none",
+    "local_size": 1,
+}
+"""The options of ``make_plan`` that only some algorithms use."""
+_PUSH = frozenset(DEFAULTS) - {"max_staleness", "max_local_steps"}
+USES: Mapping[str, frozenset[str]] = {
+    "sgp": _PUSH,
+    "osgp": _PUSH | {"max_staleness"},
+    "dpsgd": _PUSH,
+    "adpsgd": frozenset({"graph", "peers", "max_local_steps", "compression"}),
+    "allreduce": frozenset({"average_every"}),
+}
+"""Which."""
+_NO_USE = {
+    "graph": "topology: {0} averages all ranks; leave it out",
+    "peers": "peers: {0} averages all ranks; leave it out",
+    "weights": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
+    "topology",
+    "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
+    "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
+    "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
+    "compression": "compression: averages over all ranks travel as they are; leave it out",
+    "local_size": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends to whom at each step, and what the receiver multiplies by.
+
+    Attributes:
+        config: what all ranks must have in common.
+        topology: of the ranks that share the optimizer, by place; of their hosts, if ranks are averaged there first.
+        matrices: one a phase, ``W[receiver, sender]``, columns sum to 1.
+    """
+
+    config: GossipConfig
+    topology: Topology
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def every(self) -> int:
+        """Steps from one in which messages go to the next. OSGP sends each ``max_staleness`` steps, when those sent
+        before have come: with more under way a rank would give itself away, and z = x / w run off."""
+        return max(1, self.config.max_staleness)
+
+    def phase(self, step: int) -> int:
+        """Of a step in which messages go, from 1."""
+        return (step - 1) // self.every % len(self.matrices)
+
+    def moves(self, step: int) -> bool:
+        """Whether any rank sends anything at ``step``."""
+        return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
+
+    @cached_property
+    def _busy(self) -> list[bool]:
+        return [any(out) for out, _ in self._edges]
+
+    @cached_property
+    def _edges(self) -> list[tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]]:
+        found = []
+        for weights in self.matrices:
+            size = len(weights)
+            out = [[(i, float(weights[i, j])) for i in range(size) if i != j and weights[i, j]] for j in range(size)]
+            into = [[(j, float(weights[i, j])) for j in range(size) if i != j and weights[i, j]] for i in range(size)]
+            found.append((out, into))
+        return found
+
+    def out(self, place: int, step: int) -> list[tuple[int, float]]:
+        """(receiver, weight) of what ``place`` sends at ``step``, in ascending order."""
+        return self._edges[self.phase(step)][0][place] if self.moves(step) else []
+
+    def into(self, place: int, step: int) -> list[tuple[int, float]]:
+        """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
+        return self._edges[self.phase(step)][1][place] if self.moves(step) else []
+
+    def senders(self, place: int) -> frozenset[int]:
+        """Of whom ``place`` gets anything, at any step."""
+        return frozenset(sender for _, into in self._edges for sender, _ in into[place])
+
+    @property
+    def least_weight(self) -> float:
+        """As ``mixing.least_weight``; lower only while ranks are done, then by the part that a rank keeps of 0.75."""
+        return mixing.least_weight(self.matrices, overlap=self.config.max_staleness > 0)
+
+    @property
+    def copies(self) -> int:
+        """Vectors of weights that a rank keeps at most for 8-bit differences (CHOCO-SGD): what all began with, one for
+        each phase in which it sends, one for each sender in each phase."""
+        size = len(self.matrices[0])
+        counts = [sum(bool(out[r]) + len(into[r]) for out, into in self._edges) for r in range(size)]
+        return 1 + max(counts)
+
+    @property
+    def most(self) -> int:
+        """The most messages that a rank sends in an exchange; AD-PSGD: one."""
+        if self.config.algorithm == "adpsgd":
+            return 1
+        return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
+
+
+def algorithms_of(graph: Topology) -> tuple[str, ...]:
+    """The algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if some
+    rank never hears of another."""
+    if graph.unreachable() is not None:
+        return ()
+    return DIRECTED + SYMMETRIC if graph.symmetric else DIRECTED
+
+
+def make_plan(
+    size: int,
+    algorithm: str = "sgp",
+    graph: Any = None,
+    peers: int = 1,
+    weights: Any = "uniform",
+    max_staleness: int | None = None,
+    max_local_steps: int = 4,
+    average_every: int = 0,
+    compression: str = "none",
+    local_size: int = 1,
+) -> Plan:
+    """Check how ranks are to gossip, and lay it out.
+
+    Args:
+        size: ranks that share the optimizer.
+        algorithm: one of ``ALGORITHMS``.
+        graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
+        peers: a rank has so many a step, where the graph leaves it open.
+        weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
+        max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
+        max_local_steps: steps between two averagings (AD-PSGD).
+        average_every: steps between two averages over all ranks; 0: never.
+        compression: one of ``COMPRESSIONS``.
+        local_size: ranks of a host that are averaged before they gossip.
+
+    Raises:
+        ValueError: what does not fit together, and what would.
+    """
+    given = {
+        "graph": graph,
+        "peers": peers,
+        "weights": weights,
+        "max_staleness": max_staleness,
+        "max_local_steps": max_local_steps,
+        "average_every": average_every,
+        "compression": compression,
+        "local_size": local_size,
+    }
+    _check_options(algorithm, given)
+    if local_size < 1 or size % local_size:
+        raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
+    if max_staleness is None:
+        max_staleness = 1 if algorithm == "osgp" else 0
+    if algorithm == "allreduce":
+        average_every = average_every or 1
+    places = size // local_size
+    if algorithm == "allreduce":
+        chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
+    else:
+        chosen, matrices = _graph(places, algorithm, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
+    digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
+    neighbours = [list(chosen.neighbours(place)) for place in range(places)] if algorithm == "adpsgd" else []
+    config = GossipConfig(
+        algorithm=algorithm,
+        graph=f"{chosen.name} ({digest:08x})",
+        neighbours=neighbours,
+        max_staleness=max_staleness,
+        max_local_steps=max_local_steps if algorithm == "adpsgd" else 0,
+        average_every=average_every,
+        compression=compression,
+        local_size=local_size,
+    )
+    plan = Plan(config, chosen, tuple(matrices))
+    _check_weight(plan)
+    if compression == "int8" and plan.copies > MOST_COPIES:
+        raise ValueError(
+            f"int8 on topology {chosen.name!r} keeps {plan.copies} copies of the weights on a rank (one for each edge "
+            f"and phase), and {MOST_COPIES} are the limit: take 'exponential' (1 + 2 log2 P), another graph with fewer "
+            f"edges and phases, or compression bf16"
+        )
+    return plan
+
+
+def _check_weight(plan: Plan) -> None:
+    """Refuse, or warn of, push-sum weights so low that z = x / w runs away."""
+    algorithm, least = plan.config.algorithm, plan.least_weight if plan.config.algorithm in DIRECTED else 1.0
+    if least >= LOW_WEIGHT:
+        return
+    text = (
+        f"topology {plan.topology.name!r} under {algorithm}: push-sum weights fall to {least:.3g}, so the optimizer's "
+        f"step is up to {1 / least:.3g} times as long as its learning rate says"
+    )
+    hint = "take a topology on which ranks get as much as they give, such as 'exponential'"
+    if algorithm == "osgp":
+        hint += ", with few receivers a step"
+    if least < LEAST_WEIGHT:
+        raise ValueError(f"{text}, which lets weights run away; {hint}")
+    warnings.warn(f"{text}; lower that, or {hint}", stacklevel=3)
+
+
+def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that cannot be, that mean nothing to the algorithm, or that do not go together."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
+    _check_number("max_local_steps", given["max_local_steps"], 1)
+    _check_number("average_every", given["average_every"], 0)
+    _check_number("max_staleness", given["max_staleness"] or 0, 0)
+    compression = given["compression"]
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
+    for name in sorted(DEFAULTS.keys() - USES[algorithm]):
+        value = given[name]
+        if name == "max_staleness":
+            value = value or None  # (0 is what they have)
+        if not isinstance(value, str | int | None) or value != DEFAULTS[name]:
+            raise ValueError(_NO_USE[name].format(algorithm))
+    if compression == "int8" and algorithm == "adpsgd":
+        raise ValueError(
+            f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
+            f"fp16 or bf16, or another algorithm"
+        )
+    if given["local_size"] > 1 and (compression != "none" or given["average_every"]):
+        raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
+
+
+def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what: str) -> tuple[Topology, list[Matrix]]:
+    """The graph and its matrices, fit for the algorithm."""
+    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, algorithm)) is not None:
+        graph, weights = None, own
+    if isinstance(weights, str):
+        chosen = _topology(size, graph, peers, algorithm)
+        matrices = mixing.matrices(chosen, weights)
+    else:
+        if graph is not None or peers != 1:
+            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
+        matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
+        for matrix in matrices:
+            mixing.check_columns(matrix)
+            if not matrix.diagonal().all():
+                rank = int(np.argmin(matrix.diagonal()))
+                raise ValueError(
+                    f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
+                    f"neighbours' are late: give it a part above 0"
+                )
+        chosen = _of_matrices(matrices)
+    if chosen.size != size:
+        raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
+    mixing.check_connected(chosen)
+    if algorithm in SYMMETRIC:
+        _check_symmetric(chosen, algorithm)
+    if algorithm == "dpsgd":
+        for matrix in matrices:
+            try:
+                mixing.check_doubly(matrix)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; D-PSGD needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
+                ) from None
+            if not np.allclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE):
+                i, j = map(int, np.argwhere(~np.isclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE))[0])
+                raise ValueError(
+                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; D-PSGD "
+                    f"needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
+                )
+    return chosen, matrices
+
+
+def _topology(size: int, graph: Any, peers: int, algorithm: str) -> Topology:
+    if graph is None:
+        graph = "exponential" if algorithm in DIRECTED else "bipartite-exponential"
+    if isinstance(graph, str):
+        return topology.named(graph, size, peers)
+    topology.check_peers(peers, size)
+    if peers != 1:
+        raise ValueError(f"peers={peers}: a graph that is given says itself who sends to whom; leave peers out")
+    if isinstance(graph, Topology):
+        return graph
+    if _is_networkx(graph):
+        return topology.from_networkx(graph)
+    raise ValueError(
+        f"topology={graph!r} is none: take a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph"
+    )
+
+
+def _is_networkx(graph: Any) -> bool:
+    return hasattr(graph, "nodes") and hasattr(graph, "is_directed")
+
+
+def _weighted(graph: Any, peers: int, weights: Any, algorithm: str) -> Matrix | None:
+    """The mixing matrix that a networkx graph's edges carry; None if they carry none."""
+    topology.from_networkx(graph)  # (its nodes are ranks)
+    matrix = mixing.of_networkx(graph)
+    if matrix is None:
+        return None
+    if algorithm == "adpsgd" or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
+        own = "adpsgd averages half and half" if algorithm == "adpsgd" else "leave mixing and peers out"
+        raise ValueError(
+            f"the edges of this networkx graph have weights, which are mixing weights: {own}; or {mixing.STRIP}"
+        )
+    return matrix
+
+
+def _of_matrices(matrices: Sequence[Matrix]) -> Topology:
+    sizes = {len(matrix) for matrix in matrices}
+    if len(sizes) != 1:
+        raise ValueError(f"mixing matrices of different sizes: {sorted(sizes)}; each needs a row and a column a rank")
+    phases = [frozenset((int(j), int(i)) for i, j in np.argwhere(matrix) if i != j) for matrix in matrices]
+    return Topology("given by mixing=", sizes.pop(), tuple(phases))
+
+
+def _check_symmetric(graph: Topology, algorithm: str) -> None:
+    for step, edges in enumerate(graph.phases):
+        for sender, receiver in sorted(edges):
+            if (receiver, sender) not in edges:
+                raise ValueError(
+                    f"topology {graph.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
+                    f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
+                    f"that is, or algorithm='sgp'"
+                )
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not a number of steps: take {least} or more")
+
+
+def _is_list(weights: Any) -> bool:
+    """Whether it is several matrices, rather than the rows of one."""
+    if isinstance(weights, list | tuple):  # (of different sizes, maybe: NumPy would have no number of dimensions)
+        return bool(weights) and np.ndim(weights[0]) == 2
+    return bool(np.ndim(weights) == 3)

@@ -1,0 +1,311 @@
+"""The coordinator's state machine for gossip: which messages travel together, who is averaged with whom.
+
+The laws it keeps:
+
+1. *One exchange at a time*, each one collective of all ranks. The next goes when the last has landed and every active
+   rank has something for it, or waits itself for a message that was in none so far. Else it goes when it could have
+   gone for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting less would
+   make many small ones of one. (AD-PSGD, where nobody is held up by an exchange: when its first rank has waited so
+   long.)
+2. *In order.* A rank's messages go in the order in which it offered them, one an exchange; of several ranks' those of
+   the earliest step alone, since in one step of a graph nobody gets more than others, and ranks fall into step so.
+   (Not where hosts gossip: their messages of one step are of three stages.) None goes that is more than ``AHEAD``
+   sending steps beyond the slowest active rank, since they would pile up where that one sleeps. A rank that has none of
+   a step says so: it takes no part in the exchange, and is not waited for.
+3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
+   waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
+   exchange at the most. So nobody waits for a neighbour that computes.
+4. *Averages* over all ranks go when every active rank is in its average of that number.
+5. *Ends.* A rank that is done is announced: nobody may wait for what it will not send. What has been offered when all
+   are done goes out before they are told.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+
+(A graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_async.algorithms.gossip.messages import (
+    Average,
+    Averaged,
+    Exchange,
+    ExchangeDone,
+    GossipConfig,
+    Offered,
+    Passed,
+    Retired,
+    Starved,
+    Wanted,
+)
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, Opened, OptimizerEvent
+from hvd_async.runtime.state_machine import Machine
+
+SMOOTHING = 0.2
+"""Of the running mean of how long an exchange takes."""
+AHEAD = 8
+"""Sending steps."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    key: int
+    at: float
+
+
+@dataclass(frozen=True)
+class _Flight:
+    round: int
+    started: float
+
+
+class Exchanges(Machine[GossipConfig]):
+    """Gossip of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
+        self._wants: dict[int, float] = {}
+        """Ranks that want to be averaged, in order, and since when."""
+        self._gone: dict[int, int] = {}
+        """The last step of each rank that has no message here any more, since the last drain."""
+        self._told: dict[int, int] = {}
+        """The last step of which each rank has offered messages, or said that it has none, since the last drain."""
+        self._starved: dict[int, int] = {}
+        """Ranks that wait for a message, and how many exchanges they had seen then."""
+        self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        """The last exchange in which a rank was averaged."""
+        self._averages: dict[int, dict[int, float]] = {}
+        """Averages that have not gone: the ranks that are in them, and their push-sum weights."""
+        self._average = 0
+        """The last one that went, since the last drain."""
+        self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        """Each rank's steps at the last drain."""
+        self._round = 0
+        self._flight: _Flight | None = None
+        self._duration = 0.0
+        """Mean seconds of an exchange."""
+        self._free_since = -math.inf
+        """When the last exchange landed."""
+        self._wake_at: float | None = None
+
+    def tick(self, now: float) -> list[Command]:
+        """Send the exchange that only waited for more ranks."""
+        return self._advance(now)
+
+    def deadline(self) -> float | None:
+        """When an exchange goes, whoever is in it."""
+        return self._wake_at
+
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        if self._averages:
+            number = min(self._averages)
+            return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
+        return None
+
+    def _open(self, rank: int, event: Opened[Any], now: float) -> list[Command]:
+        commands = super()._open(rank, event, now)
+        if self._config is not None:  # ranks that were done before know others only now
+            commands[1:1] = [self._retired(done) for done in sorted(self._done)]
+        return commands
+
+    def _begin(self, config: Any) -> GossipConfig:
+        assert isinstance(config, GossipConfig)
+        size = len(self.ranks)
+        fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
+        if config.algorithm == "adpsgd" and not fit:
+            raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
+        return config
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case Offered(_, key):
+                self._check_offer(rank, event, key)
+                self._offers[rank].append(_Offer(key, now))
+                self._told[rank] = key
+                self._starved.pop(rank, None)
+            case Passed(_, key):
+                self._check_offer(rank, event, key)
+                self._told[rank] = self._gone[rank] = key
+                self._starved.pop(rank, None)
+            case Wanted():
+                self._wanted(rank, event, now)
+            case Starved(_, seen):
+                self._running(rank, event)
+                self._starved[rank] = seen
+            case Averaged(_, index, weight):
+                self._running(rank, event)
+                if index != self._average + 1 or rank in self._averages.get(index, {}):
+                    raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
+                self._averages.setdefault(index, {})[rank] = weight
+            case ExchangeDone(_, number):
+                self._landed(rank, number, now)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a gossip")
+        return self._advance(now)
+
+    def _check_offer(self, rank: int, event: OptimizerEvent, key: int) -> None:
+        if self._config is None:
+            self._running(rank, event)
+        elif rank in self._done and self._config.local_size == 1:  # (else its engine still serves its host)
+            raise ProtocolError(f"rank {rank} offered message {key} although it is done")
+        if any(offer.key == key for offer in self._offers[rank]):
+            raise ProtocolError(f"rank {rank} offered message {key} twice")
+
+    def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        if self._running(rank, event).algorithm != "adpsgd":
+            raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
+        self._wants.setdefault(rank, now)  # (told again, if an averaging that it did not ask for was on its way)
+
+    def _landed(self, rank: int, number: int, now: float) -> None:
+        if not 1 <= number <= self._round:
+            raise ProtocolError(f"rank {rank} saw exchange {number} land, of {self._round}")
+        if self._flight is not None and self._flight.round == number:
+            took = now - self._flight.started
+            self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
+            self._flight, self._free_since = None, now
+
+    # -- what goes --------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Command]:
+        self._wake_at = None
+        if self._config is None:
+            return []
+        commands = self._due_averages()
+        group = self._group()
+        waits = [self._offers[rank][0].at for rank in group] + list(self._wants.values())
+        if self._flight is not None or not waits or self._is_ahead(group):
+            return commands
+        there = self._accounted(group)
+        since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
+        if not self._active() <= there and now < since + self._duration:
+            self._wake_at = since + self._duration
+            return commands
+        exchange = self._next(now)
+        if exchange is None:
+            return commands
+        self._flight = _Flight(exchange.round, now)
+        return [*commands, exchange]
+
+    def _group(self) -> list[int]:
+        """The ranks whose first offers go together."""
+        keys = {rank: offers[0].key for rank, offers in self._offers.items() if offers}
+        assert self._config is not None
+        if self._config.local_size > 1:
+            return list(keys)
+        earliest = min(keys.values(), default=0)
+        return [rank for rank, key in keys.items() if key == earliest]
+
+    def _is_ahead(self, group: Sequence[int]) -> bool:
+        """Whether the messages of these ranks must wait for the slowest rank."""
+        assert self._config is not None
+        if not group or self._config.local_size > 1:
+            return False
+        slowest = min((self._told.get(rank, 0) for rank in self._active()), default=0)
+        return self._offers[group[0]][0].key > slowest + AHEAD * max(1, self._config.max_staleness)
+
+    def _accounted(self, group: Sequence[int]) -> set[int]:
+        """The ranks that are in the next exchange, or cannot be before it has landed."""
+        there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
+        there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
+        there.update(*self._averages.values())
+        if group and self._config is not None and self._config.local_size == 1:
+            earliest = self._offers[group[0]][0].key
+            there |= {rank for rank, key in self._gone.items() if key >= earliest}
+        return there
+
+    def _due_averages(self) -> list[Command]:
+        due: list[Command] = []
+        for index in sorted(self._averages):
+            if self._averages[index].keys() >= self._active():
+                self._average = index
+                # (in one order, so that sums are the same to the bit)
+                there = sorted(self._averages.pop(index).items())
+                ranks, weights = [rank for rank, _ in there], [weight for _, weight in there]
+                due.append(Average(self._optimizer, index, ranks, sum(weights)))
+        return due
+
+    def _next(self, now: float) -> Exchange | None:
+        """The next exchange, of all that waits; None if nobody that waits has a partner."""
+        mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
+        self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in mail}
+        pairs = self._pair()
+        if not mail and not pairs:
+            return None
+        self._round += 1
+        for pair in pairs:
+            for rank in pair:
+                self._wants.pop(rank, None)
+                self._met[rank] = self._round
+        return Exchange(self._optimizer, self._round, mail, pairs)
+
+    def _pair(self) -> list[tuple[int, int]]:
+        """Law 3; of several neighbours the one whose last average is longest ago."""
+        assert self._config is not None
+        taken: set[int] = set()
+        pairs: list[tuple[int, int]] = []
+        for wanting in (True, False):
+            for rank in self._wants:
+                if rank in taken:
+                    continue
+                peers = (self.ranks[place] for place in self._config.neighbours[self.ranks.index(rank)])
+                free = [p for p in peers if p not in self._done and p not in taken and (p in self._wants) == wanting]
+                if free:
+                    partner = min(free, key=lambda peer: self._met[peer])
+                    taken |= {rank, partner}
+                    pairs.append((rank, partner))
+        return pairs
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _check_done(self, rank: int) -> None:
+        if any(rank in there for there in self._averages.values()):
+            raise ProtocolError(f"rank {rank} is done although it waits for an average")
+
+    def _forget(self, rank: int) -> None:
+        for there in self._averages.values():
+            there.pop(rank, None)
+        self._averages = {index: there for index, there in self._averages.items() if there}
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Its engine still ends exchanges, and serves its host."""
+        serves = isinstance(event, ExchangeDone) or (isinstance(event, Offered) and self._of_hosts)
+        return self._hear(rank, event, now) if serves else []
+
+    @property
+    def _of_hosts(self) -> bool:
+        return self._config is not None and self._config.local_size > 1
+
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        if self._config is None:
+            return []  # (others may not have opened: they are told when all have)
+        self._wants.pop(rank, None)
+        self._starved.pop(rank, None)
+        return [self._retired(rank), *self._advance(now)]
+
+    def _retired(self, rank: int) -> Retired:
+        return Retired(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
+
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Send what has been offered."""
+        self._wants.clear()
+        self._starved.clear()
+        commands: list[Command] = []
+        while any(self._offers.values()):
+            exchange = self._next(now)
+            assert exchange is not None
+            commands.append(exchange)
+        self._gone.clear()
+        self._told.clear()
+        self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
+        self._averages.clear()
+        self._average = 0
+        self._bases = {done: produced[0] for done, produced in self._produced.items()}
+        self._wake_at = None
+        return commands, self._round

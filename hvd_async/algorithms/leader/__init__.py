@@ -1,0 +1,1 @@
+"""Leader-pull: ranks train alone and are pulled towards a leader or a center now and then."""

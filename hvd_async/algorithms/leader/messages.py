@@ -1,0 +1,75 @@
+"""Leader-pull: what ranks and the coordinator say to each other, and what ranks must have in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How it stands between ranks that follow a leader, at a drain or cut.
+
+    Attributes:
+        leader: the rank whose mean loss is the lowest of the recent ones; the lowest-numbered where none is known.
+        steps: since the last pull that was due, of each group of the ranks and, last, of all.
+        means: mean losses by place; None where there is none that is finite.
+    """
+
+    leader: int
+    steps: list[int]
+    means: list[float | None]
+
+
+class LeaderConfig(Config, frozen=True, tag=True):
+    """What all ranks that follow a leader must have in common before the first pull.
+
+    Attributes:
+        algorithm: "lsgd" or "easgd".
+        groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
+        local_period, global_period: pulls are due when the ranks have taken so many steps each, on the average: of a
+            group towards its leader, of all towards the global leader or the centre.
+        settings: what else must be the same, for people and for comparison: strengths of the pulls and the like.
+        buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
+        loss_window: steps of a rank, on the average, after which a loss is too old to lead by.
+        local, whole: whether pulls of groups, and of all, change anything; else there are none.
+        standing: of an earlier run's cut, if this one goes on from there.
+    """
+
+    algorithm: str
+    groups: list[list[int]]
+    local_period: int
+    global_period: int
+    settings: str
+    buffers: str = "local"
+    loss_window: int = 10
+    local: bool = True
+    whole: bool = True
+    standing: Standing | None = None
+
+
+class Iterated(OptimizerEvent, frozen=True, tag=True):
+    """This rank has taken a step; ``loss`` is the mean of its last training losses, None before it has recorded one."""
+
+    loss: float | None
+
+
+class PullDone(OptimizerEvent, frozen=True, tag=True):
+    """A pull is over on this rank."""
+
+    round: int
+
+
+class Pull(OptimizerCommand, frozen=True, tag=True):
+    """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the centre: -1).
+
+    ``leader`` -2: nobody has ever told a loss, so there is no pull, and ranks are to say so.
+    """
+
+    round: int
+    group: int
+    leader: int
+
+
+EVENTS = (Iterated, PullDone)
+COMMANDS = (Pull,)

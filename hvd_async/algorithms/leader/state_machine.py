@@ -1,0 +1,202 @@
+"""The coordinator's state machine for leaders: when which ranks are pulled towards whom.
+
+The laws it keeps:
+
+1. *Steps of all ranks count together.* A group's pull is due when its active ranks have taken ``local_period`` steps
+   each on the average since its last, a pull of all when all active ranks have taken ``global_period``: fast
+   ranks do more. A rank that is done takes its part of what was counted along: its end makes no pull due.
+2. *The leader* is the active rank with the lowest mean loss of those told in the last ``loss_window`` steps of a rank,
+   on the average (``global_period``, if that is longer): not one that is done, or hangs. One whose loss is not finite
+   never leads, and where nobody's is there is no pull. Where none of a group has told any, the ranks hear that. (EASGD
+   has a centre and asks for no loss.) When all are done, the same holds of all; and if none of them is recent, the last
+   that was told leads. A group of one, and one of all ranks, has no leader of its own.
+3. *One pull of a group at a time*; what becomes due meanwhile is due when it has landed, once.
+4. *Nobody is waited for*: engines take part for ranks that compute, sleep or are done.
+5. *Illegal moves change nothing.* They raise ProtocolError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_async.algorithms.leader import equations
+from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, OptimizerEvent
+from hvd_async.runtime.state_machine import Machine
+
+ALL = -1
+"""In place of a group: all ranks."""
+CENTRE = -1
+"""In place of a leader: EASGD's centre."""
+NOBODY = -2
+"""In place of a leader: no rank of the group has told a loss."""
+
+
+@dataclass
+class _Group:
+    """Ranks that are pulled together.
+
+    Attributes:
+        ranks: which.
+        period: steps each, on the average, between two pulls.
+        active: how many of them count.
+        steps: since the last that became due.
+        flight: the number of the pull that is on its way.
+    """
+
+    ranks: tuple[int, ...]
+    period: int
+    active: int
+    steps: int = 0
+    flight: int | None = None
+
+
+class Pulls(Machine[LeaderConfig]):
+    """LSGD or EASGD of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._groups: dict[int, _Group] = {}
+        self._means: dict[int, float] = {}
+        self._clock = 0.0
+        """Steps of an active rank, on the average."""
+        self._heard: dict[int, float] = {}
+        """When each rank has told its mean, by this clock."""
+        self._round = 0
+        self._leaderless = 0
+        self._told = False
+
+    def tick(self, now: float) -> list[Command]:
+        """Nothing waits for time to pass."""
+        return []
+
+    def deadline(self) -> float | None:
+        """As ``tick``."""
+        return None
+
+    def news(self) -> str | None:
+        """Pulls that had no leader, once."""
+        if not self._leaderless or self._told:
+            return None
+        self._told = True
+        return (
+            "no rank of a group, or of all, has a finite mean loss, so nobody leads it and nobody is pulled; look at "
+            "what record_loss() is given (a loss of more than loss_window steps ago does not count)"
+        )
+
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        return None
+
+    def _begin(self, config: Any) -> LeaderConfig:
+        assert isinstance(config, LeaderConfig)
+        if config.algorithm == "lsgd":
+            for number, places in enumerate(config.groups):
+                ranks = tuple(self.ranks[place] for place in places)
+                self._groups[number] = _Group(ranks, config.local_period, self._count(ranks))
+        self._groups[ALL] = _Group(self.ranks, config.global_period, self._count(self.ranks))
+        if config.standing is not None:
+            for group, steps in zip(self._groups.values(), config.standing.steps, strict=True):
+                group.steps = steps
+            self._means = {r: m for r, m in zip(self.ranks, config.standing.means, strict=True) if m is not None}
+            self._heard = dict.fromkeys(self._means, 0.0)
+        return config
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case Iterated(_, loss):
+                self._running(rank, event)
+                self._clock += 1 / len(self._active())
+                if loss is not None:
+                    self._means[rank], self._heard[rank] = loss, self._clock
+                for number, group in self._groups.items():
+                    group.steps += rank in group.ranks and self._is_pulled(number)
+            case PullDone(_, number):
+                if not 1 <= number <= self._round:
+                    raise ProtocolError(f"rank {rank} saw pull {number} land, of {self._round}")
+                over = [group for group in self._groups.values() if group.flight == number]
+                for group in over:
+                    group.flight = None
+                if not over:  # of before an end: nothing of it may start anything after a cut
+                    return []
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
+        return self._due()
+
+    def _due(self) -> list[Command]:
+        commands: list[Command] = []
+        for number, group in self._groups.items():  # (local ones first)
+            needed = group.period * group.active
+            if group.flight is not None or not 0 < needed <= group.steps or not self._is_pulled(number):
+                continue
+            group.steps %= needed
+            leader = CENTRE if self._of_centre else equations.leader(self._means, self._recent(group.ranks))
+            if leader is None and self._means.keys() & set(group.ranks):
+                self._leaderless += 1
+                continue
+            self._round += 1
+            if leader is not None:
+                group.flight = self._round
+            commands.append(Pull(self._optimizer, self._round, number, NOBODY if leader is None else leader))
+        return commands
+
+    def _is_pulled(self, number: int) -> bool:
+        """Whether a group is ever pulled."""
+        assert self._config is not None
+        if number == ALL:
+            return self._config.whole
+        return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
+
+    def _counting(self) -> set[int]:
+        """Ranks that are not done; a cut is none of a rank's steps, nor its end. Those that are gone never count."""
+        return self._active() if self._flush else self.present
+
+    def _count(self, ranks: Sequence[int]) -> int:
+        return len(self._counting().intersection(ranks))
+
+    def _recent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of them that may lead now: of all, if all are done."""
+        assert self._config is not None
+        oldest = self._clock - max(self._config.loss_window, self._config.global_period)
+        there = self._counting() or self.present
+        return [rank for rank in ranks if rank in there and self._heard.get(rank, -math.inf) >= oldest]
+
+    @property
+    def _of_centre(self) -> bool:
+        return self._config is not None and self._config.algorithm == "easgd"
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Its engine still takes part in pulls."""
+        return self._hear(rank, event, now) if isinstance(event, PullDone) else []
+
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        for group in self._groups.values():
+            left = self._count(group.ranks)
+            group.steps, group.active = group.steps * left // max(1, group.active), left
+        return []
+
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """What is not due yet never will be, after a drain."""
+        for group in self._groups.values():
+            group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
+        return [], self._round
+
+    def _details(self) -> Standing:
+        present = [rank for rank in self.ranks if rank in self.present]
+        leader = equations.leader(self._means, self._recent(present))
+        if leader is None:
+            heard = {rank: at for rank, at in self._heard.items() if rank in self.present}
+            latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
+            leader = equations.leader(self._means, [rank for rank, at in heard.items() if at == latest])
+        known = {leader, *self._recent(self.ranks)}  # (who was too old to lead stays so in another job)
+        means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
+        return Standing(
+            leader=present[0] if leader is None else leader,
+            steps=[group.steps for group in self._groups.values()],
+            means=[None if mean is None or not math.isfinite(mean) else mean for mean in means],
+        )

@@ -1,0 +1,202 @@
+"""Checks of the wrappers' arguments that both bindings share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_async.algorithms.eager.quorum import Quorum, check_quorum
+
+BUFFERS = ("average", "local", "root")
+PACES = ("steps", "rounds")
+NONFINITE = ("skip", "raise")
+
+
+def check_eager_options(
+    quorum: Quorum,
+    max_staleness: int,
+    grace: float,
+    buffers: str,
+    ranks: int,
+    *,
+    bucket_cap_mb: float = 25.0,
+    late_cap_mb: float = 4096.0,
+    pace: str = "steps",
+    nonfinite: str = "skip",
+) -> None:
+    """Refuse what no eager optimizer at so many ranks can have.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    check_quorum(quorum, ranks)
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ValueError(
+            f"max_staleness={max_staleness!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
+        )
+    if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
+        raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
+    for name, size, usual in (("bucket_cap_mb", bucket_cap_mb, 25), ("late_cap_mb", late_cap_mb, 4096)):
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+            raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
+    for name, value, known in (
+        ("buffers", buffers, BUFFERS),
+        ("pace", pace, PACES),
+        ("nonfinite", nonfinite, NONFINITE),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known: take one of {', '.join(map(repr, known))}")
+    if pace == "rounds" and (quorum == "all" or max_staleness == 0):
+        raise ValueError(
+            f'pace="rounds" lets late ranks give fewer gradients, which quorum={quorum!r}, max_staleness='
+            f'{max_staleness} never does: take pace="steps", or a quorum that does not wait for all'
+        )
+
+
+def check_compression(compression: Any) -> None:
+    """Refuse what cannot compress.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression={compression!r} cannot compress gradients: take hvd.Compression.none, .fp16, .bf16, or a "
+            f"class with compress(tensor) and decompress(tensor, ctx)"
+        )
+
+
+def check_passes(backward_passes_per_step: int) -> None:
+    """Refuse what is no number of backward passes.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    passes = backward_passes_per_step
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes!r} is not a number of backward passes: take 1 or more")
+
+
+def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tuple[float, float]:
+    """By what a gradient is multiplied before the sum over the ranks, and the sum afterwards.
+
+    Args:
+        op: Horovod's, as the user gave it; ``average`` and ``total`` are ``hvd.Average`` and ``hvd.Sum``.
+        predivide: Horovod's ``gradient_predivide_factor``.
+        size: ranks that are averaged over.
+
+    Raises:
+        ValueError: an operation that a partial allreduce cannot do, or a factor that does not go with it.
+    """
+    if op not in (average, total):
+        raise ValueError(
+            f"op={op!r} does not go with partial allreduce, whose rounds add gradients up (Adasum, minimum and maximum "
+            f"need all ranks' gradients at once): take hvd.Average or hvd.Sum"
+        )
+    if isinstance(predivide, bool) or not isinstance(predivide, int | float) or not 0 < predivide < float("inf"):
+        raise ValueError(f"gradient_predivide_factor={predivide!r} is not a factor: take a number above 0")
+    if op == total:
+        if predivide != 1.0:
+            raise ValueError("gradient_predivide_factor splits the division of op=hvd.Average: leave it out with Sum")
+        return 1.0, 1.0
+    return 1.0 / predivide, predivide / size
+
+
+def check_gossip_options(
+    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, whose: str = "gossip"
+) -> None:
+    """Refuse those of Horovod's arguments that mean nothing where weights travel and gradients do not.
+
+    Args:
+        op: as the user gave it; ``average`` is ``hvd.Average``.
+        predivide: Horovod's ``gradient_predivide_factor``.
+        groups: Horovod's ``groups`` or ``num_groups``.
+        passes: Horovod's ``backward_passes_per_step``.
+        buffers: how batch-norm statistics are to agree.
+        whose: arguments they are, for messages.
+
+    Raises:
+        ValueError: with a hint.
+    """
+    if op != average:
+        raise ValueError(f"op={op!r}: {whose} mixes weights, by averages; leave op out, or take hvd.Average")
+    if predivide != 1.0:
+        raise ValueError(f"gradient_predivide_factor: gradients stay on their rank in {whose}; leave it out")
+    if groups:
+        raise ValueError(f"groups, num_groups: a rank's weights travel as one message in {whose}; leave them out")
+    check_passes(passes)
+    if buffers not in BUFFERS:
+        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
+
+
+def check_leader_options(
+    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, plain: bool
+) -> None:
+    """As ``check_gossip_options``, where ranks follow a leader; ``plain``: whether no compression is asked for."""
+    check_gossip_options(op, average, predivide, groups, passes, buffers, "LeaderOptimizer")
+    if buffers == "root":
+        raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
+    if not plain:
+        raise ValueError("compression: a leader's weights travel as they are; leave it out")
+
+
+def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
+    """How gossip's messages travel, by name.
+
+    Args:
+        compression: a name, or one of the values of ``known``.
+        known: the binding's compressors by name.
+
+    Raises:
+        ValueError: another one; messages are coded by the library itself.
+    """
+    for name, compressor in known.items():
+        if compression is compressor or compression == name:
+            return name
+    raise ValueError(
+        f"compression={compression!r} of messages is not known: take hvd.Compression.{', .'.join(known)}, or one of "
+        f"these names"
+    )
+
+
+def host_size(hierarchical: Any, hvd: Any, everyone: bool) -> int:
+    """Ranks of a host that are averaged before they gossip.
+
+    Args:
+        hierarchical: True for Horovod's local ranks, False for none, or a number of ranks, numbered host by host.
+        hvd: Horovod's module; asked about its hosts if it is True.
+        everyone: whether all ranks of the job gossip, and no process set of them.
+
+    Raises:
+        ValueError: hosts of different sizes, ranks in another order, a process set, or no number of ranks.
+    """
+    if isinstance(hierarchical, bool):
+        return local_ranks(hvd, everyone, "hierarchical=True", "leave it out") if hierarchical else 1
+    if not isinstance(hierarchical, int) or hierarchical < 1:
+        raise ValueError(f"hierarchical={hierarchical!r}: take True, False, or the number of ranks of a host")
+    return hierarchical
+
+
+def local_ranks(hvd: Any, everyone: bool, asked: str, instead: str) -> int:
+    """Horovod's ranks of each host.
+
+    Args:
+        hvd: Horovod's module.
+        everyone: whether all ranks of the job are meant, and no process set of them.
+        asked, instead: what the user said, and what else could be.
+
+    Raises:
+        ValueError: hosts of different sizes, ranks in another order, or a process set.
+    """
+    if not everyone:
+        raise ValueError(
+            f"{asked} counts the ranks of a host, and some may be outside the process set: pass the number of ranks of "
+            f"a host that are inside"
+        )
+    local, hosts = int(hvd.local_size()), int(hvd.cross_size())
+    if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
+        raise ValueError(
+            f"{asked} needs as many ranks on each host, numbered host by host: start them so (horovodrun -H a:4,b:4), "
+            f"or {instead}"
+        )
+    return local

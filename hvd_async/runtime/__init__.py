@@ -1,0 +1,1 @@
+"""Runs any algorithm and knows none: threads, sockets, messages, the life of a process."""

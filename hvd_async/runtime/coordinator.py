@@ -1,0 +1,316 @@
+"""The coordinator: rank 0's thread that feeds the state machines and sends what comes out, to all in one order.
+
+It also keeps watch: a rank whose connection ends without ``Leaving`` is lost, and everybody is told its name and host;
+a rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.runtime.compatibility import fault_of
+from hvd_async.runtime.family import Family
+from hvd_async.runtime.interfaces import Gone, Hub
+from hvd_async.runtime.log import notice, printable
+from hvd_async.runtime.messages import (
+    Broken,
+    Bye,
+    CallRoll,
+    Command,
+    Done,
+    Event,
+    Failed,
+    Hello,
+    Here,
+    Leaving,
+    Lost,
+    Opened,
+    OptimizerEvent,
+    Welcome,
+)
+from hvd_async.runtime.roll_call import SETTLE, RollCall
+from hvd_async.runtime.state_machine import Machine
+
+MOST_OPTIMIZERS = 1024
+"""At a time."""
+ROLL_CALL_MARGIN = 5.0
+"""Seconds that a rank which is silent has longer to answer than the hub gives it."""
+
+
+class Coordinator:
+    """Runs until every rank has left, a rank is lost, or ``stop()``.
+
+    Args:
+        hub: the coordinator's end of the channels; the coordinator closes it.
+        families: of the algorithms that its ranks may run.
+        hosts: of the ranks, in order.
+        warn_after: seconds of waiting for a rank before each warning.
+        connect_timeout: seconds in which every rank must have connected; one that has not is lost.
+        dead_after: seconds after which the hub takes a rank that is silent for gone; no shorter is a roll call.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        families: Sequence[Family],
+        hosts: Sequence[str],
+        warn_after: float = 60.0,
+        connect_timeout: float = 60.0,
+        dead_after: float = 25.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kinds = {family.config: family.state_machine for family in families}
+        self._hub, self._hosts, self._size = hub, [printable(host) for host in hosts], len(hosts)
+        self._warn_after, self._connect_timeout, self._clock = warn_after, connect_timeout, clock
+        self._dead_after = dead_after
+        self._connected: set[int] = set()
+        self._started = clock()
+        self._left: set[int] = set()
+        self._absent: dict[int, str] = {}
+        """Ranks that had left when their connection ended, and how it did."""
+        self._roll: RollCall | None = None
+        self._machines: dict[int, Machine[Any]] = {}
+        self._ended: set[int] = set()
+        """Numbers of optimizers that no rank has any more; engines may still tell of their last collectives."""
+        self._waits: dict[str, tuple[object, float]] = {}
+        self._looked_at = float("-inf")
+        self._stopping = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="hvd_async-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread and close the hub, whatever the ranks are doing."""
+        self._stopping.set()
+        self._hub.wake()
+        self._thread.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the coordinator has come to its end by itself; longer if that is when a roll call ends."""
+        self._thread.join(timeout)
+        if self._roll is not None:
+            self._thread.join(max(self._roll.limit, SETTLE) + timeout)
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._over and not self._stopping.is_set():
+                item = self._hub.receive(self._timeout())
+                now = self._clock()
+                if item is not None:
+                    self._take(*item, now)
+                for machine in self._machines.values():
+                    deadline = machine.deadline()
+                    if deadline is not None and deadline <= now:
+                        self._send(machine.tick(now), machine.ranks)
+                self._warn(now)
+                self._judge(now)
+        except Exception as error:
+            notice(f"the coordinator failed: {type(error).__name__}: {error}")
+            self._lose(0, f"has a coordinator that failed with {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._hub.close()
+
+    def _timeout(self) -> float:
+        deadlines = [d for d in (machine.deadline() for machine in self._machines.values()) if d is not None]
+        deadlines += [] if self._roll is None else [self._roll.deadline()]
+        until = min(deadlines, default=float("inf")) - self._clock()
+        longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
+        return max(0.0, min(until, longest))
+
+    def _take(self, rank: int, event: Event | Gone, now: float) -> None:
+        match event:
+            case Gone(reason):
+                self._end_of(rank, reason)
+            case Failed(error, horovod):
+                if horovod:
+                    self._call_roll(rank, error, now)
+                else:
+                    self._lose(rank, f"failed: {error}")
+            case Here():
+                if self._roll is not None:
+                    self._roll.present(rank)
+            case Hello():
+                if rank in self._connected:
+                    self._lose(rank, "broke the protocol: it said hello twice")
+                self._connected.add(rank)
+                if len(self._connected) == self._size:
+                    self._send_all([Welcome()])
+            case Leaving():
+                self._left.add(rank)
+                self._check_left()
+                if self._over:
+                    return
+                if len(self._left) == self._size:
+                    self._send_all([Bye()])
+                    self._over = True
+            case Opened() if (fault := fault_of(rank, event, self._size)) is not None:
+                self._lose(rank, f"broke the protocol: {fault}")
+            case _:
+                self._hear(rank, event, now)
+
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        """An event of one of the optimizers; its first one says who shares it, and what it is."""
+        machine = self._machines.get(event.optimizer)
+        if event.optimizer in self._ended:
+            return
+        if machine is None:
+            if not isinstance(event, Opened):
+                what = f"{type(event).__name__} before it opened optimizer {event.optimizer}"
+                self._lose(rank, f"broke the protocol: rank {rank} sent {what}")
+                return
+            if len(self._machines) >= MOST_OPTIMIZERS:
+                self._lose(rank, f"broke the protocol: it opened an optimizer beside {MOST_OPTIMIZERS} others")
+                return
+            kind = self._kinds[type(event.config)]
+            machine = kind(event.optimizer, event.members or range(self._size))
+            self._machines[event.optimizer] = machine
+        if isinstance(event, Opened) and rank not in machine.ranks:
+            self._break(
+                f"rank {rank} shares optimizer {event.optimizer} with {event.members or 'all ranks'}, and others "
+                f"share it with {list(machine.ranks)}: pass the same process_set on every rank of it"
+            )
+            return
+        if isinstance(event, Done):
+            self._ask_to_open(rank, machine)
+        try:
+            commands = machine.handle(rank, event, now)
+        except ProtocolError as error:
+            self._lose(rank, f"broke the protocol: {error}")
+        except Exception as error:  # noqa: BLE001  whatever a rank says, the coordinator does not fall over it
+            what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
+            self._lose(rank, f"broke the protocol: it sent {what}")
+        else:
+            self._send(commands, machine.ranks)
+            if machine.over:
+                del self._machines[event.optimizer]
+                self._ended.add(event.optimizer)
+            self._ask_for_missing()
+            self._check_left()
+            if (news := machine.news()) is not None:
+                notice(f"optimizer {event.optimizer}, {news}")
+
+    def _ask_to_open(self, rank: int, drained: Machine[Any]) -> None:
+        """Before ``rank`` is done with an optimizer: those that others are done with already, and it has not opened."""
+        for machine in self._machines.values():
+            if machine.ranks == drained.ranks and machine.only_drains:
+                self._send(machine.ask(rank), machine.ranks)
+
+    def _ask_for_missing(self) -> None:
+        """Ranks that wait in a drain for ranks that wait for them to open another optimizer: they open it now."""
+        for machine in self._machines.values():
+            for sibling in self._machines.values():
+                if sibling.ranks == machine.ranks and sibling.computing and sibling.computing <= machine.opening:
+                    for rank in sorted(sibling.draining):
+                        self._send(machine.ask(rank), machine.ranks)
+
+    def _check_left(self) -> None:
+        """A rank that has left will never open what others wait for."""
+        for number, machine in self._machines.items():
+            for rank in self._left:
+                if machine.lacks(rank) and not self._over:
+                    self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
+
+    def _send_all(self, commands: list[Command]) -> None:
+        self._send(commands, range(self._size))
+
+    def _send(self, commands: list[Command], ranks: Sequence[int]) -> None:
+        for command in commands:
+            for rank in ranks:
+                self._hub.send(rank, command)
+
+    def _end_of(self, rank: int, reason: str) -> None:
+        """A rank's connection has ended. Of one that has left it matters only if Horovod fails."""
+        if self._roll is not None and rank in self._roll.errors:
+            return
+        if rank in self._left and self._roll is None:
+            self._absent[rank] = reason
+        else:
+            self._lose(rank, reason)
+
+    def _call_roll(self, rank: int, error: str, now: float) -> None:
+        """Horovod has failed on ``rank``, whoever it is that did not take part: ask all ranks."""
+        if self._roll is None:
+            self._roll = RollCall(range(self._size), now, self._dead_after + ROLL_CALL_MARGIN)
+            self._send_all([CallRoll()])
+        self._roll.present(rank, printable(error))
+        for absent, reason in self._absent.items():
+            self._lose(absent, reason)
+            return
+
+    def _judge(self, now: float) -> None:
+        """Blame a rank that has not answered, else nobody."""
+        roll = self._roll
+        if roll is None or self._over or now < roll.deadline():
+            return
+        rank, error = next(iter(roll.errors.items()))
+        said = f"Horovod failed on rank {rank} on host {self._hosts[rank]} ({error})"
+        if roll.missing:
+            self._lose(min(roll.missing), f"has not answered for {roll.limit:g} s since {said}")
+        else:
+            self._break(f"{said}, and the job cannot go on; all ranks answer, so none is known to be lost")
+
+    def _break(self, problem: str) -> None:
+        """Tell everybody what has ended the job, where nobody is known to be to blame."""
+        problem = printable(problem)
+        notice(problem)
+        self._send_all([Broken(problem)])
+        self._over = True
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
+        if self._over:
+            return
+        reason = printable(reason)
+        context = "; ".join(
+            f"optimizer {number} was waiting for {what}"
+            for number, machine in self._machines.items()
+            if (what := self._waiting_text(machine)) is not None
+        )
+        host = self._hosts[rank]
+        notice(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
+        self._send_all([Lost(rank, host, reason, context)])
+        self._over = True
+
+    # -- warnings ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _waiting_text(machine: Machine[Any]) -> str | None:
+        waiting = machine.waiting_for()
+        return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
+
+    def _warn(self, now: float) -> None:
+        if len(self._connected) < self._size:
+            if now - self._started > self._connect_timeout:
+                missing = min(set(range(self._size)) - self._connected)
+                self._lose(missing, f"did not connect within {self._connect_timeout:g} s")
+            return
+        if now - self._looked_at < self._warn_after / 8:
+            return
+        self._looked_at = now
+        for machine in self._machines.values():
+            self._send(machine.roll_call(now - self._warn_after / 8), machine.ranks)
+        waits = {f" of optimizer {number}": machine.waiting_for() for number, machine in self._machines.items()}
+        waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
+        for whose, waiting in waits.items():
+            seen, since = self._waits.get(whose, (None, now))
+            if waiting is None or seen != waiting:
+                self._waits[whose] = (waiting, now)
+            elif now - since >= self._warn_after:
+                what, ranks = waiting
+                names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
+                notice(
+                    f"{what}{whose} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
+                    f"alive, but slow or not calling step()/drain(). Waiting on."
+                )
+                self._waits[whose] = (waiting, now)

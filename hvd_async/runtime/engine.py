@@ -1,0 +1,392 @@
+"""The engine: the one thread of a rank that touches Horovod and the control plane, whatever the training thread does.
+
+A Horovod collective starts when every member has submitted it, so somebody must submit this rank's part while its
+training thread computes or sleeps. The engine owns all state it works on; other threads post functions to it and wait
+for results. It sleeps until a command, a post or the next time a collective may be done.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
+from hvd_async.runtime.failure_causes import cause_of, error_of
+from hvd_async.runtime.forking import release_connections
+from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
+from hvd_async.runtime.log import notice
+from hvd_async.runtime.messages import (
+    Broken,
+    Bye,
+    CallRoll,
+    Command,
+    Event,
+    Failed,
+    Here,
+    Leaving,
+    Lost,
+    NoSuchOptimizer,
+    OptimizerCommand,
+    RegisterOptimizer,
+    Unregister,
+    Welcome,
+)
+
+OPTIMIZERS = 1 << 16
+"""Of one process set: how far apart the numbers of two process sets' optimizers begin."""
+BEGINNING = (
+    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
+    "those that are missing, by hvd_async.rendezvous"
+)
+
+
+class Participant(Protocol):
+    """One optimizer's engine-side half.
+
+    Attributes:
+        last_done: the rank that was last to be done in the last drain, -1 before there was one.
+        deleted: whether the optimizer is gone; only its engine-side half is left, and serves the other ranks.
+    """
+
+    last_done: int
+    deleted: bool
+
+    def obey(self, command: OptimizerCommand) -> None:
+        """Carry out a command for this optimizer (engine thread)."""
+
+    def delete(self) -> None:
+        """The optimizer is gone (any thread)."""
+
+    def check_done(self) -> None:
+        """Raise, if this rank cannot be done now (training thread)."""
+
+    def announce(self, flush: bool) -> None:
+        """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
+
+    def serve(self) -> bool:
+        """Apply what has come, without waiting; whether that is all (training thread, as the rest)."""
+
+    @property
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+
+    def conclude(self) -> None:
+        """All has come: end the drain or cut."""
+
+
+class Engine:
+    """One a process; serves any number of optimizers. Start once; a stopped engine is replaced, not restarted.
+
+    Args:
+        collectives: the data plane.
+        connect: makes the control plane's channel; called on the engine thread, may block and raise.
+    """
+
+    def __init__(self, collectives: Collectives, connect: Callable[[], Channel]) -> None:
+        self.collectives = collectives
+        self.rank, self.size = collectives.rank, collectives.size
+        self.failure: Exception | None = None
+        self.told = False
+        """Whether a caller was told of the failure."""
+        self.timeout = float(os.environ.get("HVD_ASYNC_TIMEOUT", "inf"))
+        """Opt-in limit (s) on every wait for other ranks."""
+        self._warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
+        self._connect = connect
+        self._channel: Channel | None = None
+        self._posts: deque[Callable[[], None]] = deque()
+        self._flights: list[tuple[Handle, Callable[[Vector], None]]] = []
+        self._participants: dict[int, Participant] = {}
+        self._opened: Counter[int] = Counter()
+        self._asked: list[RegisterOptimizer] = []
+        """Optimizers that others have opened, and that this rank is asked to while it waits in a drain."""
+        self.find: Callable[[RegisterOptimizer], Participant | None] = lambda _: None
+        """Opens the optimizer of this process that is asked for, under its number; None if there is none."""
+        self._lock = threading.Lock()
+        self.changed = threading.Condition()
+        """Held while what ``wait`` looks at changes, and notified then."""
+        self._stopping = self._stop_called = False
+        self._leaving = self._closing = False
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hvd_async-engine-{self.rank}", daemon=True)
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def unregister(self, number: int) -> None:
+        """Forget an optimizer that never came to train."""
+        with self._lock:
+            self._participants.pop(number, None)
+
+    def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
+        """Drain (or, without ``flush``, cut) every optimizer that has opened, or all of a process set (Horovod's id).
+
+        A rank is done with all of them or with none, and serves all at once. If it waited in the first one's drain for
+        ranks that are busy with both, its second would keep those waiting, and pile up rounds. One that others open
+        meanwhile, and this rank has not, it opens then.
+
+        Args:
+            leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
+        """
+        live = [
+            participant
+            for number, participant in sorted(self._participants.items())  # in one order on all ranks: ends communicate
+            if process_set in (None, number // OPTIMIZERS) and not participant.deleted
+        ]
+        if not leaving:
+            for participant in live:
+                participant.check_done()
+        for participant in live:
+            participant.announce(flush)
+        left = list(live)
+        while True:
+            found = self._open_what_is_asked()
+            for participant in found:
+                participant.announce(flush)
+            live, left = live + found, left + found
+            left = [participant for participant in left if not (participant.deleted or participant.serve())]
+            if not left:
+                break
+            self.wait(functools.partial(self._may_go_on, left))
+        for participant in live:
+            if not participant.deleted:
+                participant.conclude()
+
+    def _may_go_on(self, left: list[Participant]) -> bool:
+        return bool(self._asked) or any(participant.served or participant.deleted for participant in left)
+
+    def _open_what_is_asked(self) -> list[Participant]:
+        found: list[Participant] = []
+        while self._asked:
+            asked = self._asked.pop(0)
+            if asked.optimizer in self._participants:
+                continue
+            participant = self.find(asked)
+            if participant is None:
+                self._count(asked.optimizer)
+                self.post(lambda number=asked.optimizer: self.send(NoSuchOptimizer(number)))  # type: ignore[misc]
+            else:
+                found.append(participant)
+        return found
+
+    def register(self, participant: Participant, process_set: int = 0, number: int | None = None) -> int:
+        """Enter an optimizer; returns its number, the same on all ranks if they open those of a process set (its
+        Horovod id, 0 for all ranks) in one order.
+
+        Args:
+            number: which it has on the ranks that asked for it.
+        """
+        with self._lock:
+            if number is None:
+                number = process_set * OPTIMIZERS + self._opened[process_set]
+            self._count(number)
+            self._participants[number] = participant
+        return number
+
+    def _count(self, number: int) -> None:
+        process_set, place = divmod(number, OPTIMIZERS)
+        self._opened[process_set] = max(self._opened[process_set], place + 1)
+
+    def participants(self) -> list[Participant]:
+        """All that are registered, in order."""
+        return list(self._participants.values())
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine thread run ``action``, after all posted before it.
+
+        Raises:
+            the engine's failure, if it has failed.
+        """
+        self.check()
+        self._posts.append(action)
+        if self._channel is not None:
+            self._channel.wake()
+
+    def notify(self, action: Callable[[], None]) -> None:
+        """Post an action, for nothing if the engine has ended. Takes no lock: a finalizer may call it."""
+        self._posts.append(action)
+        if self._channel is not None:
+            self._channel.wake()
+
+    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
+        """Wait until ``ready()``; a failure of the engine ends the wait with its error.
+
+        Args:
+            ready: checked after every change that the engine makes; the lock of ``changed`` is held then.
+            waiting_for: what a warning says is missing, where the coordinator does not know.
+
+        Raises:
+            WaitTimeoutError: the opt-in limit ran out. Otherwise the wait goes on as long as the engine lives:
+                a slow rank is warned about by the coordinator, a lost one makes the engine fail.
+        """
+        self.check()  # (before the lock: in a forked child nobody may be there to release it)
+        started = time.monotonic()
+        warn_at = started + self._warn_after
+        with self.changed:
+            while not ready():
+                self.check()
+                if (self._channel is None or waiting_for is not None) and time.monotonic() > warn_at:
+                    warn_at += self._warn_after
+                    what = BEGINNING if self._channel is None or waiting_for is None else waiting_for()
+                    notice(f"rank {self.rank} has waited {self._warn_after:.0f} s more for {what}. Waiting on.")
+                left = started + self.timeout - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
+                self.changed.wait(min(1.0, left))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has come to its end without a failure."""
+        return self.failure is None and self._left.is_set()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether ``stop`` was called: optimizers are to meet again on a new one."""
+        return self._stop_called
+
+    def check(self) -> None:
+        """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
+        failure = self.failure
+        self.told = self.told or failure is not None
+        if self.stopped:
+            raise EngineError("the engine has been stopped: shutdown() was called, or every rank has left")
+        if isinstance(failure, RankLostError | CollectiveFailedError):
+            raise self.collectives.failure(str(failure)) from failure
+        if isinstance(failure, HvdAsyncError | self.collectives.failure):
+            raise failure
+        if failure is not None:
+            raise EngineError(f"the engine of rank {self.rank} failed: {failure}") from failure
+
+    def leave(self, timeout: float = threading.TIMEOUT_MAX) -> None:
+        """Stop when all ranks have come to this point, or after ``timeout`` s, or at once if the engine has failed.
+
+        Until then the engine serves the ranks that go on, who wait for this one no more. (A rank that ends earlier
+        would end Horovod for all; the coordinator warns of ranks that are slow to come.)
+        """
+        if self.failure is None:
+            for participant in self.participants():
+                participant.delete()
+            self._posts.append(self._say_leaving)
+            if self._channel is not None:
+                self._channel.wake()
+            self._left.wait(min(timeout, self.timeout))
+        self.stop()
+
+    def stop(self, error: str | None = None, timeout: float = 5.0) -> None:
+        """Stop now; with ``error``, tell the other ranks that this one is ending on it."""
+        if error is not None and self.failure is None:
+            horovod = error.startswith(f"{self.collectives.failure.__name__}:")  # raised in the training thread
+            self._posts.append(lambda: self.send(Failed(error, horovod)))
+        self._stop_called = True
+        self._posts.append(self._stop_now)
+        if self._channel is not None:
+            self._channel.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def forked(self) -> None:
+        """(In a forked child.) Be of no use, and let go of the connections."""
+        self.failure = EngineError("this process was forked from a rank after training had begun: it has no engine")
+        if self._channel is not None and self._channel.port is not None:
+            release_connections(self._channel.port)
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        """Send an event to the coordinator (engine thread)."""
+        assert self._channel is not None
+        self._channel.send(event)
+
+    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None]) -> None:
+        """Start a collective and have ``done`` called with its result (engine thread)."""
+        self._flights.append((start(), done))
+
+    def _say_leaving(self) -> None:
+        self._leaving = True
+        self.send(Leaving())
+
+    def _stop_now(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            self.collectives.start(self._wake)
+            self._channel = self._connect()
+            while not (self._stopping or (self._closing and not self._flights)):
+                message = self._channel.receive(self._next_look())
+                if message is not None:
+                    self._obey(message)
+                self._run_posts()
+                self._land()
+        except Exception as error:  # noqa: BLE001  it comes home: raised in the caller's next call
+            asked = self._channel if isinstance(error, self.collectives.failure) else None
+            self._fail(error if asked is None else cause_of(error, asked))
+        finally:
+            self._left.set()
+            if self._channel is not None:
+                self._channel.close()
+            self.collectives.stop()
+
+    def _wake(self) -> None:
+        if self._channel is not None:
+            self._channel.wake()
+
+    def _run_posts(self) -> None:
+        while self._posts:
+            self._posts.popleft()()
+
+    def _next_look(self) -> float | None:
+        """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
+        if self._posts:
+            return 0.0
+        return min((t for t in (handle.poll_in() for handle, _ in self._flights) if t is not None), default=None)
+
+    def _land(self) -> None:
+        """Hand over the results of the collectives that are done."""
+        landed = [flight for flight in self._flights if flight[0].done()]
+        if not landed:
+            return
+        self._flights = [flight for flight in self._flights if flight not in landed]
+        for handle, done in landed:
+            done(handle.result())
+        with self.changed:
+            self.changed.notify_all()
+
+    def _obey(self, message: Command | Gone) -> None:
+        match message:
+            case Welcome():
+                pass
+            case Bye():
+                self._closing = True  # (what was commanded before has to come to its end: all ranks are in it)
+            case Gone() if self._leaving:
+                self._stopping = True
+            case Lost() | Broken() | Gone():
+                raise error_of(message)
+            case CallRoll():
+                self.send(Here())
+            case RegisterOptimizer():
+                if message.rank == self.rank:
+                    with self.changed:
+                        self._asked.append(message)
+                        self.changed.notify_all()
+            case Unregister(number):
+                self.unregister(number)
+            case _:
+                participant = self._participants.get(message.optimizer)
+                if participant is not None:  # (else it was refused)
+                    participant.obey(message)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        told = isinstance(error, RankLostError | CollectiveFailedError | self.collectives.failure)
+        if self._channel is not None and not told:
+            self._channel.send(Failed(f"{type(error).__name__}: {error}"))
+        with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,45 @@
+"""Why a job cannot go on: what the coordinator knows of it, as an error."""
+
+from __future__ import annotations
+
+import time
+
+from hvd_async.errors import CollectiveFailedError, HvdAsyncError, RankLostError
+from hvd_async.runtime import time_limits
+from hvd_async.runtime.interfaces import Channel, Gone
+from hvd_async.runtime.messages import Broken, Failed, Lost
+
+CAUSE_WAIT = 10.0
+"""Seconds that a rank waits to hear why, longer than one that is gone may stay unnoticed."""
+
+
+def error_of(message: Lost | Broken | Gone) -> HvdAsyncError:
+    """What a rank raises that hears this of the coordinator, or of its connection to it."""
+    match message:
+        case Lost(rank, host, reason, context):
+            return RankLostError(rank, host, reason, context)
+        case Broken(problem):
+            return CollectiveFailedError(problem)
+        case Gone(reason, host):
+            return RankLostError(0, host, reason)
+
+
+def cause_of(error: Exception, channel: Channel) -> Exception:
+    """Horovod says that a collective failed, not why: have the coordinator find out who is gone, if anybody is.
+
+    Args:
+        error: Horovod's.
+        channel: to the coordinator.
+
+    Returns:
+        The error to raise: Horovod's own, if no rank is to blame for all that is known.
+    """
+    channel.send(Failed(f"{type(error).__name__}: {error}", horovod=True))
+    deadline = time.monotonic() + time_limits.dead_after() + CAUSE_WAIT
+    while (left := deadline - time.monotonic()) > 0:
+        match channel.receive(left):
+            case Broken():
+                return error
+            case Lost() | Gone() as message:
+                return error_of(message)
+    return error

@@ -1,0 +1,174 @@
+"""The interfaces between the parts: what the engine needs of a control plane and of a data plane.
+
+One implementation a file: ``control.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages,
+``torch/collectives.py``, ``tensorflow/collectives.py`` and ``testing.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from hvd_async.runtime.messages import Command, Event
+
+Vector: TypeAlias = Any
+"""A flat (1-D) array of the binding's framework: NumPy, torch or TensorFlow. The core only uses ``+=`` and ``[-1]``."""
+
+Rows: TypeAlias = Any
+"""Messages between ranks as bytes: a 2-D uint8 array of the binding's framework, a row each."""
+
+
+class Gone(NamedTuple):
+    """A connection ended. ``host`` is that of the other end, where this end knows it."""
+
+    reason: str
+    host: str = "?"
+
+
+class Channel(Protocol):
+    """A rank's connection to the coordinator. Only its engine thread uses it, but for ``wake``.
+
+    Attributes:
+        port: the TCP port at which the coordinator listens; None if there is none.
+    """
+
+    port: int | None
+
+    def send(self, event: Event) -> None:
+        """Send; never blocks."""
+
+    def receive(self, timeout: float | None) -> Command | Gone | None:
+        """The next command; None after ``timeout`` s or on ``wake()``; ``Gone`` once the coordinator is lost."""
+
+    def wake(self) -> None:
+        """From any thread: make a ``receive`` that is waiting, or the next one, return at once."""
+
+    def close(self) -> None:
+        """Send what is queued (bounded), then close. Calling it again does nothing."""
+
+
+class Hub(Protocol):
+    """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``."""
+
+    def send(self, rank: int, command: Command) -> None:
+        """Send to one rank; never blocks. Commands reach a rank in the order sent."""
+
+    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+        """The next event and its sender; ``Gone`` once that rank is lost; None after ``timeout`` s or on ``wake``."""
+
+    def wake(self) -> None:
+        """From any thread: make ``receive`` return."""
+
+    def close(self) -> None:
+        """Send what is queued (bounded), then close."""
+
+
+class Handle(Protocol):
+    """A collective on its way."""
+
+    def done(self) -> bool:
+        """Whether ``result`` would return at once."""
+
+    def result(self) -> Vector:
+        """The collective's result, or the framework's error if it failed. Call once, when ``done``."""
+
+    def poll_in(self) -> float | None:
+        """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
+
+
+class Landed:
+    """A collective that had nowhere to go: of one rank.
+
+    Args:
+        vector: its result.
+    """
+
+    def __init__(self, vector: Vector) -> None:
+        self._vector = vector
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+    def result(self) -> Vector:
+        """As given."""
+        return self._vector
+
+    def poll_in(self) -> float:
+        """At once."""
+        return 0.0
+
+
+class Collectives(Protocol):
+    """Horovod's collectives in one framework. Only the engine thread calls these.
+
+    ``process_set`` is Horovod's (or the test's) object for some of the ranks, None for all; ``root`` is a global rank.
+    """
+
+    rank: int
+    size: int
+    host: str
+    failure: type[Exception]
+    """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
+
+    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+        """Start the sum of ``vector`` over all ranks, x ``scale``; ``vector`` belongs to the collective from now on,
+        unless it is to be kept as it is."""
+
+    def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
+        """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
+
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
+        """Start sending rank ``root``'s vector to all; the others' may be written over."""
+
+    def describe(self, vector: Vector) -> tuple[int, str]:
+        """Its length, and its kind: its dtype and whatever else ``zeros`` has to know, the same on all ranks."""
+
+    def zeros(self, length: int, kind: str) -> Vector:
+        """Zeros of a kind that ``describe`` told, here or on another rank."""
+
+    def blank(self, vector: Vector) -> Vector:
+        """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""
+
+    def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+        """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.
+
+        The result is a pair: what has come, shape (messages, bytes), in the order of the senders, and how many of each.
+        ``rows`` is not changed; it must have the same shape in all calls of a name on all ranks, which Horovod's cache
+        of responses wants.
+        """
+
+    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+        """That of these groups of ranks in which this rank is, as ``process_set=`` takes it; None if it is in none.
+
+        Ranks of all groups call it, and with ``make`` all ranks of the job: it may wait for them, to make what is not
+        known yet.
+
+        Raises:
+            ValueError: a group is not known, and cannot be made; the message says what to do.
+        """
+
+    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """All ranks' payloads, in rank order; blocks until every rank has called it."""
+
+    def start(self, wake: Any) -> None:
+        """Called once by the engine before any other: ``wake()`` makes the engine look at its handles."""
+
+    def stop(self) -> None:
+        """Called once at the end; frees threads of its own."""
+
+
+def pack(payload: bytes) -> bytes:
+    """``payload`` with its length before it, so that an allgather of several can be taken apart."""
+    return struct.pack("<Q", len(payload)) + payload
+
+
+def unpack(gathered: bytes) -> list[bytes]:
+    """The payloads of concatenated ``pack``s."""
+    payloads = []
+    while gathered:
+        (length,) = struct.unpack_from("<Q", gathered)
+        payloads.append(gathered[8 : 8 + length])
+        gathered = gathered[8 + length :]
+    return payloads

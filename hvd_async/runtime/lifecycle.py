@@ -1,0 +1,236 @@
+"""The life of a process's engine: started by the first optimizer that steps, drained and stopped at the process's end.
+
+Ends are clean: a normal exit drains, and then serves the ranks that go on until all have left; an exception or a
+non-zero ``sys.exit`` tells the other ranks and is never taken for done (``exit_status``). A rank whose last drain fails
+ends with status 1. A forked child has no engine, and its end is nobody's business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from hvd_async.errors import EngineError, NotInitializedError
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.engine import Engine, Participant
+from hvd_async.runtime.exit_status import exit_status
+from hvd_async.runtime.family import Family
+from hvd_async.runtime.interfaces import Channel, Collectives
+from hvd_async.runtime.messages import RegisterOptimizer
+from hvd_async.runtime.rendezvous import rendezvous
+
+
+class Drainable(Protocol):
+    """A wrapped optimizer."""
+
+    _async: Any
+
+    def _async_offer(self, number: int | None = None) -> Participant:
+        """Tell the others that this rank's optimizer is there, without waiting for them."""
+
+    def _async_is(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
+        """Whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
+
+    def _async_drain_all(self) -> int:
+        """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
+
+
+class Lifecycle:
+    """A binding's engine: none, or one that runs. ``local`` engines (a test's rank in a thread) take precedence.
+
+    Args:
+        make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
+        families: of the algorithms that ranks may run.
+        world: this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
+        horovod_hook: Horovod's own exit hook. In a forked child it would take apart what the child shares with its
+            parent: Gloo's epoll set, and then the parent's connections are dead.
+    """
+
+    def __init__(
+        self,
+        make_collectives: Callable[[], Collectives],
+        families: Sequence[Family],
+        world: Callable[[], tuple[int, int] | None],
+        horovod_hook: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._make, self._families = make_collectives, families
+        self._world, self._horovod_hook = world, horovod_hook
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._coordinator: Coordinator | None = None
+        self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._hooked = self._forked = False
+
+    def world(self) -> tuple[int, int]:
+        """This rank, and the number of ranks in the job; does not communicate.
+
+        Raises:
+            NotInitializedError: ``hvd.init()`` was not called.
+        """
+        local = local_engine()
+        world = self._world() if local is None else (local.rank, local.size)
+        if world is None:
+            raise NotInitializedError()
+        return world
+
+    def size(self) -> int:
+        """The number of ranks in the job; as ``world``."""
+        return self.world()[1]
+
+    def engine(self) -> Engine:
+        """The engine, started if there is none. One that has failed stays, and says why, until ``shutdown``.
+
+        Raises:
+            EngineError: this process was forked from one that had an engine.
+        """
+        local = local_engine()
+        if local is not None:
+            return local
+        if self._forked:
+            raise EngineError("this process was forked from a rank after training had begun: train in the parent only")
+        with self._lock:
+            if self._engine is None:
+                self._start()
+            assert self._engine is not None
+            return self._engine
+
+    def _start(self) -> None:
+        collectives = self._make()
+
+        def connect() -> Channel:
+            channel, self._coordinator = rendezvous(collectives, self._families)
+            return channel
+
+        # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        exit_status.watch()
+        if not self._hooked:
+            self._hooked = True
+            os.register_at_fork(after_in_child=self._after_fork)
+        self._engine = Engine(collectives, connect)
+        self._engine.start()
+
+    def _after_fork(self) -> None:
+        """(In a forked child.) No thread of the engine's is here, and the other ranks are the parent's business."""
+        atexit.unregister(self._at_exit)
+        atexit.unregister(self._horovod_hook)
+        engine, self._engine, self._coordinator = self._engine, None, None
+        if engine is not None:
+            self._forked = True
+            exit_status.in_child()
+            engine.forked()
+
+    def find(self, engine: Engine, asked: RegisterOptimizer) -> Participant | None:
+        """Open the optimizer that other ranks have opened and ``engine``'s has not; None if there is none.
+
+        The first one made with the same parameters, or else the first that the same ranks share: these are told then
+        how it differs.
+        """
+        fits = [(optimizer._async_is(engine, asked), optimizer) for optimizer in self.wrapped()]
+        same = [optimizer for fit, optimizer in fits if fit] + [optimizer for fit, optimizer in fits if fit is None]
+        return same[0]._async_offer(asked.optimizer) if same else None
+
+    def add(self, optimizer: Drainable) -> None:
+        """Remember an optimizer that was wrapped, as long as it lives."""
+        self._wrapped[next(self._numbers)] = optimizer
+
+    def wrapped(self) -> list[Drainable]:
+        """The optimizers of this process that are alive, in the order in which they were wrapped."""
+        return [optimizer for _, optimizer in sorted(self._wrapped.items())]
+
+    def join(self) -> int | None:
+        """Drain every optimizer of this process; None if it has none, and no engine.
+
+        Returns:
+            The last rank to join, of those that share this rank's optimizers.
+        """
+        optimizers = [optimizer for optimizer in self.wrapped() if not optimizer._async.discarded]
+        for optimizer in optimizers:
+            optimizer._async_offer()  # before the first waits: others may be waiting for this rank to open the second
+        # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
+        # and wait for the garbage collector on another, which would then drain once more often.
+        if optimizers:
+            return optimizers[-1]._async_drain_all()
+        engine = local_engine() or self._engine
+        if engine is None:
+            return None
+        engine.drain()
+        return max((participant.last_done for participant in engine.participants()), default=engine.rank)
+
+    def settle(self) -> None:
+        """Drain the optimizers that have begun to train, if there are any; all ranks call it."""
+        engine = local_engine() or self._engine
+        if engine is not None and engine.failure is None:
+            engine.drain()
+
+    def shutdown(self, leaving: bool = False) -> None:
+        """Drain, then stop the engine; all ranks call it, or end. Later optimizers start a new one.
+
+        Args:
+            leaving: as of ``Engine.drain``.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        try:
+            if engine.failure is None:
+                engine.drain(leaving=leaving)
+                engine.leave()
+            elif not engine.told:
+                engine.check()  # it failed after the last call, so nobody has heard of it yet
+        except BaseException as error:
+            engine.stop(f"{type(error).__name__}: {error}")  # the others must not take this rank for dead
+            raise
+        finally:
+            self._forget(engine)
+
+    def abandon(self, error: str) -> None:
+        """Stop the engine at once and tell the other ranks why."""
+        if self._engine is not None:
+            self._engine.stop(error)
+            self._forget(self._engine)
+
+    def _forget(self, engine: Engine) -> None:
+        engine.stop()
+        if self._coordinator is not None:
+            self._coordinator.join(timeout=5.0)
+            self._coordinator.stop()
+        self._engine = self._coordinator = None
+
+    def _at_exit(self) -> None:
+        error = exit_status.error()
+        if error is not None:
+            self.abandon(error)
+            return
+        try:
+            self.shutdown(leaving=True)
+        except BaseException:
+            exit_status.fail()
+            raise
+
+
+_local = threading.local()
+
+
+def local_engine() -> Engine | None:
+    """The engine that ``use_engine`` set for this thread."""
+    engine: Engine | None = getattr(_local, "engine", None)
+    return engine
+
+
+@contextlib.contextmanager
+def use_engine(engine: Engine) -> Iterator[None]:
+    """Make ``engine`` the one that optimizers of this thread use: ranks as threads in one process, for tests."""
+    _local.engine = engine
+    try:
+        yield
+    finally:
+        _local.engine = None

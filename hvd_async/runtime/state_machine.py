@@ -1,0 +1,317 @@
+"""What the coordinator's state machines have in common: ranks open, fit together or not, are done, and go.
+
+A machine takes events and ``now`` in and gives commands out; no clock, no I/O. What comes between opening and the end
+is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``), leaders (``pulls``).
+
+The laws of ends, whatever the algorithm:
+
+1. *An end is one for all.* When every rank is done, all are told in one command, with whether it is a drain (some rank
+   asked for one) or a cut; every rank ends it as that, whatever it asked for itself.
+2. *Gone is for good.* A rank whose optimizer is gone (deleted or discarded there, or the process is leaving) is done in
+   this end and in all that follow. Nobody waits for it; its engine serves. What it still held goes out at the next end,
+   which is then a drain.
+3. *Collectives at ends* (and those that users call between them) run over the ranks that still have the optimizer, when
+   all of these wait in them (``CollectiveQueue``).
+4. *Forgotten by all at once.* When no rank has the optimizer any more, all are told to forget it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.runtime.collective_queue import CollectiveQueue
+from hvd_async.runtime.compatibility import disagreement
+from hvd_async.runtime.messages import (
+    Agreed,
+    CollectiveReady,
+    Command,
+    Done,
+    Drained,
+    NoSuchOptimizer,
+    Opened,
+    OptimizerDeleted,
+    OptimizerEvent,
+    Refused,
+    RegisterOptimizer,
+    Unregister,
+)
+
+C = TypeVar("C")
+
+
+class Machine(abc.ABC, Generic[C]):
+    """One optimizer, as the coordinator sees it.
+
+    Args:
+        optimizer: the number all its messages carry.
+        ranks: that share it.
+    """
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        self._optimizer, self.ranks = optimizer, tuple(ranks)
+        self._opened: dict[int, Opened[Any]] = {}
+        self._config: C | None = None
+        self._refused = False
+        self._done: dict[int, None] = {}
+        """Ranks that are done, in order; those that are gone stay."""
+        self._absent: set[int] = set()
+        self._flush = False
+        self._whole = True
+        self._produced: dict[int, list[int]] = {}
+        self._drained: dict[int, list[int]] = {}
+        """``_produced`` at the last drain."""
+        self._shown: dict[int, int] = {}
+        """Rounds that each rank's user code has seen before they were applied, since the last end."""
+        self._collectives = CollectiveQueue(optimizer)
+        self._asked: set[int] = set()
+        """Ranks that were asked to register it."""
+
+    # -- what the coordinator calls ---------------------------------------------------------------------------
+
+    def handle(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Take in one event of ``rank`` at time ``now`` (s, any origin).
+
+        Returns:
+            Commands, each for every rank that shares the optimizer, in the order in which they must be sent.
+
+        Raises:
+            ProtocolError: the event is not allowed now; nothing has changed.
+        """
+        if rank not in self.ranks:
+            raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
+        if isinstance(event, Opened):
+            return self._open(rank, event, now)
+        if isinstance(event, NoSuchOptimizer):
+            return self._missing(rank)
+        if rank not in self._opened:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
+        if rank in self._absent:  # of what its engine had begun before
+            return [] if self._refused else self._serve(rank, event, now)
+        if isinstance(event, OptimizerDeleted):
+            return self._delete(rank, event, now)
+        if self._refused:
+            return []
+        if isinstance(event, CollectiveReady):
+            self._collectives.add(rank, event)
+            return self._due_collectives()
+        if isinstance(event, Done):
+            return self._finish(rank, event, now)
+        return self._hear(rank, event, now)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank has the optimizer any more."""
+        return len(self._absent) == len(self.ranks)
+
+    @property
+    def present(self) -> set[int]:
+        """The ranks that still have the optimizer."""
+        return set(self.ranks) - self._absent
+
+    @property
+    def draining(self) -> set[int]:
+        """The ranks that wait in a drain or cut."""
+        return self._done.keys() - self._absent
+
+    @property
+    def computing(self) -> set[int]:
+        """The ranks that a drain or cut has to wait for."""
+        return self._active()
+
+    @property
+    def opening(self) -> set[int]:
+        """The ranks that have opened, are not done, and wait for others to open."""
+        return self._opened.keys() - self._done.keys() if self._config is None else set()
+
+    @property
+    def only_drains(self) -> bool:
+        """Whether all ranks that have opened are done, and wait for others to open."""
+        return self._config is None and bool(self._opened) and self._opened.keys() <= self._done.keys()
+
+    def ask(self, rank: int) -> list[Command]:
+        """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
+        if rank in self._asked or not self.lacks(rank) or self._refused:
+            return []
+        self._asked.add(rank)
+        opened = self._opened[min(self._opened)]
+        return [RegisterOptimizer(self._optimizer, rank, opened.names, opened.members)]
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> list[Command]:
+        """Send what only waited for time to pass."""
+
+    @abc.abstractmethod
+    def deadline(self) -> float | None:
+        """When ``tick`` should be called next, None if there is nothing to wait for."""
+
+    def news(self) -> str | None:
+        """What people should know and were not told yet."""
+        return None
+
+    def roll_call(self, fired_before: float) -> list[Command]:
+        """What finds out who holds up a collective that was commanded before that time, if there is one."""
+        return []
+
+    def lacks(self, rank: int) -> bool:
+        """Whether ranks wait for ``rank`` to open."""
+        if self._refused or not self._opened.keys() - self._absent:
+            return False
+        return rank in self.ranks and rank not in self._opened
+
+    def waiting_for(self) -> tuple[str, frozenset[int]] | None:
+        """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
+        everyone = frozenset(self.ranks)
+        if self._refused or not self._opened:
+            return None
+        if self._config is None:
+            return "the first step or drain", everyone - frozenset(self._opened)
+        collective = self._collectives.waiting(self.present)
+        if collective is not None:
+            return collective
+        inside = self._waiting()
+        if inside is None and self.draining:
+            return "drain", everyone - self._done.keys()
+        return inside
+
+    # -- what a subclass supplies -----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _begin(self, config: Any) -> C:
+        """All ranks fit together; returns the configuration as the subclass knows it."""
+
+    @abc.abstractmethod
+    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """An event that is neither ``Opened`` nor ``Done``."""
+
+    @abc.abstractmethod
+    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+        """As ``waiting_for``, between opening and the end."""
+
+    def _check_done(self, rank: int) -> None:
+        """Raise ProtocolError, if ``rank`` cannot be done now."""
+
+    def _forget(self, rank: int) -> None:
+        """``rank`` is gone: it waits for nothing any more."""
+
+    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """An event of a rank that is gone; what its engine may still say is the subclass's to know."""
+        return []
+
+    @abc.abstractmethod
+    def _retire(self, rank: int, now: float) -> list[Command]:
+        """``rank`` is done, others are not; also called before all have opened."""
+
+    @abc.abstractmethod
+    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
+
+    def _details(self) -> Any:
+        """What ``Drained`` tells of the family's own; None if nothing."""
+        return None
+
+    # -- opening and ends -------------------------------------------------------------------------------------
+
+    def _open(self, rank: int, event: Opened[Any], now: float) -> list[Command]:
+        if rank in self._opened:
+            raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
+        self._opened[rank] = event
+        if len(self._opened) < len(self.ranks):
+            return []
+        problem = disagreement(self._opened)
+        if problem is not None:
+            self._refused = True
+            return [Refused(self._optimizer, problem)]
+        self._config = self._begin(event.config)
+        finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
+        return [Agreed(self._optimizer), *finished]
+
+    def _running(self, rank: int, event: OptimizerEvent) -> C:
+        if self._config is None:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before all ranks had opened")
+        if rank in self._done:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
+        return self._config
+
+    def _active(self) -> set[int]:
+        return set(self.ranks) - self._done.keys()
+
+    def _finish(self, rank: int, event: Done, now: float) -> list[Command]:
+        if rank in self._done:
+            raise ProtocolError(f"rank {rank} sent Done although it is done")
+        self._check_done(rank)
+        self._check_produced(rank, event.produced)
+        self._done[rank] = None
+        self._flush = self._flush or event.flush
+        self._produced[rank] = event.produced
+        self._shown[rank] = event.shown
+        if len(self._done) < len(self.ranks) or self._config is None:
+            return [*self._retire(rank, now), *self._due_collectives()]
+        return self._drain(rank, now)
+
+    def _check_produced(self, rank: int, produced: list[int]) -> None:
+        counts = self._opened[rank].config.counts
+        before = self._produced.get(rank, [0] * counts)
+        if len(produced) != counts or any(a < b for a, b in zip(produced, before, strict=True)):
+            raise ProtocolError(f"rank {rank} has produced {produced} gradients a bucket, earlier {before}")
+
+    def _delete(self, rank: int, event: OptimizerDeleted, now: float) -> list[Command]:
+        """Law 2."""
+        self._check_produced(rank, event.produced)
+        if event.produced != self._drained.get(rank, [0] * len(event.produced)):
+            self._flush = True
+        self._whole = False
+        self._produced[rank] = event.produced
+        self._absent.add(rank)
+        self._forget(rank)
+        self._collectives.remove(rank)
+        was_done = rank in self._done
+        self._done[rank] = None
+        if self.over:
+            return [Unregister(self._optimizer)]
+        commands = self._due_collectives()
+        if self._config is None or self._refused:
+            return commands
+        if len(self._done) == len(self.ranks):
+            return commands if was_done else [*commands, *self._drain(rank, now)]
+        return [*commands, *([] if was_done else self._retire(rank, now))]
+
+    def _due_collectives(self) -> list[Command]:
+        return [*self._collectives.due(self.present, self.draining)]
+
+    def _missing(self, rank: int) -> list[Command]:
+        if rank not in self._asked:
+            raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
+        if not self.lacks(rank):  # who waited for it has gone meanwhile
+            return []
+        self._refused = True
+        others = ranks_text(self._opened)
+        problem = (
+            f"{others} opened an optimizer while rank {rank} waits in drain(), hvd.join() or at its end, and rank "
+            f"{rank} has wrapped none like it: wrap the same optimizers on every rank, keep them until all have "
+            f"drained, and call drain() equally often on every rank"
+        )
+        return [Refused(self._optimizer, problem)]
+
+    def _drain(self, rank: int, now: float) -> list[Command]:
+        """All are done, ``rank`` last: end it, and begin anew with the ranks that are gone done already."""
+        commands, rounds = self._conclude(rank, now)
+        last = next((r for r in reversed(self._done) if r not in self._absent), rank)
+        produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
+        gone = sorted(self._absent)
+        shown = {r: self._shown.get(r, 0) for r in self.ranks if r not in self._absent}
+        most = max(shown, key=shown.__getitem__)
+        mend = most if min(shown.values()) < shown[most] else None
+        commands.append(
+            Drained(self._optimizer, rounds, produced, last, self._flush, self._details(), self._whole, mend, gone)
+        )
+        if self._flush:
+            self._drained, self._whole = dict(self._produced), not gone
+        self._shown.clear()
+        self._flush = False
+        self._done = dict.fromkeys(gone)
+        for rank in gone:
+            commands += self._retire(rank, now)
+        return commands

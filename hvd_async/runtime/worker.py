@@ -1,0 +1,262 @@
+"""One optimizer as one rank sees it, whatever the algorithm: meeting the other ranks, being done, waiting."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.runtime.collective_calls import CollectiveCalls, Combined
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.inbox import Inbox
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import (
+    Agreed,
+    Config,
+    Done,
+    Drained,
+    Hyper,
+    Opened,
+    OptimizerCommand,
+    OptimizerDeleted,
+    OptimizerEvent,
+    Refused,
+    RunCollective,
+)
+
+
+class Worker(abc.ABC):
+    """What ``EagerWorker`` and ``GossipWorker`` share. The training thread calls it, unless it is said otherwise.
+
+    Args:
+        engine: this rank's.
+        config: the same on all ranks.
+        members: the ranks that share the optimizer; empty for all.
+        process_set: of these, as the binding's collectives know it; None for all.
+        process_set_id: of these; 0 for all.
+        finish: called at the end of each drain (True) or cut (False), when all that was on its way has come.
+        inbox: of its family, if that has its own.
+
+    Attributes:
+        last_done: the rank that was last to be done in the last drain, -1 before there was one.
+        deleted: whether the optimizer is gone, and only this rank's engine still serves the others.
+        kind: what is wrapped, for people.
+        shown: rounds since the last drain or cut that user code saw, and may have changed, before they were applied.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        members: tuple[int, ...],
+        process_set: Any,
+        process_set_id: int,
+        finish: Callable[[bool], object],
+        inbox: Inbox | None = None,
+    ) -> None:
+        self.engine, self.process_set_id = engine, process_set_id
+        self._common, self._members, self._end = config, members, finish
+        self._inbox = Inbox(engine.changed) if inbox is None else inbox
+        self._number: int | None = None
+        self._announced = False
+        self._told: Hyper = []
+        """The hyperparameters that the coordinator knows of."""
+        self._restored = False
+        """Whether something of an earlier run was brought along."""
+        self._wait_s = 0.0
+        self._calls = CollectiveCalls(engine, process_set, self._await)
+        self.last_done = -1
+        self.deleted = False
+        self.kind = "optimizer"
+        self.shown = 0
+
+    # -- meeting the other ranks ------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have met over this optimizer and fit together."""
+        return self._inbox.agreed
+
+    def open(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
+        """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
+
+        Raises:
+            ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
+        """
+        self.offer(names, checksums, hyper)
+        self.meet()
+
+    def offer(
+        self, names: list[str], checksums: list[int], hyper: Hyper | None = None, number: int | None = None
+    ) -> None:
+        """The first half of ``open``: tell the coordinator, do not wait for the others.
+
+        Args:
+            number: which the optimizer has on other ranks, where these asked for it.
+        """
+        if self._number is None:
+            self._told = hyper or []
+            self._number = self.engine.register(self, self.process_set_id, number)
+            opened = Opened(
+                self._number, self._common, names, checksums, list(self._members), self._restored, hyper or []
+            )
+            self.send(opened)
+
+    def meet(self) -> None:
+        """The second half of ``open``: wait until every rank has offered.
+
+        Raises:
+            ReplicaMismatchError: as ``open``.
+        """
+        self.engine.wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        if self._inbox.refused is not None:
+            self.engine.unregister(self._opened_number())
+            raise ReplicaMismatchError(f"{self.label}: {self._inbox.refused}")
+
+    @property
+    def label(self) -> str:
+        """Which optimizer it is, for people."""
+        return self.kind if self._number is None else f"{self.kind} (optimizer {self._number})"
+
+    def _opened_number(self) -> int:
+        if self._number is None:
+            raise ReplicaStateError("the optimizer was used before it was opened: a bug in the binding")
+        return self._number
+
+    # -- being done -------------------------------------------------------------------------------------------
+
+    def _check_drained(self) -> None:
+        if self._announced:
+            raise ReplicaStateError(
+                f"{self.label}: a drain() or cut() was broken off: call it again before the next step"
+            )
+
+    def check_done(self) -> None:  # noqa: B027  most have nothing to check
+        """Raise, if this rank cannot be done now."""
+
+    def announce(self, flush: bool) -> None:
+        """Say "done" to the coordinator, once, whatever ``check_done`` thinks of it."""
+        if not self._announced:
+            self._say_done(flush)
+
+    def _say_done(self, flush: bool) -> None:
+        self._announced = True
+        self.send(Done(self._opened_number(), self._counts(), flush, self.shown))
+
+    def wind_up(self, flush: bool) -> None:
+        """Say "done", serve until all ranks are, and conclude. (Of a process with several optimizers, ``Engine.drain``
+        ends all at once.)"""
+        self.check_done()
+        self.announce(flush)
+        while not self.serve():
+            self._await(lambda: self.served)
+        self.conclude()
+
+    def _take_drained(self) -> Drained[Any]:
+        drained = self._inbox.take_drained()
+        self._announced = False
+        self.last_done = drained.last
+        return drained
+
+    @abc.abstractmethod
+    def _counts(self) -> list[int]:
+        """What ``Done.produced`` says."""
+
+    @property
+    @abc.abstractmethod
+    def served(self) -> bool:
+        """Whether ``serve`` would do something, or has done all."""
+
+    @abc.abstractmethod
+    def serve(self) -> bool:
+        """Apply what has come, without waiting; whether all ranks are done and all of it is applied.
+
+        Raises:
+            ReplicaMismatchError: the ranks did not fit together.
+        """
+
+    @abc.abstractmethod
+    def conclude(self) -> None:
+        """All ranks are done, and all has come: start afresh, and let the binding end it, by what was agreed."""
+
+    # -- collectives at ends ----------------------------------------------------------------------------------
+
+    def sum(self, vector: Vector, what: str) -> Combined:
+        """The sum of ``vector``, shape (n,), over the ranks that still have the optimizer. A collective of these.
+
+        Args:
+            vector: it is given away.
+            what: the collective, for people; the same on all ranks.
+
+        Raises:
+            ReplicaStateError: other ranks are in another collective.
+        """
+        return self._calls.call(self._opened_number(), "sum", what, vector)
+
+    def broadcast(self, vector: Vector, root: int, what: str) -> Vector:
+        """Rank ``root``'s ``vector``, or that of the lowest rank that still has the optimizer; as ``sum``."""
+        return self._calls.call(self._opened_number(), "broadcast", what, vector, root).vector
+
+    def compare(self, names: list[str], checksums: list[int], what: str) -> None:
+        """Compare replicas over the ranks that still have the optimizer. A collective of these.
+
+        Raises:
+            ReplicaMismatchError: they differ; the message says where, and what mends it.
+        """
+        found = self._calls.call(self._opened_number(), "compare", what, names=names, checksums=checksums)
+        if found.problem is not None:
+            raise ReplicaMismatchError(f"{self.label}: {found.problem}")
+
+    # -- the optimizer's end ----------------------------------------------------------------------------------
+
+    def delete(self) -> None:
+        """The optimizer is gone on this rank: deleted, discarded, or the process is leaving. Its engine serves on.
+
+        Any thread may call it, a finalizer too.
+        """
+        if self._number is not None and not self.deleted:
+            self.deleted = self._calls.cancelled = True
+            self.engine.notify(self._tell_deleted)
+
+    def _tell_deleted(self) -> None:
+        """(Engine thread.)"""
+        self.discard_results()
+        self.engine.send(OptimizerDeleted(self._opened_number(), self._counts()))
+        # Whoever waits in a drain, in which this one was, looks again. (An interrupt at the worst moment may have left
+        # the lock held; they look each second anyway.)
+        if self.engine.changed.acquire(timeout=1.0):
+            self.engine.changed.notify_all()
+            self.engine.changed.release()
+
+    def discard_results(self) -> None:  # noqa: B027  some keep none
+        """Nobody will take what comes from now on (engine thread)."""
+
+    # -- the engine -------------------------------------------------------------------------------------------
+
+    def send(self, event: OptimizerEvent) -> None:
+        """Have the engine send an event, after all that was posted before."""
+        self.engine.post(lambda: self.engine.send(event))
+
+    def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
+        started = time.perf_counter()
+        try:
+            self.engine.wait(ready, waiting_for)
+        finally:
+            self._wait_s += time.perf_counter() - started
+
+    def obey(self, command: OptimizerCommand) -> None:
+        """Carry out a command (engine thread)."""
+        match command:
+            case RunCollective():
+                self._calls.run(command)
+            case Agreed():
+                self._inbox.tell(agreed=True)
+            case Refused(_, problem):
+                self._inbox.tell(refused=problem)
+            case Drained():
+                self._inbox.tell(drained=command)

@@ -1,0 +1,179 @@
+"""A round applied by a Keras optimizer: its average gradient, its hyperparameters, the same bits on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.errors import ReplicaMismatchError
+from hvd_async.tensorflow.buffers import Layout, has_gradients, own_name, raw
+
+RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
+NOT_SETTINGS = {"name", "built", "loss_scale_factor"}
+"""Plain attributes of a Keras optimizer that may differ from rank to rank."""
+
+
+def scheduled(optimizer: Any) -> bool:
+    """Whether its learning rate follows from ``iterations``."""
+    return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
+def settings(optimizer: Any) -> list[str]:
+    """The optimizer's settings that Keras builds into graphs, momentum and the like, as text."""
+    plain = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if not key.startswith("_") and key not in NOT_SETTINGS and isinstance(value, bool | int | float | str | None)
+    }
+    if scheduled(optimizer):
+        schedule = keras.optimizers.schedules.serialize(optimizer._learning_rate)
+        plain["learning_rate"] = json.dumps(schedule, sort_keys=True, default=repr)
+    return [f"{key}={value!r}" for key, value in sorted(plain.items())]
+
+
+def digest(optimizer: Any) -> int:
+    """CRC-32 of the settings."""
+    return zlib.crc32("\n".join(settings(optimizer)).encode())
+
+
+def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
+    """The optimizer's variables (velocities ...) by the index of the variable they belong to, told by their names."""
+    prefixes = {str(getattr(v, "path", v.name)).replace("/", "_").replace(":", "_") + "_": i
+                for i, v in enumerate(variables)}  # fmt: skip
+    averages = {id(v) for v in getattr(optimizer, "_model_variables_moving_average", None) or [] if v is not None}
+    found: dict[int, list[Any]] = {}
+    for variable in optimizer.variables:
+        fitting = [prefix for prefix in prefixes if own_name(variable).startswith(prefix)]
+        if fitting and id(variable) not in averages:  # moving averages go on for frozen weights too
+            found.setdefault(prefixes[max(fitting, key=len)], []).append(raw(variable))
+    return found
+
+
+class Update:
+    """Applies rounds, in a training graph or outside; made anew when the optimizer's settings change.
+
+    TensorFlow rewrites a graph as a whole, so the same update rounds differently in different surroundings, and
+    replicas would drift apart by bits. As a function of its own that is not inlined, called from a function in either
+    case, it is rewritten by itself and gives the same bits. (Whole-graph rewriting was seen to differ by 1e-7 for
+    RMSprop, Lamb, Adagrad, SGD with weight decay; this way by nothing.)
+
+    Args:
+        optimizer: ours; ``optimizer._wrapped_class.apply`` does the work.
+        layout: of the buckets.
+        transform: see ``round_transform``.
+        correct_momentum: scale velocities when a round changes the rate (Goyal et al., 2017, section 3).
+    """
+
+    def __init__(
+        self, optimizer: Any, layout: Layout, transform: RoundTransform | None, correct_momentum: Callable[[], bool]
+    ) -> None:
+        self._optimizer, self._layout = optimizer, layout
+        self._transform, self._correct = transform, correct_momentum
+        self._variables = list(optimizer._trainable_variables)
+        self.scheduled, self.digest, self._corrects = scheduled(optimizer), digest(optimizer), correct_momentum()
+        rate = [] if self.scheduled else [tf.TensorSpec([], tf.float32)]
+        arguments = [*rate, *layout.specs()]
+        self.types = [argument.dtype for argument in arguments]
+        self._shapes = [argument.shape for argument in arguments]
+        self._last_rate = tf.Variable(0.0, trainable=False)
+        self._inner = tf.function(
+            lambda *parts: self._apply(*parts),
+            input_signature=arguments,
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
+        self._alone = tf.function(lambda *parts: self._inner(*parts), input_signature=arguments, autograph=False)
+
+    def stale(self) -> bool:
+        """Whether the optimizer's settings are others now."""
+        now = (scheduled(self._optimizer), digest(self._optimizer), self._correct())
+        return now != (self.scheduled, self.digest, self._corrects)
+
+    def parts(self, round_: Round) -> list[Any]:
+        """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient are frozen for it:
+        momentum and decay must not move what nobody had anything for.
+
+        Raises:
+            ReplicaMismatchError: the rank that led it has an optimizer with other settings.
+        """
+        (group,) = round_.hyper
+        if ("learning_rate" in group) == self.scheduled or group["settings"] != self.digest:
+            raise ReplicaMismatchError(
+                f"a round was led by a rank whose {type(self._optimizer).__name__} has other settings than this rank's "
+                f"({', '.join(settings(self._optimizer))}). Only a learning rate that is a number can differ from rank "
+                f"to rank; change anything else on every rank after a drain()."
+            )
+        rate = [] if self.scheduled else [tf.constant(group["learning_rate"], tf.float32)]
+        return [*rate, *self._layout.without(self._unmoved(round_), round_.sums)]
+
+    def _unmoved(self, round_: Round) -> list[int]:
+        """The variables that a round must not move: those its leader has frozen, and those of empty buckets."""
+        (group,) = round_.hyper
+        buckets = zip(self._layout.buckets, round_.counts, strict=True)
+        empty = {index for bucket, count in buckets if not count for index in bucket.indices}
+        return sorted(empty.union(group["frozen"]))
+
+    def keep(self, round_: Round) -> Callable[[], None]:
+        """What puts back the variables, and what the optimizer has of them, that a round about to be applied must not
+        move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
+        update this would be half of it, and take as long to trace.)"""
+        unmoved = set(self._unmoved(round_))
+        held = self._held() if unmoved else []
+        kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
+
+        def put_back() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+
+        return put_back
+
+    def __call__(self, *parts: Any) -> tf.Tensor:
+        """Apply a round; returns something to wait for."""
+        parts = tuple(tf.ensure_shape(part, shape) for part, shape in zip(parts, self._shapes, strict=True))
+        return (self._alone if tf.executing_eagerly() else self._inner)(*parts)
+
+    def _apply(self, *parts: tf.Tensor) -> tf.Tensor:
+        optimizer, rest = self._optimizer, list(parts)
+        rate = None if self.scheduled else rest.pop(0)
+        gradients = self._layout.averages(rest)
+        if self._transform is not None:
+            gradients = list(self._transform(list(gradients)))
+        with self._with(rate):
+            if rate is not None and self._corrects:
+                self._correct_momentum(rate)
+            moved = [variable for variable in self._variables if has_gradients(variable)]
+            optimizer._wrapped_class.apply(optimizer, gradients, moved)
+        return tf.identity(raw(optimizer._iterations))
+
+    def _held(self) -> list[tuple[int, Any]]:
+        """Every variable that a round may move, with the index of the trainable one it belongs to."""
+        held = [(index, raw(v)) for index, v in enumerate(self._variables)]
+        return held + [(i, v) for i, found in owners(self._optimizer, self._variables).items() for v in found]
+
+    @contextlib.contextmanager
+    def _with(self, rate: tf.Tensor | None) -> Iterator[None]:
+        """While Keras' update is traced: the round's rate in place of this rank's, and gradients count as unscaled."""
+        own = vars(self._optimizer)
+        before = {key: own[key] for key in ("_learning_rate", "loss_scale_factor")}
+        own["loss_scale_factor"] = None
+        if rate is not None:
+            own["_learning_rate"] = lambda: rate
+        try:
+            yield
+        finally:
+            own.update(before)
+
+    def _correct_momentum(self, rate: tf.Tensor) -> None:
+        last = self._last_rate
+        ratio = tf.where(last > 0, rate / last, 1.0)
+        for velocity in getattr(self._optimizer, "momentums", None) or []:
+            if velocity is not None:
+                velocity.assign(raw(velocity) * tf.cast(ratio, raw(velocity).dtype))
+        last.assign(rate)

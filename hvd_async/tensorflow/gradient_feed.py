@@ -1,0 +1,128 @@
+"""Gradients on their way from the training graph to the worker: a step is several ``give``s, then one ``take``.
+
+A ``give`` never blocks, so a graph may have one for each bucket, as soon as backward has filled it, while its last op
+alone waits in ``take``. (An op that waits holds one of TensorFlow's inter-op threads, of which there may be one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.runtime.log import notice
+from hvd_async.runtime.messages import Hyper
+from hvd_async.tensorflow.buffers import Layout
+
+
+def is_finite(vector: tf.Tensor) -> bool:
+    """Whether there is neither NaN nor an infinity in it."""
+    array = np.asarray(vector)  # (no copy on the CPU)
+    # NaN and infinities do not leave a scalar product, which takes half as long as looking at each element. Its own
+    # overflow is not theirs.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(array, array)) or np.isfinite(array).all())
+
+
+class Feed:
+    """One rank's.
+
+    Args:
+        layout: of the buckets.
+        passes: backward passes that make a step (Horovod's ``backward_passes_per_step``); those before the last are
+            added up here.
+        average: divide their sum by ``passes``.
+        nonfinite: "skip" (a bucket with NaN or an infinity is handed over empty) or "raise".
+    """
+
+    def __init__(self, layout: Layout, passes: int, average: bool, nonfinite: str) -> None:
+        self._layout, self._passes, self._raises = layout, passes, nonfinite == "raise"
+        self._factor = 1.0 / passes if average else 1.0
+        self._sums: dict[int, tf.Tensor] = {}
+        """Of the passes before this one."""
+        self._given: dict[int, tf.Tensor | None] = {}
+        """Of this pass, not handed over yet."""
+        self._spoilt: list[int] = []
+        """Buckets of this pass that were not finite."""
+        self.done = 0
+        """Backward passes since the last step."""
+
+    def give(self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool) -> None:
+        """Hand a bucket over, or keep it for ``take``.
+
+        Args:
+            bucket: its number.
+            vector: its gradients, counted as one.
+            worker: None before the ranks have met.
+            scaled: whether the loss was scaled: then all buckets are handed over or none.
+        """
+        finite = is_finite(vector)
+        if not finite:
+            self._spoilt.append(bucket)
+        last = self.done + 1 == self._passes
+        if worker is None or not last or scaled or self._raises or bucket in worker.gone:
+            self._given[bucket] = vector if finite else None
+        else:
+            worker.hand_over(bucket, self._whole(bucket, vector if finite else None))
+
+    def take(self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool) -> tuple[list[Round], bool]:
+        """Hand over what is left, wait for the step's round.
+
+        Args:
+            meet: gives the worker; may wait for the other ranks.
+            hyper: as for ``EagerWorker.step``.
+            scaled: as for ``give``.
+
+        Returns:
+            The rounds that wait to be applied (none unless this pass ends a step), each between the worker's ``begin``
+            and ``end``, and whether all gradients of this
+            pass were finite.
+
+        Raises:
+            FloatingPointError: they were not, and ``nonfinite="raise"``; nothing has been handed over.
+        """
+        given, self._given = self._given, {}
+        spoilt, self._spoilt = self._spoilt, []
+        if spoilt and self._raises and not scaled:
+            raise FloatingPointError(
+                f"NaN or infinity in this rank's gradients (bucket {spoilt[0]} of {len(self._layout)}); "
+                f'nonfinite="skip" would leave them out and go on'
+            )
+        if spoilt and scaled:
+            given = dict.fromkeys(range(len(self._layout)))
+        if self.done + 1 < self._passes:
+            self.done += 1
+            for bucket in range(len(self._layout)):
+                vector = self._of(given, bucket)
+                if vector is not None:
+                    self._sums[bucket] = self._plus(bucket, vector)
+            return [], not spoilt
+        worker = meet()
+        gone = worker.gone
+        if gone & given.keys():
+            notice(
+                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
+                f"others, and its own of these are left out"
+            )
+        left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
+        vectors = {bucket: self._whole(bucket, self._of(given, bucket)) for bucket in left}
+        self.done = 0
+        return worker.finish_step(vectors, hyper), not spoilt
+
+    def _of(self, given: Mapping[int, tf.Tensor | None], bucket: int) -> tf.Tensor | None:
+        """What was given of a bucket; a gradient that is zero if nothing was."""
+        return given[bucket] if bucket in given else self._layout.nothing(bucket)
+
+    def _plus(self, bucket: int, vector: tf.Tensor) -> tf.Tensor:
+        before = self._sums.pop(bucket, None)
+        return vector if before is None else before + vector
+
+    def _whole(self, bucket: int, vector: tf.Tensor | None) -> tf.Tensor | None:
+        """The step's gradient: this pass's, and those before it."""
+        if self._passes == 1:
+            return vector
+        total = self._sums.pop(bucket, None) if vector is None else self._plus(bucket, vector)
+        return None if total is None else self._layout.recounted(bucket, total, self._factor)

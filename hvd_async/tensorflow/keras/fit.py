@@ -1,0 +1,197 @@
+"""Where the ranks of one ``fit()`` meet: the wrapped optimizers of a model, and the callback that drains them there."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.buffers import raw
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.gossip_mixin import GossipMixin
+from hvd_async.tensorflow.local_mixin import LocalMixin
+from hvd_async.tensorflow.mixin import EagerMixin
+
+
+def our_optimizer(model: Any) -> Any:
+    """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
+    found = _ours(getattr(model, "optimizer", None))
+    return found[0] if found else None
+
+
+def our_optimizers(model: Any) -> list[Any]:
+    """All of ours that train a model: its ``optimizer`` and those among its attributes, as a GAN has them; if there are
+    none, those of this process that have begun to train."""
+    held = [getattr(model, "optimizer", None), *vars(model).values()]
+    return list({id(one): one for each in held for one in _ours(each)}.values()) or begun()
+
+
+def begun() -> list[Any]:
+    """Ours of this process that have begun to train, in the order in which they were wrapped."""
+    return [one for one in _in_process() if one._async.worker is not None and not one._async.worker.engine.replaced]
+
+
+def _in_process() -> list[Any]:
+    local = local_engine()  # (of a test's rank in a thread)
+    return [one for one in LIFECYCLE.wrapped() if one._async.engine is local]
+
+
+def _ours(held: Any) -> list[Any]:
+    """Ours among an attribute's value: an optimizer, or several in a list or a dictionary."""
+    if isinstance(held, dict):
+        held = list(held.values())
+    if isinstance(held, list | tuple):
+        return [one for each in held if not isinstance(each, list | tuple | dict) for one in _ours(each)]
+    if not isinstance(held, keras.optimizers.Optimizer):
+        return []
+    inner = getattr(held, "inner_optimizer", held)
+    return [inner] if isinstance(inner, EagerMixin | LocalMixin) else []
+
+
+def drain(optimizers: Sequence[Any]) -> None:
+    """Drain all optimizers of the process, these among them. A collective."""
+    _offer(optimizers)
+    optimizers[-1]._async_drain_all()
+
+
+@contextlib.contextmanager
+def consensus(optimizers: Sequence[Any]) -> Iterator[None]:
+    """In it models hold what stands for all ranks, with any optimizer of these. A collective."""
+    if len(optimizers) == 1:
+        with optimizers[0].consensus():
+            yield
+        return
+    _offer(optimizers)
+    optimizers[-1]._async_drain_all(False)  # a cut: ranks with weights of their own go on with them
+    with contextlib.ExitStack() as stack:
+        for one in optimizers:
+            if isinstance(one, LocalMixin):
+                stack.enter_context(one._async_consensus())
+        yield
+
+
+def _offer(optimizers: Sequence[Any]) -> None:
+    for one in optimizers:
+        one._async_offer()  # before the first waits: others may be waiting for this rank to open the second
+
+
+class _Meeting:
+    """Where the ranks of one ``fit()`` have met; the callbacks of a model share it.
+
+    Attributes:
+        at: the point where they were last.
+        drains: whether ranks with weights of their own are drained at the end of each epoch.
+        evaluation: closed when it ends.
+        warned: whether the user was told that nothing is averaged.
+    """
+
+    def __init__(self) -> None:
+        self.at: tuple[str, int] | None = None
+        self.drains = False
+        self.evaluation = contextlib.ExitStack()
+        self.warned = False
+
+
+class Draining(keras.callbacks.Callback):
+    """Has ranks meet at the points where they must; several callbacks of one model share each meeting."""
+
+    _training = False
+
+    @property
+    def _meeting(self) -> _Meeting:
+        meeting: _Meeting | None = getattr(self.model, "_hvd_async_meeting", None)
+        if meeting is None:
+            meeting = _Meeting()
+            object.__setattr__(self.model, "_hvd_async_meeting", meeting)
+        return meeting
+
+    def set_model(self, model: Any) -> None:
+        """As Keras'.
+
+        Raises:
+            ValueError: the model is compiled by XLA, which cannot wait for other ranks.
+        """
+        super().set_model(model)
+        if getattr(model, "jit_compile", False) and not model.run_eagerly and our_optimizers(model):
+            raise ValueError("XLA cannot wait for other ranks: compile the model with jit_compile=False")
+
+    def _optimizers_at(self, point: tuple[str, int]) -> list[Any]:
+        """The optimizers, ready to meet the other ranks' at ``point``; none if they have, or none is ours."""
+        optimizers = our_optimizers(self.model)
+        if not optimizers or self._meeting.at == point:
+            return []
+        self._meeting.at = point
+        self._tell_of_model(optimizers)
+        if len(optimizers) == 1 and not optimizers[0].built:
+            optimizers[0].build(self.model.trainable_variables)
+        return [one for one in optimizers if one.built]  # (which variables each of several has, training must tell)
+
+    def _together(self, optimizers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """In it the model is the same on all ranks; afterwards too, unless ranks go on with weights of their own."""
+        if not optimizers:
+            return contextlib.nullcontext()
+        if any(isinstance(one, LocalMixin) for one in optimizers) and not self._meeting.drains:
+            return consensus(optimizers)
+        drain(optimizers)
+        return contextlib.nullcontext()
+
+    def drain_begun(self) -> None:
+        """Drain what has begun to train before; a collective if anything has."""
+        if earlier := begun():
+            drain(earlier)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._training, self._epoch = True, 0
+        self._meeting.at = None
+        self._meeting.evaluation.pop_all()  # one that was broken off: what was loaded since is not to be overwritten
+        self._tell_of_model(our_optimizers(self.model))
+        self._warn_of_plain_optimizer()
+
+    def _tell_of_model(self, optimizers: Sequence[Any]) -> None:
+        """Have one of them see to batch-norm statistics, unless the user has told some of what they train."""
+        if optimizers and all(one._async.model is None for one in optimizers):
+            optimizers[0]._async.model = self.model
+
+    def _warn_of_plain_optimizer(self) -> None:
+        plain = getattr(self.model, "optimizer", None)
+        if self._meeting.warned or plain is None or our_optimizers(self.model) or LIFECYCLE.size() == 1:
+            return
+        own = {id(raw(v)) for v in self.model.trainable_variables}
+        if any(not one.built or own & {id(raw(v)) for v in one._trainable_variables} for one in _in_process()):
+            return  # one that the model's train_step() may use
+        self._meeting.warned = True
+        warnings.warn(
+            f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train apart. "
+            f"Wrap it: model.compile(optimizer=hvd.EagerOptimizer(...)). (keras.models.load_model() gives back a plain "
+            f"one; hvd.load_model() of hvd_async.tensorflow.keras wraps it.)",
+            stacklevel=2,
+        )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._meeting.at = None
+        for one in our_optimizers(self.model):
+            if isinstance(one, GossipMixin):
+                one.set_epoch(epoch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        optimizers = self._optimizers_at(("epoch", self._epoch)) if self._training else []
+        self._meeting.evaluation.enter_context(self._together(optimizers))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._meeting.evaluation.close()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Also where only some ranks validate: all meet once an epoch, these before it and the others here.
+        with self._together(self._optimizers_at(("epoch", epoch))):
+            pass
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        optimizers = self._optimizers_at(("end", 0))
+        if optimizers:
+            drain(optimizers)
+        self._training = self._meeting.drains = False

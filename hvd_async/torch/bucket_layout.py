@@ -1,0 +1,226 @@
+"""Where each torch parameter lies in the flat buckets: gradients out, rounds in."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_async.algorithms.eager.bucketing import by_number, by_size
+from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.torch.streams import mark
+
+MIB = 2**20
+
+
+class Bucket:
+    """Parameters whose gradients travel together, of one device and accumulation dtype.
+
+    Half-precision gradients accumulate and travel as float32.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.elements = sum(p.numel() for p in parameters)
+        self.device, self.dtype = kind(parameters[0])
+        ends = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        self._places = [(p.shape, strides(p), end) for p, end in zip(parameters, ends, strict=False)]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
+        then plain ones, and optimizers take gradients and parameters together."""
+        start = vector.storage_offset()
+        return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
+
+
+class Layout:
+    """The buckets of an optimizer, the last parameters first: backward has their gradients ready first.
+
+    Args:
+        parameters: in the same order on all ranks.
+        cap: most bytes of a bucket, unless a single parameter is larger.
+        groups: lists of parameters that travel together (Horovod's ``groups``), or into how many groups to part all.
+        slots: of a vector, see ``hvd_async.algorithms.eager.gradient_format``.
+        slot: this rank's.
+
+    Raises:
+        ValueError: a parameter of complex numbers, or groups that are none.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        cap: float = 25 * MIB,
+        groups: int | Sequence[Sequence[torch.Tensor]] = 0,
+        slots: int = 1,
+        slot: int = 0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.orders = [memory_order(parameter) for parameter in parameters]
+        """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
+        self._slots, self._slot = slots, slot
+        for parameter in parameters:
+            if parameter.is_complex():
+                raise ValueError(
+                    f"a parameter of dtype {parameter.dtype} cannot be averaged: make it two real ones, or keep it out "
+                    f"of the optimizer"
+                )
+        self.buckets = [
+            Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
+        ]
+        self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Of each bucket's vector."""
+        return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
+
+    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
+        """What ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
+
+        Raises:
+            ValueError: the elements of gradients that are pending lie in another order.
+        """
+        vectors = share.get("vectors", [])
+        if list(share.get("nbytes", ())) != list(self.nbytes):
+            return share  # (gradients that are pending in other buckets are refused where they are taken back)
+        pending = any(vector is not None for vector in vectors)
+        if pending and share.get("orders", [""] * len(self.parameters)) != self.orders:
+            raise ValueError(
+                "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
+                "it into the same memory format (torch.channels_last) before loading, or save after drain()"
+            )
+        pairs = zip(vectors, self.buckets, strict=False)
+        return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
+
+    @torch.no_grad()
+    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor:
+        """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
+
+        What is sparse travels as a dense vector: ranks need not know before whose gradients will be.
+        """
+        bucket = self.buckets[index]
+        flat = torch.empty(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+        views, gradients = [], []
+        for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                part.zero_()
+                continue
+            if gradient.is_sparse:
+                part.copy_(gradient.to_dense())
+                continue
+            views.append(part)
+            gradients.append(gradient)
+        if views:
+            torch._foreach_copy_(views, gradients)
+        if isinstance(scale, torch.Tensor) or scale != 1.0:
+            flat.mul_(scale)
+        tail = flat[bucket.elements :]
+        tail.zero_()
+        tail.narrow(0, self._slot, 1).fill_(1.0)  # (setting an item copies from the host, and waits for the stream)
+        return flat
+
+    @torch.no_grad()
+    def set_gradients(self, round_: Round, scale: float, frozen: set[int], sparse: bool = False) -> None:
+        """Point each ``p.grad`` into a round's sums x ``scale`` (done in place); those of ``frozen`` (ids), and of
+        buckets that carried no gradient, become None: momentum and decay must not move what nobody had anything for.
+
+        Args:
+            sparse: make them sparse tensors, for an optimizer that takes no others.
+        """
+        for vector, bucket, count in zip(round_.sums, self.buckets, round_.counts, strict=True):
+            if scale != 1.0:
+                vector[: bucket.elements].mul_(scale)
+            for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
+                average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
+                if sparse:
+                    average = average.to_sparse(1)
+                parameter.grad = None if id(parameter) in frozen or count == 0 else average
+
+
+def differentiable(parameter: torch.Tensor) -> bool:
+    """Whether it can have a gradient."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def memory_order(parameter: torch.Tensor) -> str:
+    """In which order vectors have a parameter's elements: "channels_last", "channels_last_3d", or "", its shape's."""
+    kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if kind is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=kind):
+        return ""
+    return str(kind).removeprefix("torch.")
+
+
+def strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of a parameter's part of a vector."""
+    return (parameter if memory_order(parameter) else torch.empty(parameter.shape, device="meta")).stride()
+
+
+class Zeros:
+    """For each bucket a vector that holds no gradient, always the same one: read only. (It knows no parameters: the
+    engine keeps it for longer than the model may live.)
+
+    Args:
+        nbytes, devices, dtypes: of the buckets' vectors.
+    """
+
+    def __init__(self, nbytes: Sequence[int], devices: Sequence[torch.device], dtypes: Sequence[torch.dtype]) -> None:
+        self._kinds = list(zip(nbytes, devices, dtypes, strict=True))
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, index: int) -> torch.Tensor:
+        """A bucket's. On a CPU it takes no memory: private pages that are never written to are all the same one."""
+        if index not in self._made:
+            nbytes, device, dtype = self._kinds[index]
+            if device.type == "cpu":
+                memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._made[index] = torch.frombuffer(memory, dtype=dtype)
+            else:
+                self._made[index] = mark(torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype))
+        return self._made[index]
+
+
+def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    """Device and accumulation dtype of a parameter: parameters of different kinds cannot share a bucket."""
+    return parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _cut(parameters: Sequence[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
+    """Parameters in buckets of one kind, each of ``cap`` bytes at the most."""
+    kinds = [kind(p) for p in parameters]
+    sizes = [(key, p.numel() * torch.finfo(key[1]).bits // 8) for key, p in zip(kinds, parameters, strict=True)]
+    return [[parameters[place] for place in part] for part in by_size(sizes, cap)]
+
+
+def _groups(
+    parameters: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]], cap: float
+) -> list[tuple[list[torch.Tensor], float]]:
+    """Parts of the parameters, last first, and the cap within each."""
+    backwards = parameters[::-1]
+    number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
+    lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
+    if not (number or lists):
+        raise ValueError(f"groups={groups!r} is no number of groups: take 0 (none) or more, or lists of parameters")
+    if isinstance(groups, int):
+        if groups == 0:
+            return [(backwards, cap)]
+        numbered = by_number(len(parameters), groups)[::-1]
+        return [([parameters[place] for place in reversed(part)], float("inf")) for part in numbered]
+    groups = [[p for p in group if not isinstance(p, torch.Tensor) or differentiable(p)] for group in groups]
+    listed = [p for group in groups for p in group]
+    known = {id(p) for p in parameters}
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("groups names a parameter twice: each may be in one group only")
+    if any(not isinstance(p, torch.Tensor) or id(p) not in known for p in listed):
+        raise ValueError("groups names something that is no parameter of this optimizer")
+    grouped = {id(p) for p in listed}
+    rest = [p for p in backwards if id(p) not in grouped]
+    parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]
+    return [*parts, *([(rest, cap)] if rest else [])]

@@ -1,0 +1,129 @@
+"""Finds gradients that were changed after they had been handed over, and so would be lost.
+
+An in-place operation moves a tensor's version counter, unless it goes by ``.data``; and clipping that only logs a norm
+moves it and changes nothing. So what counts is the bits. A fingerprint is taken of every bucket that leaves early, in
+one pass; it is compared where a version has moved, in the first steps, and of one bucket in turn in later ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.torch.bucket_layout import Layout
+
+FIRST_STEPS = 10
+"""Steps with early buckets in which all of these are compared."""
+EVERY = 4
+"""Afterwards one bucket is, in every so manieth step."""
+LANES = 4096
+
+
+class _Handed(NamedTuple):
+    """A bucket as it left: each ``p.grad`` and its version counter, whether it is compared in any case, and the
+    fingerprint of them all."""
+
+    gradients: list[torch.Tensor | None]
+    versions: list[int]
+    due: bool
+    fingerprint: torch.Tensor | None
+
+
+class Watch:
+    """Over the gradients of one optimizer.
+
+    Args:
+        layout: of its buckets.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._handed: dict[int, _Handed] = {}
+        self._steps = 0
+        """That have ended with early buckets."""
+
+    def handed(self, bucket: int, vector: torch.Tensor) -> None:
+        """A bucket is about to leave, as this vector."""
+        gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
+        sparse = any(g is not None and g.is_sparse for g in gradients)  # (made dense, its bits need not be the same)
+        turn, off_turn = divmod(self._steps, EVERY)
+        due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
+        print_ = None if sparse else fingerprint(vector, due)
+        self._handed[bucket] = _Handed(gradients, _versions(gradients), due, print_)
+
+    def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
+        """The step ends in which these buckets left early.
+
+        Args:
+            buckets: their numbers.
+            vector: makes a bucket's vector of its gradients as they are now.
+
+        Raises:
+            ReplicaStateError: a gradient of theirs is not what was handed over.
+        """
+        handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
+        self._steps += bool(handed)
+        for bucket, one in handed.items():
+            moved = self._moved(bucket, one)
+            if one.fingerprint is None:
+                changed = moved
+            else:
+                looked_at = moved or one.due
+                changed = looked_at and not torch.equal(fingerprint(vector(bucket), one.due), one.fingerprint)
+            if changed:
+                raise ReplicaStateError(
+                    "a gradient was changed after backward() and before step(), when it was on its way to the other "
+                    "ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
+                    "and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
+                    "backward_passes_per_step="
+                )
+
+    def clear(self) -> None:
+        """The step is over: hold its gradients no longer."""
+        self._handed.clear()
+
+    def _moved(self, bucket: int, one: _Handed) -> bool:
+        now = [p.grad for p in self._layout.buckets[bucket].parameters]
+        return any(a is not b for a, b in zip(now, one.gradients, strict=True)) or _versions(now) != one.versions
+
+
+def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
+    return [0 if gradient is None else gradient._version for gradient in gradients]
+
+
+@torch.no_grad()
+def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
+    """A number of 64 bits that goes by the vector's bits: the sum of its words, each times an odd number for its place.
+    Whole numbers add up to the same in any order, on any number of threads.
+
+    Args:
+        vector: shape (n,), contiguous, float32 or float64.
+        thorough: see also signs that change in pairs; it takes about three times as long. (Of a word's highest bit the
+            sum only knows whether it is set an odd number of times.) float64 is always done so.
+
+    Returns:
+        Shape (), int64, on the vector's device; nobody has waited for it.
+    """
+    width = vector.element_size()
+    whole, odd = vector.split([vector.numel() * width // 8 * 8 // width, vector.numel() * width % 8 // width])
+    words = whole.view(torch.int64)
+    total = _weighted(words) + _weighted(odd.view(torch.uint8))
+    return total + 3 * _weighted(words >> 32) if thorough or vector.dtype == torch.float64 else total
+
+
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    """The sum of words, each times an odd number for its place in ``LANES``."""
+    weights, rows = _weights(words.device), words.numel() // LANES * LANES
+    lanes, rest = words[:rows].view(-1, LANES).sum(0), words[rows:]
+    return (lanes * weights).sum() + (rest * weights[: rest.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Shape (LANES,), the same in every process."""
+    drawn = torch.randint(-(2**62), 2**62, (LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
+    return (drawn | 1).to(device)

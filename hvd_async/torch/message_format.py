@@ -1,0 +1,96 @@
+"""Weights as bytes, in torch: as ``algorithms.gossip.message_format``, on the device where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvd_async.algorithms.gossip.message_exchange import HEADER, Post
+from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes
+from hvd_async.runtime.process_sets import Sharers
+from hvd_async.torch.streams import fetch
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def quantize(vector: torch.Tensor) -> torch.Tensor:
+    """8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
+    padded = torch.nn.functional.pad(vector.float(), (0, -vector.numel() % CHUNK)).view(-1, CHUNK)
+    scales = padded.abs().amax(dim=1, keepdim=True) / LEVELS
+    levels = torch.round(padded / torch.where(scales > 0, scales, 1.0)).to(torch.int8)
+    return torch.cat([scales.view(-1).view(torch.uint8), levels.view(-1).view(torch.uint8)])
+
+
+def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
+    """What ``quantize`` has made of so many elements, as float32."""
+    count = -(-elements // CHUNK)
+    scales = data[: 4 * count].view(torch.float32).view(count, 1)
+    return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
+
+
+def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers, parts: int = 1) -> Post:
+    """How torch vectors of weights travel.
+
+    Args:
+        like: a vector of weights, shape (n,), float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        rows: most messages in one exchange.
+        sharers: the ranks that gossip.
+        parts: a message holds one of so many parts of a vector.
+    """
+    elements, kind, device = like.numel(), like.dtype, like.device
+    part = -(-elements // parts)
+    nbytes = encoded_bytes(part, kind.itemsize, compression)
+    stride = row_bytes(nbytes)
+    nothing = torch.zeros(rows, stride, dtype=torch.uint8, device=device)
+
+    def encode(vector: torch.Tensor) -> torch.Tensor:
+        if compression == "int8":
+            return quantize(vector)
+        if compression in HALVES:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+            half = HALVES[compression]
+            vector = vector.clamp(torch.finfo(half).min, torch.finfo(half).max).to(half)
+        return vector.view(torch.uint8)
+
+    def decode(data: torch.Tensor) -> torch.Tensor:
+        if compression == "int8":
+            return dequantize(data, part).to(kind)
+        return data.view(HALVES.get(compression, kind)).to(kind)
+
+    def pack(messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
+        if not messages:
+            return nothing
+        packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
+        for row, (data, _) in zip(packed, messages, strict=False):
+            row[:nbytes].copy_(data)
+        headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
+        if device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
+            headers = headers.pin_memory()
+        packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
+        return packed
+
+    def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+        return row[:nbytes], fetch(row[-HEADER.size :]).numpy().tobytes()
+
+    def split(vector: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
+
+    return Post(
+        encode=encode,
+        decode=decode,
+        pack=pack,
+        unpack=unpack,
+        nbytes=nbytes,
+        rows=rows,
+        lossless=compression == "none",
+        differences=compression == "int8",
+        add=lambda x, y, a: x.add_(y, alpha=a),
+        split=split,
+        join=lambda pieces: torch.cat(list(pieces))[:elements],
+        zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
+        scalar=lambda value: torch.tensor([value], dtype=torch.float64),
+        process_set=sharers.process_set,
+        members=sharers.members,
+        process_set_id=sharers.id,
+    )

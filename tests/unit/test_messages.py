@@ -1,0 +1,211 @@
+"""The wire format: every message comes back as it was, and what is no message is refused, never guessed at."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_async.algorithms.eager import messages as eager
+from hvd_async.algorithms.gossip import messages as gossip
+from hvd_async.algorithms.leader import messages as leader
+from hvd_async.runtime import messages
+from hvd_async.runtime.codec import DecodeError, encode
+from hvd_async.testing import CODEC
+
+NUMBERS = st.integers(0, 2**40)
+TEXT = st.text(max_size=20)
+HYPER = st.lists(
+    st.dictionaries(
+        TEXT,
+        st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | st.lists(st.floats(allow_nan=False)),
+        max_size=3,
+    ),
+    max_size=2,
+)
+CONFIG = st.builds(
+    eager.EagerConfig,
+    quorum=st.sampled_from(["solo", "majority", "all", "auto"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
+    max_staleness=NUMBERS,
+    grace=st.floats(0, 9),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    buckets=NUMBERS,
+    pace=st.sampled_from(["steps", "rounds"]),
+)
+GOSSIP = st.builds(
+    gossip.GossipConfig,
+    algorithm=st.sampled_from(["sgp", "adpsgd"]),
+    graph=TEXT,
+    neighbours=st.lists(st.lists(NUMBERS)),
+    max_staleness=NUMBERS,
+    local_size=NUMBERS,
+)
+STANDING = st.builds(
+    leader.Standing,
+    leader=NUMBERS,
+    steps=st.lists(NUMBERS),
+    means=st.lists(st.none() | st.floats(allow_nan=False)),
+)
+LEADER = st.builds(
+    leader.LeaderConfig,
+    algorithm=st.sampled_from(["lsgd", "easgd"]),
+    groups=st.lists(st.lists(NUMBERS)),
+    local_period=NUMBERS,
+    global_period=NUMBERS,
+    settings=TEXT,
+    buffers=st.sampled_from(["local", "average"]),
+    standing=st.none() | STANDING,
+)
+PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
+FIRING = st.builds(
+    eager.Firing,
+    reason=TEXT,
+    by=NUMBERS,
+    arrived=NUMBERS,
+    first=st.floats(0, 9),
+    fired=st.floats(0, 9),
+    held=st.floats(0, 9),
+)
+FIRED = eager.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
+KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.Firing: FIRING,
+         messages.Hyper: HYPER, messages.Hyper | None: st.none() | HYPER,
+         messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | STANDING,
+         leader.Standing | None: st.none() | STANDING, float | None: st.none() | st.floats(allow_nan=False),
+         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
+         list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
+
+
+def any_message(union: object, kinds: Mapping[Any, Any] | None = None) -> st.SearchStrategy[Any]:
+    """Any message of a union, its fields filled by their types, as ``KINDS`` or ``kinds`` has them."""
+    builders = []
+    known = {**KINDS, **(kinds or {})}
+    for kind in (typing.get_origin(alias) or alias for alias in typing.get_args(union)):
+        hints = typing.get_type_hints(kind)
+        builders.append(st.builds(kind, **{field: known[hints[field]] for field in kind.__struct_fields__}))
+    return st.one_of(builders)
+
+
+@given(any_message(CODEC.events))
+def test_every_event_comes_back(event):
+    again = CODEC.decode_event(encode(event))
+    assert again == event
+    assert type(again) is type(event)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_losses_that_are_not_finite_come_back(loss):
+    event = CODEC.decode_event(encode(leader.Iterated(3, loss)))
+    assert isinstance(event, leader.Iterated)
+    assert repr(event.loss) == repr(loss)
+
+
+@given(any_message(CODEC.commands))
+def test_every_command_comes_back(command):
+    again = CODEC.decode_command(encode(command))
+    assert again == command
+    assert type(again) is type(command)
+
+
+@given(st.floats(allow_nan=False))
+def test_hyperparameters_travel_exactly(value):
+    go = CODEC.decode_command(encode(eager.Go(0, 0, 1, [{"lr": value}], FIRED)))
+    assert isinstance(go, eager.Go)
+    assert go.hyper is not None
+    assert go.hyper[0]["lr"] == value
+
+
+def test_quorum_keeps_its_type():
+    for quorum in ("solo", 1, 1.0, 0.5):
+        config = eager.EagerConfig(quorum, 1, 0.0, 0, 1)
+        opened = CODEC.decode_event(encode(messages.Opened(0, config, [], [])))
+        assert isinstance(opened, messages.Opened)
+        assert type(opened.config.quorum) is type(quorum)
+
+
+def _refused(decode: typing.Callable[[bytes], object], data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode(data)
+
+
+@pytest.mark.parametrize("decode", [CODEC.decode_event, CODEC.decode_command])
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"garbage", b"\x80", b"\x90", b'{"type": "Hello"}',
+                                  msgspec.msgpack.encode({"type": "Nonsense"}),
+                                  msgspec.msgpack.encode({"type": "Go", "round": "one"}),
+                                  msgspec.msgpack.encode({"type": "Hello", "host": 3, "pid": "x"}),
+                                  msgspec.msgpack.encode([1, 2, 3])])  # fmt: skip
+def test_garbage_is_refused(decode, data):
+    _refused(decode, data)
+
+
+@given(any_message(CODEC.events), st.data())
+def test_cut_messages_are_refused(event, data):
+    whole = encode(event)
+    _refused(CODEC.decode_event, whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_decode_or_are_refused(data):
+    for decode in (CODEC.decode_event, CODEC.decode_command):
+        try:
+            decode(data)
+        except DecodeError:
+            continue
+
+
+def _decodes_or_is_refused(data: bytes) -> None:
+    for decode in (CODEC.decode_event, CODEC.decode_command):
+        try:
+            message = decode(data)
+        except DecodeError:
+            continue
+        encode(message)  # (what a rank says may be sent on to the others)
+
+
+@given(any_message(CODEC.events | CODEC.commands), st.data())
+def test_mutated_messages_decode_or_are_refused(message, data):
+    """Whatever msgspec raises: invalid UTF-8, keys that are none, lengths that cannot be."""
+    mutated = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        mutated = mutated or bytearray(1)
+    _decodes_or_is_refused(bytes(mutated))
+
+
+STEPPED = b"\x84\xa4type\xa7Stepped\xa9optimizer\x00\xa4step\x01\xa5hyper"
+HELLO = b"\x83\xa4type\xa5Hello\xa3pid\x01"
+
+
+@pytest.mark.parametrize("data", [HELLO + b"\xa4host\xa2\xff\xfe",  # no UTF-8
+                                  HELLO + b"\xa4host" + b"\x91" * 100_000 + b"\x01",
+                                  STEPPED + b"\x91\x81\xa1a" + b"\x91" * 100_000 + b"\x01",
+                                  STEPPED + b"\x91\x81\x80\x01",  # a key that is a dictionary
+                                  STEPPED + b"\x91\x81\xa2lr\xd4\x05x",  # an extension type
+                                  STEPPED + b"\xdd\xff\xff\xff\xff",  # 2^32 entries, of which none comes
+                                  HELLO + b"\xa4host\xdb\xff\xff\xff\xff"])  # fmt: skip
+def test_hostile_bytes_are_refused(data):
+    _refused(CODEC.decode_event, data)
+
+
+@given(any_message(CODEC.commands))
+def test_a_command_is_no_event(command):
+    _refused(CODEC.decode_event, encode(command))
+
+
+@given(any_message(CODEC.events))
+def test_an_event_is_no_command(event):
+    _refused(CODEC.decode_command, encode(event))
+
+
+@given(any_message(CODEC.events))
+def test_messages_are_frozen(event):
+    fields = type(event).__struct_fields__
+    if fields:
+        with pytest.raises(AttributeError):
+            setattr(event, fields[0], None)
