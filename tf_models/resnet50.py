@@ -23,8 +23,8 @@ from lars import LARS
 import hvd_async.tensorflow as hvd
 from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import World, start, told_to_people
-from hvd_async.runner.metrics import Outcome, Replicas
+from hvd_async.runner.loop import World, errors_reported, start
+from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.position import Position
 from hvd_async.runner.signals import UNFINISHED
@@ -149,13 +149,13 @@ class TensorFlowTrainer:
             by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
             return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> OptimizerCounts:
         """What this rank's optimizer has counted."""
         if self._options.gossips:
-            return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
+            return OptimizerCounts.of_gossip(self._optimizer.stats(), self._skipped)
         if self._options.follows:
-            return Outcome.of_leader(self._optimizer.stats(), self._skipped)
-        return Outcome.of(self._optimizer.stats())
+            return OptimizerCounts.of_leader(self._optimizer.stats(), self._skipped)
+        return OptimizerCounts.of(self._optimizer.stats())
 
     def replicas(self) -> Replicas:
         """Collective: compare the ranks' weights."""
@@ -249,7 +249,7 @@ def main() -> None:
     use_device(options)
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    with told_to_people(world):
+    with errors_reported(world):
         trainer = TensorFlowTrainer(run.options, run.source.classes)
     finished = run.fit(trainer) is not None
     hvd.shutdown()

@@ -18,8 +18,8 @@ from lars import LARS
 import hvd_async.torch as hvd
 from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import World, start, told_to_people
-from hvd_async.runner.metrics import Outcome, Replicas
+from hvd_async.runner.loop import World, errors_reported, start
+from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.position import Position
 from hvd_async.runner.signals import UNFINISHED
@@ -164,16 +164,16 @@ class TorchTrainer:
                 self._scaler.load_state_dict(content["scaler"])
             return Position(**content["position"])
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> OptimizerCounts:
         """What this rank's optimizer has counted."""
         if self._options.algorithm == "allreduce":
-            outcome = Outcome.synchronous(self._steps - self._skipped, hvd.size(), self._wait_s)
+            outcome = OptimizerCounts.synchronous(self._steps - self._skipped, hvd.size(), self._wait_s)
             return dataclasses.replace(outcome, skipped=self._skipped)
         if self._options.gossips:
-            return Outcome.of_gossip(self._optimizer.stats(), self._skipped)
+            return OptimizerCounts.of_gossip(self._optimizer.stats(), self._skipped)
         if self._options.follows:
-            return Outcome.of_leader(self._optimizer.stats(), self._skipped)
-        return Outcome.of(self._optimizer.stats())
+            return OptimizerCounts.of_leader(self._optimizer.stats(), self._skipped)
+        return OptimizerCounts.of(self._optimizer.stats())
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
@@ -262,7 +262,7 @@ def main() -> None:
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     world = World(hvd.rank(), hvd.size(), lambda value, name: hvd.allgather_object(value, name=name))
     run = start(options, world)
-    with told_to_people(world):
+    with errors_reported(world):
         trainer = TorchTrainer(run.options, run.source.classes)
     finished = run.fit(trainer) is not None
     hvd.shutdown()

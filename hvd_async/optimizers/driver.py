@@ -13,7 +13,7 @@ from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaS
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.messages import RegisterOptimizer
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.worker import Worker
 
 
@@ -31,7 +31,7 @@ class WrapperState:
 
     worker: Any
 
-    def __init__(self, lifecycle: Lifecycle, sharers: Sharers) -> None:
+    def __init__(self, lifecycle: Lifecycle, sharers: RankGroup) -> None:
         self.lifecycle = lifecycle
         self.engine = local_engine()
         self.sharers, self.size, self.index = sharers, sharers.size, sharers.index

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.eager.gradient_format import Held, Round
+from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import Wrapped, WrapperState
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Hyper
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import Stats
 
 
@@ -38,10 +38,10 @@ class EagerState(WrapperState):
     worker: EagerWorker | None
     config: dict[str, Any]
 
-    def __init__(self, lifecycle: Lifecycle, sharers: Sharers, config: dict[str, Any], late_cap_mb: float) -> None:
+    def __init__(self, lifecycle: Lifecycle, sharers: RankGroup, config: dict[str, Any], late_cap_mb: float) -> None:
         super().__init__(lifecycle, sharers)
         self.config = config
-        self.restored: list[Held] | None = None
+        self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
@@ -54,7 +54,7 @@ class EagerState(WrapperState):
         lowered = max(0, int(rounds) - 1)
         if self.index == 0 and not self._said and lowered < config.max_staleness:
             self._said = True
-            notice(
+            warn(
                 f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
                 f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
             )
@@ -106,7 +106,7 @@ class EagerWrapped(Wrapped):
         """This rank's hyperparameters now, as its rounds carry them."""
         raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
 
-    def _async_apply(self, round_: Round) -> None:
+    def _async_apply(self, round_: ReducedRound) -> None:
         """Apply a round."""
         raise TypeError(f"{type(self).__name__} does not say how a round is applied")
 
@@ -119,7 +119,7 @@ class EagerWrapped(Wrapped):
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
         reference = weakref.ref(self)
 
-        def apply(round_: Round) -> None:
+        def apply(round_: ReducedRound) -> None:
             optimizer = reference()
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
                 optimizer._async_apply(round_)
@@ -157,7 +157,7 @@ class EagerWrapped(Wrapped):
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
         state, worker = self._async, self._async.worker
-        held: list[Held] = state.restored or []
+        held: list[PendingGradient] = state.restored or []
         if worker is not None:
             held = worker.pending()
             synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
@@ -209,7 +209,7 @@ class EagerWrapped(Wrapped):
         self._async_count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
-            state.restored = [Held(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
+            state.restored = [PendingGradient(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
 
     @staticmethod
     def _async_nothing_pending(worker: EagerWorker) -> bool:

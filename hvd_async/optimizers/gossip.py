@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hvd_async.algorithms.gossip.adpsgd import PairWorker
-from hvd_async.algorithms.gossip.error_feedback import Kept
-from hvd_async.algorithms.gossip.hierarchical import HostWorker
-from hvd_async.algorithms.gossip.message_exchange import Post
-from hvd_async.algorithms.gossip.plan import DEFAULTS, USES, Plan, make_plan
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.plan import DEFAULTS, USES, GossipPlan, make_plan
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
 SWITCHABLE = ("algorithm", "graph", "peers", "weights", "max_staleness", "max_local_steps", "average_every")
@@ -38,10 +38,10 @@ class GossipState(LocalState):
         ValueError: settings, of now or of a later epoch, that cannot be.
     """
 
-    worker: GossipWorker | None
+    worker: PushSumWorker | None
 
     def __init__(
-        self, lifecycle: Lifecycle, sharers: Sharers, options: Mapping[str, Any], schedule: Mapping[int, str] | None
+        self, lifecycle: Lifecycle, sharers: RankGroup, options: Mapping[str, Any], schedule: Mapping[int, str] | None
     ) -> None:
         super().__init__(lifecycle, sharers)
         given = dict(options)
@@ -61,7 +61,7 @@ class GossipState(LocalState):
         """What is given by epoch."""
         return {"algorithm": _latest(self._schedule, epoch), "peers": _latest(self._peers, epoch, 1)}
 
-    def planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> Plan:
+    def planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> GossipPlan:
         """The plan by these options.
 
         Args:
@@ -78,14 +78,14 @@ class GossipState(LocalState):
         others = frozenset().union(*(USES.get(other, ()) for other in several - {algorithm})) - own - set(named)
         return self._plan_of({**given, **{name: DEFAULTS[name] for name in others}})
 
-    def _plan_of(self, settings: Mapping[str, Any]) -> Plan:
+    def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
         plan = make_plan(self.sharers.named, **settings)
         if self.size == self.sharers.named:
             return plan
         alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
         return make_plan(self.size, **{name: settings[name] for name in alone if name in settings})
 
-    def take(self, given: Mapping[str, Any], plan: Plan) -> None:
+    def take(self, given: Mapping[str, Any], plan: GossipPlan) -> None:
         """Go on with other options."""
         self.given, self.plan, self.begun = dict(given), plan, True
         self._algorithms.add(given["algorithm"])
@@ -109,7 +109,7 @@ class GossipWrapped(LocalWrapped):
 
     # -- what a binding supplies ------------------------------------------------------------------------------
 
-    def _async_post(self, plan: Plan) -> Post:
+    def _async_post(self, plan: GossipPlan) -> MessageFormat:
         """How messages travel."""
         raise TypeError(f"{type(self).__name__} does not say how its messages travel")
 
@@ -166,31 +166,37 @@ class GossipWrapped(LocalWrapped):
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------
 
-    def _async_switch(self, given: Mapping[str, Any], plan: Plan) -> None:
+    def _async_switch(self, given: Mapping[str, Any], plan: GossipPlan) -> None:
         """Go on with other options, after a drain, or before the first step of all."""
         self._async_forget()
         self._async.take(given, plan)
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> PushSumWorker:
         state = self._async
         if state.worker is not None:  # of an engine that was shut down, and drained before
             state.stats_before = self.stats()
         config = state.plan.config
-        kind = PairWorker if config.algorithm == "adpsgd" else HostWorker if config.local_size > 1 else GossipWorker
-        worker: GossipWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
+        kind = (
+            ADPSGDWorker
+            if config.algorithm == "adpsgd"
+            else HierarchicalWorker
+            if config.local_size > 1
+            else PushSumWorker
+        )
+        worker: PushSumWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
         if state.restored is not None:
             worker.restore(state.restored)
         return worker
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def _async_pack(self, kept: Kept | None) -> dict[str, Any]:
+    def _async_pack(self, kept: SavedState | None) -> dict[str, Any]:
         if kept is None:
             return {"weight": 1.0, "copies": {}, "base": 0}
         return {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
 
-    def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
-        return Kept(share["weight"], dict(share["copies"]), share["base"])
+    def _async_unpack(self, share: Mapping[str, Any]) -> SavedState:
+        return SavedState(share["weight"], dict(share["copies"]), share["base"])
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:

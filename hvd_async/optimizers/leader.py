@@ -10,14 +10,14 @@ import msgspec
 
 from hvd_async.algorithms.leader import equations
 from hvd_async.algorithms.leader.equations import Strength, Strengths
-from hvd_async.algorithms.leader.messages import LeaderConfig, Standing
-from hvd_async.algorithms.leader.pulls import Come
-from hvd_async.algorithms.leader.worker import FollowWorker, Kept
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
+from hvd_async.algorithms.leader.pulls import PullResults
+from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.process_sets import Alone, Sharers
+from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.stats import LeaderStats
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -60,12 +60,12 @@ class LeaderState(LocalState):
         ValueError: what cannot be, and what can.
     """
 
-    worker: FollowWorker | None
+    worker: LeaderWorker | None
 
     def __init__(
         self,
         lifecycle: Lifecycle,
-        sharers: Sharers,
+        sharers: RankGroup,
         host_size: Callable[[], int],
         algorithm: str,
         buffers: str,
@@ -87,7 +87,7 @@ class LeaderState(LocalState):
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
-        alone = isinstance(sharers.process_set, Alone)  # (it has nobody to follow but itself, nor a centre)
+        alone = isinstance(sharers.process_set, SingleRank)  # (it has nobody to follow but itself, nor a centre)
         if "group" in given and not alone:
             grouped = equations.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
@@ -179,7 +179,7 @@ class LeaderWrapped(LocalWrapped):
 
     # -- the ranks' meeting -----------------------------------------------------------------------------------
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
         state = self._async
         if state.worker is not None:
             state.stats_before, state.steps_before = self.stats(), state.worker.steps
@@ -190,7 +190,7 @@ class LeaderWrapped(LocalWrapped):
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]
             group_set = engine.collectives.subset(several, make=group_set is None) if several else None
-        return FollowWorker(
+        return LeaderWorker(
             engine,
             state.config,
             state.strengths,
@@ -217,17 +217,17 @@ class LeaderWrapped(LocalWrapped):
                     f"rank {rank} has {other.decode()}. Pass the same group on every rank."
                 )
 
-    def _async_offer_to(self, worker: FollowWorker, number: int | None) -> None:
+    def _async_offer_to(self, worker: LeaderWorker, number: int | None) -> None:
         worker.keep = self
         worker.begin(self._async_read(), self._async_statistics())
         worker.offer(*self._async_fingerprint(self._async.restored is not None), number=number)
 
-    def _async_finish(self, worker: FollowWorker, flush: bool) -> None:
+    def _async_finish(self, worker: LeaderWorker, flush: bool) -> None:
         super()._async_finish(worker, flush)
         if flush:
             worker.receiver.tell(self._async_statistics())
 
-    def _async_losses(self, worker: FollowWorker) -> None:
+    def _async_losses(self, worker: LeaderWorker) -> None:
         """Hand over what was recorded."""
         state = self._async
         recorded, state.losses = state.losses, []
@@ -244,7 +244,7 @@ class LeaderWrapped(LocalWrapped):
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def _async_pack(self, kept: Kept | None) -> dict[str, Any]:
+    def _async_pack(self, kept: SavedState | None) -> dict[str, Any]:
         if kept is None:
             steps = self._async.steps_before if self._async.worker is None else self._async.worker.steps
             return {"copies": {}, "steps": steps}
@@ -270,7 +270,7 @@ class LeaderWrapped(LocalWrapped):
         config = self._async.config
         return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
 
-    def _async_unpack(self, share: Mapping[str, Any]) -> Kept:
+    def _async_unpack(self, share: Mapping[str, Any]) -> SavedState:
         copies, follows = share["copies"], share["follows"]
         if follows != self._async_follows():
             raise ValueError(
@@ -285,6 +285,6 @@ class LeaderWrapped(LocalWrapped):
             raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        come = Come(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
-        standing = msgspec.json.decode(share["standing"], type=Standing)
-        return Kept(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
+        come = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
+        standing = msgspec.json.decode(share["standing"], type=PullProgress)
+        return SavedState(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)

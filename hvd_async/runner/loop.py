@@ -20,10 +20,10 @@ from .budget import Budget, Pace
 from .data import evaluation_data, open_source
 from .files import write_atomically
 from .leading import write_leaders
-from .metrics import Figures, Learned, Outcome, Replicas, Totals
+from .metrics import JobMetrics, ModelQuality, OptimizerCounts, RankMetrics, Replicas
 from .options import Options
 from .pace import write_step_times
-from .position import Course, Place, Position
+from .position import EpochPlan, EpochProgress, Position
 from .report import EpochRow, Reporter
 from .signals import asked_by_signal
 from .summary import describe, straggler_lines, summarise, write_summary
@@ -73,7 +73,7 @@ class Trainer(Protocol):
     def restore(self, path: Path) -> Position | None:
         """Collective: load rank 0's file into every rank; None if rank 0 has none. ValueError if it does not fit."""
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> OptimizerCounts:
         """What this rank's optimizer has counted."""
 
     def replicas(self) -> Replicas:
@@ -100,11 +100,11 @@ class Run:
         self.options, self.world = options, world
         self._asked, self._clock, self._sleep = asked, clock, sleep
         self.source = open_source(options.data, options.image_size, vary=options.augment, workers=options.workers)
-        self._course = Course(options, self.source, world.rank, world.size)
+        self._course = EpochPlan(options, self.source, world.rank, world.size)
         self._budget = Budget(options.minutes, options.epochs, clock)
         self._position = Position()
-        self._learned = Learned()
-        self._seen: Outcome | None = None
+        self._learned = ModelQuality()
+        self._seen: OptimizerCounts | None = None
         """What the optimizer had counted at the end of the last epoch."""
         self._distance: float | None = None
         """The consensus distance at the end of the last epoch."""
@@ -146,7 +146,7 @@ class Run:
                 if self._budget.over:
                     break
             if self._learned.test_accuracy is None:  # resumed at the end: no epoch was left to do
-                self._learned = Learned(None, self._test(trainer), self._position.best_accuracy)
+                self._learned = ModelQuality(None, self._test(trainer), self._position.best_accuracy)
             return self._finish(trainer, reporter)
 
     def _begin(self, reporter: Reporter) -> None:
@@ -178,7 +178,7 @@ class Run:
             self._stopped = stop is not None and not self._budget.over
             accuracy = self._test(trainer) if self._test_is_due(epoch) and not self._stopped else None
             train_loss = loss / total if total else self._learned.train_loss
-            self._learned = Learned(train_loss, accuracy, self._position.best_accuracy)
+            self._learned = ModelQuality(train_loss, accuracy, self._position.best_accuracy)
             self._checkpoint(stop or self._course.after(epoch), accuracy, trainer)
         if self._budget.over and self.options.checkpoint_dir is None:
             trainer.drain()  # (nobody knew before that this epoch is the last)
@@ -264,7 +264,7 @@ class Run:
             return None
         asked = self._asked is not None and self._asked()
         pace = self._budget.pace(self._seconds_a_step() * self._course.length)
-        rows: list[tuple[bool, Pace, Place]] = self.world.gather(
+        rows: list[tuple[bool, Pace, EpochProgress]] = self.world.gather(
             (asked, pace, self._course.place(epoch, steps)), "hvd_async.runner.stop"
         )
         self._budget.agree(epoch, [row[1] for row in rows])
@@ -277,14 +277,16 @@ class Run:
         self.world.gather(None, "hvd_async.runner.stopped")
         reporter.note(f"stopped after {self._told(self._position)}, as asked: --resume goes on from there")
 
-    def _meet(self, trainer: Trainer, loss_sum: float, images: int, seconds: float) -> tuple[float, int, float, Totals]:
+    def _meet(
+        self, trainer: Trainer, loss_sum: float, images: int, seconds: float
+    ) -> tuple[float, int, float, JobMetrics]:
         """Collective: over all ranks the sums, the longest time, and what the optimizers have counted since the last
         epoch."""
         outcome = trainer.outcome()
         row = (loss_sum, images, seconds, outcome.since(self._seen))
         self._seen = outcome
         losses, counts, times, outcomes = zip(*self.world.gather(row, "hvd_async.runner.train"), strict=True)
-        return sum(losses), sum(counts), max(times), Totals.of(outcomes)
+        return sum(losses), sum(counts), max(times), JobMetrics.of(outcomes)
 
     def _test_is_due(self, epoch: int) -> bool:
         last = self._course.is_last(epoch) or self._budget.over
@@ -307,7 +309,7 @@ class Run:
         best = self._position.best_accuracy
         improved = accuracy is not None and (best is None or accuracy > best)
         self._position = dataclasses.replace(position, best_accuracy=accuracy if improved else best)
-        self._learned = Learned(self._learned.train_loss, accuracy, self._position.best_accuracy)
+        self._learned = ModelQuality(self._learned.train_loss, accuracy, self._position.best_accuracy)
         folder = self.options.checkpoint_dir
         if folder is None or self.world.rank != 0:
             return
@@ -319,7 +321,7 @@ class Run:
     def _restore(self, trainer: Trainer) -> bool:
         if not self.options.resume or self.options.checkpoint_dir is None:
             return False
-        with told_to_people(self.world):
+        with errors_reported(self.world):
             position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
         self._course.resume(position or Position())
         self._position = self._course.start
@@ -330,11 +332,11 @@ class Run:
         return f"epoch {position.epoch}{into}"
 
     def _finish(self, trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
-        own = Figures(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))
+        own = RankMetrics(trainer.outcome(), self._images, self._train_s, self._slept_s, tuple(self._step_times))
         replicas = trainer.replicas()
         if self._distance is not None:
             replicas = dataclasses.replace(replicas, consensus_distance=self._distance)
-        ranks: list[Figures] = self.world.gather(own, "hvd_async.runner.figures")
+        ranks: list[RankMetrics] = self.world.gather(own, "hvd_async.runner.figures")
         summary = summarise(self.options, ranks, replicas, self._learned)
         first = self._first_step or 0
         reporter.note(describe(summary, straggler_lines(ranks, self.options.injector, first), self._learned))
@@ -342,7 +344,7 @@ class Run:
             self._write(ranks, summary)
         return summary
 
-    def _write(self, ranks: list[Figures], summary: dict[str, Any]) -> None:
+    def _write(self, ranks: list[RankMetrics], summary: dict[str, Any]) -> None:
         """What is known at the end, where the options want it."""
         folder = self.options.log_dir
         if folder is not None:
@@ -360,12 +362,12 @@ def start(options: Options, world: World) -> Run:
     Where the options do not fit the data or the job, says so on stderr and ends the process with status 2.
     """
     asked = None if options.checkpoint_dir is None else asked_by_signal()
-    with told_to_people(world):
+    with errors_reported(world):
         return Run(options, world, asked=asked)
 
 
 @contextlib.contextmanager
-def told_to_people(world: World) -> Iterator[None]:
+def errors_reported(world: World) -> Iterator[None]:
     """Where the user's options or files are at fault: the message without a traceback, and status 2."""
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OptimizerCounts:
     """What one rank's optimizer counted, when the ranks have met; None where the optimizer does not say.
 
     rounds (of gossip: exchanges; of leaders: pulls), applied, contributors, held_s: the same on every rank. produced:
@@ -41,13 +41,13 @@ class Outcome:
     leaders: tuple[tuple[float, int, int], ...] = ()
 
     @classmethod
-    def synchronous(cls, steps: int, size: int, wait_s: float) -> Outcome:
+    def synchronous(cls, steps: int, size: int, wait_s: float) -> OptimizerCounts:
         """Of plain allreduce: a round a step, which carries every rank's fresh gradient."""
         fresh, all_in = ({0: steps}, {size: steps}) if steps else ({}, {})
         return cls(steps, steps, steps * size, wait_s, fresh, contributors=all_in)
 
     @classmethod
-    def of(cls, stats: Any) -> Outcome:
+    def of(cls, stats: Any) -> OptimizerCounts:
         """Of one of our optimizers' `stats()`."""
         return cls(
             stats.rounds,
@@ -64,7 +64,7 @@ class Outcome:
         )
 
     @classmethod
-    def of_gossip(cls, stats: Any, skipped: int) -> Outcome:
+    def of_gossip(cls, stats: Any, skipped: int) -> OptimizerCounts:
         """Of a GossipOptimizer's `stats()`; gradients stay on their rank, so there is nothing to say of them."""
         return cls(
             stats.exchanges,
@@ -79,7 +79,7 @@ class Outcome:
         )
 
     @classmethod
-    def of_leader(cls, stats: Any, skipped: int) -> Outcome:
+    def of_leader(cls, stats: Any, skipped: int) -> OptimizerCounts:
         """Of a LeaderOptimizer's `stats()`."""
         return cls(
             stats.pulls,
@@ -93,11 +93,11 @@ class Outcome:
             leaders=stats.history,
         )
 
-    def since(self, before: Outcome | None) -> Outcome:
+    def since(self, before: OptimizerCounts | None) -> OptimizerCounts:
         """What was counted after `before`, an earlier outcome of the same optimizer; peak_bytes stays as it is."""
         if before is None:
             return self
-        return Outcome(
+        return OptimizerCounts(
             self.rounds - before.rounds,
             _minus(self.produced, before.produced),
             _minus(self.applied, before.applied),
@@ -116,7 +116,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Totals:
+class JobMetrics:
     """What the optimizers of all ranks did together; None where there was nothing, or where they do not say.
 
     staleness_mean, staleness_max: rounds, of gossip steps. fresh: share of the gradients, of gossip of the messages,
@@ -142,7 +142,7 @@ class Totals:
     leader_distance: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> Totals:
+    def of(cls, outcomes: Sequence[OptimizerCounts]) -> JobMetrics:
         """Of all ranks' outcomes, in order of rank."""
         late = sum((Counter(dict(outcome.staleness)) for outcome in outcomes), Counter[int]())
         present = outcomes[0].contributors
@@ -179,10 +179,10 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RankMetrics:
     """What one rank did and measured. Times in seconds; step_times has one entry per step, delays included."""
 
-    outcome: Outcome
+    outcome: OptimizerCounts
     images: int
     train_s: float
     slept_s: float
@@ -195,7 +195,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Learned:
+class ModelQuality:
     """Mean training loss of the last epoch and accuracy of the last test, over all ranks; None where there was none."""
 
     train_loss: float | None = None
@@ -208,13 +208,13 @@ def _mean(histogram: Mapping[int, int]) -> float | None:
     return sum(value * times for value, times in histogram.items()) / count if count else None
 
 
-def _held(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
+def _held(outcomes: Sequence[OptimizerCounts]) -> tuple[float, ...] | None:
     """For each rank the seconds that it made all others wait, from whoever knows."""
     waited = [outcome.waited_for for outcome in outcomes if outcome.waited_for is not None]
     return tuple(map(math.fsum, zip(*waited, strict=True))) if waited else outcomes[0].held_s
 
 
-def _distances(outcomes: Sequence[Outcome]) -> tuple[float, ...] | None:
+def _distances(outcomes: Sequence[OptimizerCounts]) -> tuple[float, ...] | None:
     return None if outcomes[0].led is None else tuple(outcome.apart or 0.0 for outcome in outcomes)
 
 

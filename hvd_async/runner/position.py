@@ -35,7 +35,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochProgress:
     """Where a rank is in an epoch: batches that it has trained on, at which number this run ends there, and all."""
 
     done: int
@@ -43,7 +43,7 @@ class Place:
     count: int
 
 
-class Course:
+class EpochPlan:
     """One rank's way.
 
     `length` is an epoch's steps on the rank with the most batches; with --pace rounds, its rounds. `last_epoch` is the
@@ -88,7 +88,7 @@ class Course:
             return Position(epoch, step=done, steps_per_epoch=self.length)
         return Position(epoch + 1)
 
-    def stopped(self, epoch: int, places: Sequence[Place], rounds: int) -> Position | None:
+    def stopped(self, epoch: int, places: Sequence[EpochProgress], rounds: int) -> Position | None:
         """The position of a run that was asked to stop in an epoch; None if there is nothing left to do in it.
 
         `places` are those of all ranks, in order; `rounds` those seen since the run began.
@@ -137,10 +137,10 @@ class Course:
             first = min(self.start.steps_by_rank[self._rank], count)
         return int(first), int(max(first, end))
 
-    def place(self, epoch: int, steps: int) -> Place:
+    def place(self, epoch: int, steps: int) -> EpochProgress:
         """Where this rank is after so many steps of this run in an epoch, with --pace steps."""
         first, end = self.steps(epoch)
-        return Place(first + steps, end, len(self.plan(epoch)))
+        return EpochProgress(first + steps, end, len(self.plan(epoch)))
 
     def batches(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
         """(epochs that have passed, with fraction; batch) of this rank's part of an epoch.

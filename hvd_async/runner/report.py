@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .metrics import Totals
+from .metrics import JobMetrics
 
 BAR_COLUMNS = 100
 """The width of a bar that goes through a launcher, which hides the terminal's own."""
@@ -39,7 +39,7 @@ class EpochRow:
     step_time_p95: float | None
     slept_s: float
     consensus_distance: float | None
-    counted: Totals
+    counted: JobMetrics
 
 
 COUNTED = (
@@ -154,7 +154,7 @@ class Reporter:
             self._bar = None
 
 
-def flat_counts(counted: Totals) -> dict[str, float | None]:
+def flat_counts(counted: JobMetrics) -> dict[str, float | None]:
     """COUNTED as single numbers: `wait_s/rank0`, `wait_s/rank1` ... for what is by rank."""
     found: dict[str, float | None] = {}
     for name in COUNTED:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .files import write_atomically
-from .metrics import Figures, Learned, Replicas, Totals
+from .metrics import JobMetrics, ModelQuality, RankMetrics, Replicas
 from .options import Options
 from .stragglers import Injector
 
@@ -46,7 +46,9 @@ KEYS = (
 SHOWN_RANKS = 8
 
 
-def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, learned: Learned) -> dict[str, Any]:
+def summarise(
+    options: Options, ranks: Sequence[RankMetrics], replicas: Replicas, learned: ModelQuality
+) -> dict[str, Any]:
     """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
 
     `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges, after leaders
@@ -54,7 +56,7 @@ def summarise(options: Options, ranks: Sequence[Figures], replicas: Replicas, le
     step was done; plain allreduce does not tell; in gossip no gradient travels), and those that are not finite, are
     None, so that the JSON is valid.
     """
-    totals = Totals.of([figures.outcome for figures in ranks])
+    totals = JobMetrics.of([figures.outcome for figures in ranks])
     times = np.concatenate([figures.step_times for figures in ranks])
     train_s = max(figures.train_s for figures in ranks)
     summary = {
@@ -103,7 +105,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     write_atomically(path, lambda place: place.write_text(text))
 
 
-def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Learned) -> str:
+def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: ModelQuality) -> str:
     """The end of a run for people: what was reached, how fast, what the stragglers cost, and that nothing was lost.
 
     stragglers: the lines of `straggler_lines`.
@@ -183,7 +185,7 @@ def _led(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*lines, *([("gradients", f"{skipped} skipped, as they overflowed")] if skipped else [])]
 
 
-def straggler_lines(ranks: Sequence[Figures], injector: Injector, first_step: int = 0) -> list[str]:
+def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector, first_step: int = 0) -> list[str]:
     """What the stragglers cost: what each rank slept and waited, against what a synchronous run cannot do without."""
     slept = [figures.slept_s for figures in ranks]
     waited = [figures.outcome.wait_s for figures in ranks]

@@ -16,7 +16,7 @@ from hvd_async.runtime.messages import (
     Command,
     Drained,
     Event,
-    Opened,
+    Registered,
 )
 
 DecodeError = msgspec.DecodeError
@@ -42,7 +42,7 @@ class Codec:
         details: Any = Union[(None, *(family.details for family in families if family.details is not None))]
         own_events = [event for family in families for event in family.events]
         own_commands = [command for family in families for command in family.commands]
-        self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Opened[configs], *own_events)]
+        self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Registered[configs], *own_events)]
         self.commands: Any = Union[(*JOB_COMMANDS, *OPTIMIZER_COMMANDS, Drained[details], *own_commands)]
         self._events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
         self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)

@@ -6,16 +6,16 @@ from itertools import zip_longest
 from typing import Any
 
 from hvd_async.errors import ranks_text
-from hvd_async.runtime.messages import Opened
+from hvd_async.runtime.messages import Registered
 
 STATE = "optimizer state: "
-"""What names of the optimizer's own state begin with, in ``Opened``; all others are parameters."""
+"""What names of the optimizer's own state begin with, in ``Registered``; all others are parameters."""
 
 
 MOST_BUCKETS = 1 << 16
 
 
-def fault_of(rank: int, opened: Opened[Any], size: int) -> str | None:
+def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
     """What in ``opened`` cannot be, whatever the other ranks say; None if it can.
 
     Args:
@@ -32,7 +32,7 @@ def fault_of(rank: int, opened: Opened[Any], size: int) -> str | None:
     return None
 
 
-def disagreement(opened: dict[int, Opened[Any]]) -> str | None:
+def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
     """How the ranks' optimizers differ, and what mends it; None if they agree."""
     lowest = min(opened)
     first = opened[lowest]

@@ -15,25 +15,25 @@ from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.compatibility import fault_of
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Gone, Hub
-from hvd_async.runtime.log import notice, printable
+from hvd_async.runtime.log import printable, warn
 from hvd_async.runtime.messages import (
-    Broken,
-    Bye,
     CallRoll,
+    Close,
     Command,
-    Done,
     Event,
     Failed,
+    Finished,
     Hello,
-    Here,
+    JobFailed,
     Leaving,
-    Lost,
-    Opened,
     OptimizerEvent,
+    Present,
+    RankLost,
+    Registered,
     Welcome,
 )
 from hvd_async.runtime.roll_call import SETTLE, RollCall
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.state_machine import StateMachine
 
 MOST_OPTIMIZERS = 1024
 """At a time."""
@@ -74,7 +74,7 @@ class Coordinator:
         self._absent: dict[int, str] = {}
         """Ranks that had left when their connection ended, and how it did."""
         self._roll: RollCall | None = None
-        self._machines: dict[int, Machine[Any]] = {}
+        self._machines: dict[int, StateMachine[Any]] = {}
         self._ended: set[int] = set()
         """Numbers of optimizers that no rank has any more; engines may still tell of their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
@@ -115,7 +115,7 @@ class Coordinator:
                 self._warn(now)
                 self._judge(now)
         except Exception as error:
-            notice(f"the coordinator failed: {type(error).__name__}: {error}")
+            warn(f"the coordinator failed: {type(error).__name__}: {error}")
             self._lose(0, f"has a coordinator that failed with {type(error).__name__}: {error}")
             raise
         finally:
@@ -137,7 +137,7 @@ class Coordinator:
                     self._call_roll(rank, error, now)
                 else:
                     self._lose(rank, f"failed: {error}")
-            case Here():
+            case Present():
                 if self._roll is not None:
                     self._roll.present(rank)
             case Hello():
@@ -152,9 +152,9 @@ class Coordinator:
                 if self._over:
                     return
                 if len(self._left) == self._size:
-                    self._send_all([Bye()])
+                    self._send_all([Close()])
                     self._over = True
-            case Opened() if (fault := fault_of(rank, event, self._size)) is not None:
+            case Registered() if (fault := fault_of(rank, event, self._size)) is not None:
                 self._lose(rank, f"broke the protocol: {fault}")
             case _:
                 self._hear(rank, event, now)
@@ -165,7 +165,7 @@ class Coordinator:
         if event.optimizer in self._ended:
             return
         if machine is None:
-            if not isinstance(event, Opened):
+            if not isinstance(event, Registered):
                 what = f"{type(event).__name__} before it opened optimizer {event.optimizer}"
                 self._lose(rank, f"broke the protocol: rank {rank} sent {what}")
                 return
@@ -175,13 +175,13 @@ class Coordinator:
             kind = self._kinds[type(event.config)]
             machine = kind(event.optimizer, event.members or range(self._size))
             self._machines[event.optimizer] = machine
-        if isinstance(event, Opened) and rank not in machine.ranks:
+        if isinstance(event, Registered) and rank not in machine.ranks:
             self._break(
                 f"rank {rank} shares optimizer {event.optimizer} with {event.members or 'all ranks'}, and others "
                 f"share it with {list(machine.ranks)}: pass the same process_set on every rank of it"
             )
             return
-        if isinstance(event, Done):
+        if isinstance(event, Finished):
             self._ask_to_open(rank, machine)
         try:
             commands = machine.handle(rank, event, now)
@@ -198,9 +198,9 @@ class Coordinator:
             self._ask_for_missing()
             self._check_left()
             if (news := machine.news()) is not None:
-                notice(f"optimizer {event.optimizer}, {news}")
+                warn(f"optimizer {event.optimizer}, {news}")
 
-    def _ask_to_open(self, rank: int, drained: Machine[Any]) -> None:
+    def _ask_to_open(self, rank: int, drained: StateMachine[Any]) -> None:
         """Before ``rank`` is done with an optimizer: those that others are done with already, and it has not opened."""
         for machine in self._machines.values():
             if machine.ranks == drained.ranks and machine.only_drains:
@@ -263,8 +263,8 @@ class Coordinator:
     def _break(self, problem: str) -> None:
         """Tell everybody what has ended the job, where nobody is known to be to blame."""
         problem = printable(problem)
-        notice(problem)
-        self._send_all([Broken(problem)])
+        warn(problem)
+        self._send_all([JobFailed(problem)])
         self._over = True
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -278,14 +278,14 @@ class Coordinator:
             if (what := self._waiting_text(machine)) is not None
         )
         host = self._hosts[rank]
-        notice(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
-        self._send_all([Lost(rank, host, reason, context)])
+        warn(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
+        self._send_all([RankLost(rank, host, reason, context)])
         self._over = True
 
     # -- warnings ---------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _waiting_text(machine: Machine[Any]) -> str | None:
+    def _waiting_text(machine: StateMachine[Any]) -> str | None:
         waiting = machine.waiting_for()
         return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
 
@@ -309,7 +309,7 @@ class Coordinator:
             elif now - since >= self._warn_after:
                 what, ranks = waiting
                 names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
-                notice(
+                warn(
                     f"{what}{whose} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
                     f"alive, but slow or not calling step()/drain(). Waiting on."
                 )

@@ -19,19 +19,19 @@ from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, 
 from hvd_async.runtime.failure_causes import cause_of, error_of
 from hvd_async.runtime.forking import release_connections
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import (
-    Broken,
-    Bye,
     CallRoll,
+    Close,
     Command,
     Event,
     Failed,
-    Here,
+    JobFailed,
     Leaving,
-    Lost,
     NoSuchOptimizer,
     OptimizerCommand,
+    Present,
+    RankLost,
     RegisterOptimizer,
     Unregister,
     Welcome,
@@ -235,7 +235,7 @@ class Engine:
                 if (self._channel is None or waiting_for is not None) and time.monotonic() > warn_at:
                     warn_at += self._warn_after
                     what = BEGINNING if self._channel is None or waiting_for is None else waiting_for()
-                    notice(f"rank {self.rank} has waited {self._warn_after:.0f} s more for {what}. Waiting on.")
+                    warn(f"rank {self.rank} has waited {self._warn_after:.0f} s more for {what}. Waiting on.")
                 left = started + self.timeout - time.monotonic()
                 if left <= 0:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
@@ -363,14 +363,14 @@ class Engine:
         match message:
             case Welcome():
                 pass
-            case Bye():
+            case Close():
                 self._closing = True  # (what was commanded before has to come to its end: all ranks are in it)
             case Gone() if self._leaving:
                 self._stopping = True
-            case Lost() | Broken() | Gone():
+            case RankLost() | JobFailed() | Gone():
                 raise error_of(message)
             case CallRoll():
-                self.send(Here())
+                self.send(Present())
             case RegisterOptimizer():
                 if message.rank == self.rank:
                     with self.changed:

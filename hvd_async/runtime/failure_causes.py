@@ -7,18 +7,18 @@ import time
 from hvd_async.errors import CollectiveFailedError, HvdAsyncError, RankLostError
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Channel, Gone
-from hvd_async.runtime.messages import Broken, Failed, Lost
+from hvd_async.runtime.messages import Failed, JobFailed, RankLost
 
 CAUSE_WAIT = 10.0
 """Seconds that a rank waits to hear why, longer than one that is gone may stay unnoticed."""
 
 
-def error_of(message: Lost | Broken | Gone) -> HvdAsyncError:
+def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
     """What a rank raises that hears this of the coordinator, or of its connection to it."""
     match message:
-        case Lost(rank, host, reason, context):
+        case RankLost(rank, host, reason, context):
             return RankLostError(rank, host, reason, context)
-        case Broken(problem):
+        case JobFailed(problem):
             return CollectiveFailedError(problem)
         case Gone(reason, host):
             return RankLostError(0, host, reason)
@@ -38,8 +38,8 @@ def cause_of(error: Exception, channel: Channel) -> Exception:
     deadline = time.monotonic() + time_limits.dead_after() + CAUSE_WAIT
     while (left := deadline - time.monotonic()) > 0:
         match channel.receive(left):
-            case Broken():
+            case JobFailed():
                 return error
-            case Lost() | Gone() as message:
+            case RankLost() | Gone() as message:
                 return error_of(message)
     return error

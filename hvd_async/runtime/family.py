@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.state_machine import StateMachine
 
 
 @dataclass(frozen=True)
@@ -28,5 +28,5 @@ class Family:
     config: type[Config]
     events: tuple[type[OptimizerEvent], ...]
     commands: tuple[type[OptimizerCommand], ...]
-    state_machine: type[Machine[Any]]
+    state_machine: type[StateMachine[Any]]
     details: type[msgspec.Struct] | None = None

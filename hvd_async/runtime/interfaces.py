@@ -77,7 +77,7 @@ class Handle(Protocol):
         """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
 
 
-class Landed:
+class CompletedHandle:
     """A collective that had nowhere to go: of one rank.
 
     Args:

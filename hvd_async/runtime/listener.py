@@ -23,7 +23,7 @@ BACKLOG = 128
 LOOPBACK = "127.0.0.1"
 
 
-class Door:
+class ListeningSocket:
     """A TCP port, reserved; connections are refused until ``open``.
 
     Attributes:

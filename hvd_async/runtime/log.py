@@ -109,6 +109,6 @@ def flush_notices() -> None:
 atexit.register(flush_notices)
 
 
-def notice(text: str) -> None:
+def warn(text: str) -> None:
     """Write ``hvd_async: text`` to the process's stderr."""
     _writer.put(f"hvd_async: {printable(text)}\n".encode())

@@ -27,7 +27,7 @@ class Config(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> int:
-        """How many numbers ``Done.produced`` has."""
+        """How many numbers ``Finished.produced`` has."""
         return 1
 
 
@@ -53,7 +53,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Opened(OptimizerEvent, Generic[C], frozen=True, tag=True):
+class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
     """This rank's optimizer is about to step (or drain) for the first time.
 
     ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
@@ -69,7 +69,7 @@ class Opened(OptimizerEvent, Generic[C], frozen=True, tag=True):
     hyper: Hyper = []
 
 
-class Done(OptimizerEvent, frozen=True, tag=True):
+class Finished(OptimizerEvent, frozen=True, tag=True):
     """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened (of
     gossip: its steps). Its user code has seen ``shown`` rounds before they were applied since the last drain or cut."""
 
@@ -99,7 +99,7 @@ class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
 
 
 class OptimizerDeleted(OptimizerEvent, frozen=True, tag=True):
-    """This rank has this optimizer no more; its engine serves it until no rank has it. ``produced`` as of ``Done``."""
+    """This rank has this optimizer no more; its engine serves until no rank has it. ``produced``: as ``Finished``'s."""
 
     produced: list[int]
 
@@ -115,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     horovod: bool = False
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
+class Present(msgspec.Struct, frozen=True, tag=True):
     """The answer to ``CallRoll``."""
 
 
@@ -130,7 +130,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Every rank is connected."""
 
 
-class Agreed(OptimizerCommand, frozen=True, tag=True):
+class Accepted(OptimizerCommand, frozen=True, tag=True):
     """Every rank has opened this optimizer, and they fit together: steps may begin."""
 
 
@@ -153,7 +153,7 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
     gone: list[int] = []
 
 
-class Refused(OptimizerCommand, frozen=True, tag=True):
+class Rejected(OptimizerCommand, frozen=True, tag=True):
     """The ranks' optimizers do not fit together; ``problem`` says how, and what mends it."""
 
     problem: str
@@ -186,7 +186,7 @@ class Unregister(OptimizerCommand, frozen=True, tag=True):
     """No rank has this optimizer any more: forget it."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class RankLost(msgspec.Struct, frozen=True, tag=True):
     """A rank is gone; the job cannot go on."""
 
     rank: int
@@ -196,26 +196,26 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRoll(msgspec.Struct, frozen=True, tag=True):
-    """Horovod has failed on some rank: say that you are ``Here``."""
+    """Horovod has failed on some rank: say that you are ``Present``."""
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """Horovod has failed, and the job cannot go on, although no rank is known to be lost. ``problem`` says why."""
 
     problem: str
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True):
+class Close(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-JOB_EVENTS = (Hello, Failed, Here, Leaving)
+JOB_EVENTS = (Hello, Failed, Present, Leaving)
 """About the rank as a whole."""
-OPTIMIZER_EVENTS = (Done, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
-"""About any optimizer, beside ``Opened``, which has a family's configuration."""
-JOB_COMMANDS = (Welcome, Lost, CallRoll, Broken, Bye)
-OPTIMIZER_COMMANDS = (Agreed, Refused, RunCollective, RegisterOptimizer, Unregister)
+OPTIMIZER_EVENTS = (Finished, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
+"""About any optimizer, beside ``Registered``, which has a family's configuration."""
+JOB_COMMANDS = (Welcome, RankLost, CallRoll, JobFailed, Close)
+OPTIMIZER_COMMANDS = (Accepted, Rejected, RunCollective, RegisterOptimizer, Unregister)
 """For any optimizer, beside ``Drained``, which has a family's details."""
 
-Event: TypeAlias = Hello | Failed | Here | Leaving | OptimizerEvent
-Command: TypeAlias = Welcome | Lost | CallRoll | Broken | Bye | OptimizerCommand
+Event: TypeAlias = Hello | Failed | Present | Leaving | OptimizerEvent
+Command: TypeAlias = Welcome | RankLost | CallRoll | JobFailed | Close | OptimizerCommand

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """Stands for a process set of one rank, where Horovod has none: its collectives give back what they are given.
 
     Attributes:
@@ -29,11 +29,11 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Sharers:
+class RankGroup:
     """The ranks that share an optimizer.
 
     Attributes:
-        process_set: as Horovod knows them, or ``Alone``; None for all ranks.
+        process_set: as Horovod knows them, or ``SingleRank``; None for all ranks.
         ranks: in order.
         index: which of them this rank is.
         id: number of the process set, 0 for all ranks.
@@ -57,7 +57,7 @@ class Sharers:
         return () if self.process_set is None else self.ranks
 
 
-def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> Sharers:
+def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> RankGroup:
     """The ranks of a process set; a rank outside of it is on its own, as under Horovod's ``DistributedOptimizer``.
 
     Args:
@@ -69,15 +69,15 @@ def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> Sharers
         ValueError: it is none, or Horovod does not know it.
     """
     if process_set is everyone or process_set is None:
-        return Sharers(None, tuple(range(size)), rank, 0, size)
+        return RankGroup(None, tuple(range(size)), rank, 0, size)
     if not hasattr(process_set, "process_set_id"):
         raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
     if process_set.process_set_id is None:
         raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
     ranks, named = tuple(process_set.ranks), len(process_set.ranks)
     if rank not in ranks:
-        process_set, ranks = Alone(rank), (rank,)
-    return Sharers(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
+        process_set, ranks = SingleRank(rank), (rank,)
+    return RankGroup(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
 
 
 def process_set_among(process_sets: Any, groups: Sequence[Sequence[int]], rank: int, make: bool) -> Any:

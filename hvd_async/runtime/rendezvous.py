@@ -24,7 +24,7 @@ from hvd_async.runtime.failure_causes import error_of
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.listener import LOOPBACK
-from hvd_async.runtime.messages import Broken, Hello, Lost, Welcome
+from hvd_async.runtime.messages import Hello, JobFailed, RankLost, Welcome
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 
 STAGGER = 0.25
@@ -240,7 +240,7 @@ def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, 
         match channel.receive(left):
             case Welcome():
                 return
-            case Lost() | Broken() as message:
+            case RankLost() | JobFailed() as message:
                 raise error_of(message)
             case Gone(reason):
                 raise EngineError(f"{coordinator} {reason}")

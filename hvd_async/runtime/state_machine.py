@@ -23,26 +23,26 @@ from typing import Any, Generic, TypeVar
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.collective_queue import CollectiveQueue
-from hvd_async.runtime.compatibility import disagreement
+from hvd_async.runtime.compatibility import mismatch
 from hvd_async.runtime.messages import (
-    Agreed,
+    Accepted,
     CollectiveReady,
     Command,
-    Done,
     Drained,
+    Finished,
     NoSuchOptimizer,
-    Opened,
     OptimizerDeleted,
     OptimizerEvent,
-    Refused,
+    Registered,
     RegisterOptimizer,
+    Rejected,
     Unregister,
 )
 
 C = TypeVar("C")
 
 
-class Machine(abc.ABC, Generic[C]):
+class StateMachine(abc.ABC, Generic[C]):
     """One optimizer, as the coordinator sees it.
 
     Args:
@@ -52,7 +52,7 @@ class Machine(abc.ABC, Generic[C]):
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         self._optimizer, self.ranks = optimizer, tuple(ranks)
-        self._opened: dict[int, Opened[Any]] = {}
+        self._opened: dict[int, Registered[Any]] = {}
         self._config: C | None = None
         self._refused = False
         self._done: dict[int, None] = {}
@@ -82,7 +82,7 @@ class Machine(abc.ABC, Generic[C]):
         """
         if rank not in self.ranks:
             raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
-        if isinstance(event, Opened):
+        if isinstance(event, Registered):
             return self._open(rank, event, now)
         if isinstance(event, NoSuchOptimizer):
             return self._missing(rank)
@@ -97,7 +97,7 @@ class Machine(abc.ABC, Generic[C]):
         if isinstance(event, CollectiveReady):
             self._collectives.add(rank, event)
             return self._due_collectives()
-        if isinstance(event, Done):
+        if isinstance(event, Finished):
             return self._finish(rank, event, now)
         return self._hear(rank, event, now)
 
@@ -184,7 +184,7 @@ class Machine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """An event that is neither ``Opened`` nor ``Done``."""
+        """An event that is neither ``Registered`` nor ``Finished``."""
 
     @abc.abstractmethod
     def _waiting(self) -> tuple[str, frozenset[int]] | None:
@@ -214,19 +214,19 @@ class Machine(abc.ABC, Generic[C]):
 
     # -- opening and ends -------------------------------------------------------------------------------------
 
-    def _open(self, rank: int, event: Opened[Any], now: float) -> list[Command]:
+    def _open(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
         self._opened[rank] = event
         if len(self._opened) < len(self.ranks):
             return []
-        problem = disagreement(self._opened)
+        problem = mismatch(self._opened)
         if problem is not None:
             self._refused = True
-            return [Refused(self._optimizer, problem)]
+            return [Rejected(self._optimizer, problem)]
         self._config = self._begin(event.config)
         finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
-        return [Agreed(self._optimizer), *finished]
+        return [Accepted(self._optimizer), *finished]
 
     def _running(self, rank: int, event: OptimizerEvent) -> C:
         if self._config is None:
@@ -238,9 +238,9 @@ class Machine(abc.ABC, Generic[C]):
     def _active(self) -> set[int]:
         return set(self.ranks) - self._done.keys()
 
-    def _finish(self, rank: int, event: Done, now: float) -> list[Command]:
+    def _finish(self, rank: int, event: Finished, now: float) -> list[Command]:
         if rank in self._done:
-            raise ProtocolError(f"rank {rank} sent Done although it is done")
+            raise ProtocolError(f"rank {rank} sent Finished although it is done")
         self._check_done(rank)
         self._check_produced(rank, event.produced)
         self._done[rank] = None
@@ -293,7 +293,7 @@ class Machine(abc.ABC, Generic[C]):
             f"{rank} has wrapped none like it: wrap the same optimizers on every rank, keep them until all have "
             f"drained, and call drain() equally often on every rank"
         )
-        return [Refused(self._optimizer, problem)]
+        return [Rejected(self._optimizer, problem)]
 
     def _drain(self, rank: int, now: float) -> list[Command]:
         """All are done, ``rank`` last: end it, and begin anew with the ranks that are gone done already."""

@@ -28,7 +28,7 @@ from hvd_async.errors import EngineError
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.codec import Codec, DecodeError, encode
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.listener import Door
+from hvd_async.runtime.listener import ListeningSocket
 from hvd_async.runtime.messages import Command, Event
 
 LINGER_MS = 2_000
@@ -157,7 +157,7 @@ class ZmqHub(_Endpoint):
         """Those that have ended and were not told, as something that was said on them may be unread."""
         self._ready: deque[tuple[int, Event | Gone]] = deque()
         self._encoded: tuple[Command | None, bytes] = (None, b"")
-        self._door = Door()
+        self._door = ListeningSocket()
         self.port = self._door.port
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._guard.start()

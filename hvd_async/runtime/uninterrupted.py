@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hvd_async.errors import ReplicaStateError
 
 
-class Whole:
+class Uninterrupted:
     """Of one optimizer on one rank: a gradient half handed over, or a round half applied, can be neither taken back nor
     done again. So what is begun and does not end is the end of this rank's replica.
 

@@ -13,16 +13,16 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.inbox import Inbox
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import (
-    Agreed,
+    Accepted,
     Config,
-    Done,
     Drained,
+    Finished,
     Hyper,
-    Opened,
     OptimizerCommand,
     OptimizerDeleted,
     OptimizerEvent,
-    Refused,
+    Registered,
+    Rejected,
     RunCollective,
 )
 
@@ -99,7 +99,7 @@ class Worker(abc.ABC):
         if self._number is None:
             self._told = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
-            opened = Opened(
+            opened = Registered(
                 self._number, self._common, names, checksums, list(self._members), self._restored, hyper or []
             )
             self.send(opened)
@@ -146,7 +146,7 @@ class Worker(abc.ABC):
 
     def _say_done(self, flush: bool) -> None:
         self._announced = True
-        self.send(Done(self._opened_number(), self._counts(), flush, self.shown))
+        self.send(Finished(self._opened_number(), self._counts(), flush, self.shown))
 
     def wind_up(self, flush: bool) -> None:
         """Say "done", serve until all ranks are, and conclude. (Of a process with several optimizers, ``Engine.drain``
@@ -165,7 +165,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def _counts(self) -> list[int]:
-        """What ``Done.produced`` says."""
+        """What ``Finished.produced`` says."""
 
     @property
     @abc.abstractmethod
@@ -254,9 +254,9 @@ class Worker(abc.ABC):
         match command:
             case RunCollective():
                 self._calls.run(command)
-            case Agreed():
+            case Accepted():
                 self._inbox.tell(agreed=True)
-            case Refused(_, problem):
+            case Rejected(_, problem):
                 self._inbox.tell(refused=problem)
             case Drained():
                 self._inbox.tell(drained=command)

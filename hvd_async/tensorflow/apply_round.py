@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.tensorflow.buffers import Layout, has_gradients, own_name, raw
 
@@ -96,7 +96,7 @@ class Update:
         now = (scheduled(self._optimizer), digest(self._optimizer), self._correct())
         return now != (self.scheduled, self.digest, self._corrects)
 
-    def parts(self, round_: Round) -> list[Any]:
+    def parts(self, round_: ReducedRound) -> list[Any]:
         """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient are frozen for it:
         momentum and decay must not move what nobody had anything for.
 
@@ -113,14 +113,14 @@ class Update:
         rate = [] if self.scheduled else [tf.constant(group["learning_rate"], tf.float32)]
         return [*rate, *self._layout.without(self._unmoved(round_), round_.sums)]
 
-    def _unmoved(self, round_: Round) -> list[int]:
+    def _unmoved(self, round_: ReducedRound) -> list[int]:
         """The variables that a round must not move: those its leader has frozen, and those of empty buckets."""
         (group,) = round_.hyper
         buckets = zip(self._layout.buckets, round_.counts, strict=True)
         empty = {index for bucket, count in buckets if not count for index in bucket.indices}
         return sorted(empty.union(group["frozen"]))
 
-    def keep(self, round_: Round) -> Callable[[], None]:
+    def keep(self, round_: ReducedRound) -> Callable[[], None]:
         """What puts back the variables, and what the optimizer has of them, that a round about to be applied must not
         move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
         update this would be half of it, and take as long to trace.)"""

@@ -26,9 +26,9 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
-from hvd_async.runtime.interfaces import Handle, Landed, pack, unpack
+from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.process_sets import Alone, process_set_among
+from hvd_async.runtime.process_sets import SingleRank, process_set_among
 
 Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
@@ -195,8 +195,8 @@ class HorovodCollectives:
 
     def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
         # (a tensor, or a NumPy vector: the result is the same)
-        if isinstance(process_set, Alone):
-            return Landed(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
         # ``keep`` asks for nothing: what is fed to an op does not change.
         ranks = hvd.global_process_set if process_set is None else process_set
 
@@ -213,8 +213,8 @@ class HorovodCollectives:
         return self._run(("extreme", name, largest), lambda fed: hvd.allreduce(fed, op=op, name=name), vector)
 
     def broadcast(self, vector: tf.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
-        if isinstance(process_set, Alone):
-            return Landed(vector)
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._run(
             ("broadcast", name, root), lambda fed: hvd.broadcast(fed, root, name=name, process_set=ranks), vector
@@ -230,8 +230,8 @@ class HorovodCollectives:
         return np.empty_like(vector)
 
     def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
-        if isinstance(process_set, Alone):
-            return Landed((rows[:0], [0]))
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
         return _Handle(self._threads.run(lambda: self._graph.exchange(name, ranks, rows, splits)))
 

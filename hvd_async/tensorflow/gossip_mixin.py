@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hvd_async.algorithms.gossip.message_exchange import Post
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.algorithms.gossip.message_format import make_post
-from hvd_async.algorithms.gossip.plan import Plan
+from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.optimizers.gossip import GossipState, GossipWrapped
 from hvd_async.tensorflow.local_mixin import LocalMixin
 from hvd_async.tensorflow.local_state import LocalSettings
@@ -19,7 +19,7 @@ class GossipMixin(LocalMixin, GossipWrapped):
 
     _async: Settings
 
-    def _async_post(self, plan: Plan) -> Post:
+    def _async_post(self, plan: GossipPlan) -> MessageFormat:
         self._async_need_built()
         flat, config, sharers = self._async.flat, plan.config, self._async.sharers
         assert flat is not None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.worker import EagerWorker
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Hyper
 from hvd_async.tensorflow.buffers import Layout
 
@@ -68,7 +68,7 @@ class Feed:
         else:
             worker.hand_over(bucket, self._whole(bucket, vector if finite else None))
 
-    def take(self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool) -> tuple[list[Round], bool]:
+    def take(self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool) -> tuple[list[ReducedRound], bool]:
         """Hand over what is left, wait for the step's round.
 
         Args:
@@ -103,7 +103,7 @@ class Feed:
         worker = meet()
         gone = worker.gone
         if gone & given.keys():
-            notice(
+            warn(
                 f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
                 f"others, and its own of these are left out"
             )

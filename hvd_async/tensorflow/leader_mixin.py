@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.optimizers.leader import LeaderState, LeaderWrapped
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.flat import Flat
@@ -37,7 +37,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
 
     _async: Settings
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
         self._async_need_built()
         return super()._async_make(engine, finish)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.eager import EagerWrapped
@@ -99,12 +99,12 @@ class EagerMixin(Stepping, EagerWrapped):
         self._async_prepare(self._trainable_variables)
 
     def _async_new_worker(
-        self: Any, engine: Engine, finish: Callable[[bool], object], apply: Callable[[Round], None]
+        self: Any, engine: Engine, finish: Callable[[bool], object], apply: Callable[[ReducedRound], None]
     ) -> EagerWorker:
         self._async_need_built()
         state = self._async
         layout, codec, sharers = state.layout, state.codec, state.sharers
-        wire = Wire(
+        wire = GradientFormat(
             zeros=layout.zeros,
             nbytes=layout.nbytes,
             slots=codec.slots,
@@ -139,7 +139,7 @@ class EagerMixin(Stepping, EagerWrapped):
             group["learning_rate"] = float(self._async_own_rate())
         return [group]
 
-    def _async_apply(self: Any, round_: Round) -> None:
+    def _async_apply(self: Any, round_: ReducedRound) -> None:
         """Apply a round outside of a step."""
         update = self._async.update
         if round_.gradients:

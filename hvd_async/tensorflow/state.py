@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.optimizers.eager import EagerState
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform, Update
 from hvd_async.tensorflow.buffers import Layout
 from hvd_async.tensorflow.collectives import LIFECYCLE
@@ -24,7 +24,7 @@ class State(EagerState):
         options: see the attributes.
     """
 
-    def __init__(self, sharers: Sharers, **options: Any) -> None:
+    def __init__(self, sharers: RankGroup, **options: Any) -> None:
         super().__init__(LIFECYCLE, sharers, options["config"], options["late_cap_mb"])
         self.scales: tuple[float, float] = options["scales"]
         self.compression: Any = options["compression"]
@@ -43,7 +43,7 @@ class State(EagerState):
         self.layout: Layout | None = None
         self.feed: Feed | None = None
         self.update: Update | None = None
-        self.waiting: deque[Round] = deque()
+        self.waiting: deque[ReducedRound] = deque()
         """Rounds that this step's loop has not come to yet."""
         self.put_back: Callable[[], None] = lambda: None
         """Ends the application of the round that the loop has come to: see ``Update.keep``."""

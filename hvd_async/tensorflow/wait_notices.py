@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import horovod.tensorflow as hvd
 
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 
 PATIENCE = 30.0
 """Seconds before the first word."""
@@ -24,7 +24,7 @@ def told_if_long(what: str) -> Iterator[None]:
     rank = hvd.rank()
 
     def tell() -> None:
-        notice(
+        warn(
             f"rank {rank} has waited {PATIENCE:.0f} s in {what} for ranks that have not called it: every rank must, "
             f"with the same callbacks in the same order. Waiting on."
         )

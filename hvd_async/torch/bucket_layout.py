@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.torch.streams import mark
 
 MIB = 2**20
@@ -128,7 +128,7 @@ class Layout:
         return flat
 
     @torch.no_grad()
-    def set_gradients(self, round_: Round, scale: float, frozen: set[int], sparse: bool = False) -> None:
+    def set_gradients(self, round_: ReducedRound, scale: float, frozen: set[int], sparse: bool = False) -> None:
         """Point each ``p.grad`` into a round's sums x ``scale`` (done in place); those of ``frozen`` (ids), and of
         buckets that carried no gradient, become None: momentum and decay must not move what nobody had anything for.
 

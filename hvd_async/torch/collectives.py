@@ -23,9 +23,9 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
-from hvd_async.runtime.interfaces import Handle, Landed, pack, unpack
+from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.process_sets import Alone, process_set_among
+from hvd_async.runtime.process_sets import SingleRank, process_set_among
 from hvd_async.torch import streams
 
 FINEST_POLL = 0.001
@@ -213,8 +213,8 @@ class HorovodCollectives:
     def sum(
         self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Handle:
-        if isinstance(process_set, Alone):
-            return Landed(vector * scale if keep or scale != 1.0 else vector)
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector * scale if keep or scale != 1.0 else vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         if vector.dtype != torch.bfloat16:
             start = hvd.allreduce_async if keep else hvd.allreduce_async_
@@ -237,8 +237,8 @@ class HorovodCollectives:
         return self._start(vector, name, lambda there: hvd.allreduce_async_(there, op=op, name=name))
 
     def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
-        if isinstance(process_set, Alone):
-            return Landed(vector)
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector)
         ranks = hvd.global_process_set if process_set is None else process_set
         return self._start(vector, name, lambda there: hvd.broadcast_async_(there, root, name=name, process_set=ranks))
 
@@ -254,8 +254,8 @@ class HorovodCollectives:
         return torch.empty_like(vector)
 
     def exchange(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
-        if isinstance(process_set, Alone):
-            return Landed((rows[:0], [0]))
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
         counts = torch.tensor(splits, dtype=torch.int32)
         return self._start(

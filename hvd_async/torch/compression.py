@@ -8,8 +8,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import Wire, count_slots, largest_summand
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, count_slots, largest_summand
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import Layout, Zeros
 
@@ -61,7 +61,7 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     return needed
 
 
-def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharers) -> Wire:
+def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: RankGroup) -> GradientFormat:
     """How the layout's vectors travel. float16 is cut off at what as many ranks can add up; its counts are not."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
     limit = largest_summand(sharers.size)
@@ -81,7 +81,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: Sharer
         return streams.adopt(decompressed)
 
     widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
-    return Wire(
+    return GradientFormat(
         zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
         slots=slot_count,

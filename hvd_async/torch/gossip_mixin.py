@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvd_async.algorithms.gossip.message_exchange import Post
-from hvd_async.algorithms.gossip.plan import Plan
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.optimizers.gossip import GossipState, GossipWrapped
 from hvd_async.torch.local_mixin import LocalMixin, LocalSettings
 from hvd_async.torch.message_format import make_post
@@ -18,7 +18,7 @@ class GossipMixin(LocalMixin, GossipWrapped):
 
     _async: Settings
 
-    def _async_post(self, plan: Plan) -> Post:
+    def _async_post(self, plan: GossipPlan) -> MessageFormat:
         self._async_check_parameters()  # groups may have been added since the wrapper was made
         config, sharers = plan.config, self._async.sharers
         return make_post(self._async_read(), config.compression, plan.most, sharers, config.local_size)

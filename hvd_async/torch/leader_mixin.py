@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.optimizers.leader import LeaderState, LeaderWrapped
 from hvd_async.torch import streams
 from hvd_async.torch.local_mixin import LocalMixin, LocalSettings
@@ -38,11 +38,11 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
             loss = streams.Later(loss) if loss.is_cuda else loss
         super().record_loss(loss)
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> FollowWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
         self._async_check_parameters()  # groups may have been added since the wrapper was made
         return super()._async_make(engine, finish)
 
-    def _async_before_step(self, worker: FollowWorker, loss: Any) -> None:
+    def _async_before_step(self, worker: LeaderWorker, loss: Any) -> None:
         if loss is not None and not self._async.losses:
             self.record_loss(loss)
         self._async_losses(worker)
@@ -59,7 +59,7 @@ class LeaderMixin(LocalMixin, LeaderWrapped):
                 group["lr"] = rate
 
     @torch.no_grad()
-    def _async_before_mix(self, worker: FollowWorker) -> None:
+    def _async_before_mix(self, worker: LeaderWorker) -> None:
         own = self._async_statistics()
         averaged = None if own is None else worker.settle_statistics(own, _clip)
         if averaged is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, Post
+from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
 from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch.streams import fetch
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,7 +29,7 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
 
 
-def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers, parts: int = 1) -> Post:
+def make_post(like: torch.Tensor, compression: str, rows: int, sharers: RankGroup, parts: int = 1) -> MessageFormat:
     """How torch vectors of weights travel.
 
     Args:
@@ -76,7 +76,7 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: Sharers,
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
 
-    return Post(
+    return MessageFormat(
         encode=encode,
         decode=decode,
         pack=pack,

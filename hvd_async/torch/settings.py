@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.optimizers.eager import EagerState
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch.bucket_layout import MIB, Layout
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import slots
@@ -24,7 +24,7 @@ RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 class Settings(EagerState):
     """What the wrapper was given, and what it keeps between calls."""
 
-    def __init__(self, sharers: Sharers, named: dict[int, str] | None, options: dict[str, Any]) -> None:
+    def __init__(self, sharers: RankGroup, named: dict[int, str] | None, options: dict[str, Any]) -> None:
         super().__init__(LIFECYCLE, sharers, options["config"], options["late_cap_mb"])
         self.named = named
         """Parameters' names by id; None if none were given."""
@@ -44,7 +44,7 @@ class Settings(EagerState):
         self.nonfinite: str = options["nonfinite"]
         self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
         self.buffer_policy: str = options["buffers"]
-        self.shown: Round | None = None
+        self.shown: ReducedRound | None = None
         """The round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces it."""
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.eager import EagerWrapped
@@ -197,13 +197,13 @@ class EagerMixin(EagerWrapped, TorchWrapped):
 
     # -- rounds in --------------------------------------------------------------------------------------------
 
-    def _async_show(self, round_: Round) -> None:
+    def _async_show(self, round_: ReducedRound) -> None:
         """Put a round's average into every ``p.grad``."""
         frozen = hyperparameters.frozen(self.param_groups, round_.hyper)
         sparse = issubclass(self._wrapped_class, torch.optim.SparseAdam)
         self._async.layout.set_gradients(round_, self._async.after, frozen, sparse)
 
-    def _async_apply(self, round_: Round) -> None:
+    def _async_apply(self, round_: ReducedRound) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         state = self._async
         state.unshown += 1
@@ -271,7 +271,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         return worker
 
     def _async_new_worker(
-        self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[Round], None]
+        self, engine: Engine, finish: Callable[[bool], None], apply: Callable[[ReducedRound], None]
     ) -> EagerWorker:
         self._async_lay_out()  # groups may have been added since the wrapper was made
         state = self._async

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import Held, Round
+from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.messages import Hyper
-from hvd_async.runtime.uninterrupted import Whole
+from hvd_async.runtime.uninterrupted import Uninterrupted
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Schedule, Script
@@ -49,7 +49,7 @@ class ScriptedWorker:
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
         self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
         self.agreed = self.settled = self.ready = True
-        self.whole = Whole()
+        self.whole = Uninterrupted()
         self.shown, self.mend = 0, None
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
@@ -72,7 +72,7 @@ class ScriptedWorker:
         """As the worker's."""
         return frozenset(self._early)
 
-    def step(self, vectors: Mapping[int, Any], hyper: Hyper, apply: Callable[[Round], None]) -> int:
+    def step(self, vectors: Mapping[int, Any], hyper: Hyper, apply: Callable[[ReducedRound], None]) -> int:
         """As the worker's."""
         rounds = self.finish_step(vectors, hyper)
         for round_ in rounds:
@@ -80,7 +80,7 @@ class ScriptedWorker:
                 apply(round_)
         return len(rounds)
 
-    def finish_step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[Round]:
+    def finish_step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[ReducedRound]:
         """What a step finds waiting."""
         (vector,) = (self._early | dict(vectors)).values()
         self._early = {}
@@ -95,22 +95,22 @@ class ScriptedWorker:
             sums[-1] = gradients
             self.applied.append(Applied(sums.astype(np.float64), self.lr))
             own = [{**group, "lr" if "lr" in group else "learning_rate": self.lr} for group in hyper]
-            rounds.append(Round(self.version, (self.convert(sums * np.float32(self.scale)),), own, (gradients,)))
+            rounds.append(ReducedRound(self.version, (self.convert(sums * np.float32(self.scale)),), own, (gradients,)))
         return rounds
 
-    def applying(self, round_: Round) -> contextlib.AbstractContextManager[None]:
+    def applying(self, round_: ReducedRound) -> contextlib.AbstractContextManager[None]:
         """As the worker's."""
         return self.whole(f"round {round_.index} could not be applied")
 
-    def begin(self, round_: Round) -> None:
+    def begin(self, round_: ReducedRound) -> None:
         """As the worker's."""
 
     def end(self) -> None:
         """As the worker's."""
 
-    def pending(self) -> list[Held]:
+    def pending(self) -> list[PendingGradient]:
         """Nothing."""
-        return [Held(None, [])]
+        return [PendingGradient(None, [])]
 
     def stats(self) -> Stats:
         """As the worker's."""
@@ -138,7 +138,7 @@ class Tape:
     applied: list[Applied] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """How many each call of ``step`` returned; drain's are not in it."""
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[ReducedRound] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
     made: dict[int, Tape] = {}
     begin, step = EagerWorker.begin, EagerWorker.finish_step
 
-    def taped_begin(self: EagerWorker, round_: Round) -> None:
+    def taped_begin(self: EagerWorker, round_: ReducedRound) -> None:
         tape = made.setdefault(self.engine.rank, Tape())
         (group,) = round_.hyper[:1]
         lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
@@ -157,7 +157,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         tape.rounds.append(round_)
         begin(self, round_)
 
-    def taped_step(self: EagerWorker, *args: Any, **options: Any) -> list[Round]:
+    def taped_step(self: EagerWorker, *args: Any, **options: Any) -> list[ReducedRound]:
         rounds = step(self, *args, **options)
         made.setdefault(self.engine.rank, Tape()).calls.append(len(rounds))
         return rounds

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from tests.conformance import gossip_reference
 from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import Problem
@@ -68,7 +68,7 @@ class GossipTrainer:
         vars(self.opt)["_async_make"] = functools.partial(self._logged, self.opt._async_make)
         self.restart()
 
-    def _logged(self, make: Callable[..., GossipWorker], *arguments: Any) -> GossipWorker:
+    def _logged(self, make: Callable[..., PushSumWorker], *arguments: Any) -> PushSumWorker:
         worker = make(*arguments)
         self.log = worker.log = []
         return worker

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow as hvd
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.testing import Cluster
 from tests.conformance import leader_drive
 from tests.conformance.gossip_reference import Problem
@@ -56,9 +56,9 @@ class LeaderTrainer(GossipTrainer):
             self.opt.record_loss(loss)
         self.opt.apply(gradients, self.variables)
 
-    def worker(self) -> FollowWorker:
+    def worker(self) -> LeaderWorker:
         """The optimizer's; the first call meets the other ranks."""
-        worker: FollowWorker = self.opt._async_worker()
+        worker: LeaderWorker = self.opt._async_worker()
         return worker
 
 

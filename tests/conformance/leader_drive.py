@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster
 from tests.conformance.leader_reference import ALL, Following, Outcome
@@ -27,7 +27,7 @@ class Trainer(Protocol):
 
     opt: Any
 
-    def worker(self) -> FollowWorker:
+    def worker(self) -> LeaderWorker:
         """The optimizer's; the first call meets the other ranks."""
 
     def step(self) -> None:
@@ -85,7 +85,7 @@ class Pace:
             self._changed.notify_all()
 
 
-def wait_for_pulls(worker: FollowWorker, count: int) -> None:
+def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     """Until so many pulls have landed here."""
     worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
 

@@ -15,7 +15,7 @@ import hvd_async.tensorflow.keras as hvd
 import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import count_slots, largest_summand
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.buffers import partition
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster
@@ -138,7 +138,7 @@ def test_float16_counts_are_exact_however_many_ranks_there_are(size):
     slots = count_slots(size, staleness, "float16")
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert torch_slots(hvd_async.torch.Compression.fp16, [parameter], size, staleness) == slots
-    sharers = Sharers(None, tuple(range(size)), 0, 0, size)
+    sharers = RankGroup(None, tuple(range(size)), 0, 0, size)
     wire = make_wire(Layout([parameter], slots=slots), hvd_async.torch.Compression.fp16, slots, sharers)
     codec = Codec(hvd.Compression.fp16, [tf.float32], size, staleness)
     assert codec.slots == slots

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.testing import Cluster
 from tests.conformance.leader_drive import TIMEOUT, wait_for_pulls
 
@@ -62,9 +62,9 @@ class Normed:
         np.testing.assert_allclose(self.variance.numpy(), 10.0 * self.mean.numpy(), rtol=1e-6)
         return [float(value) for value in self.mean.numpy()]
 
-    def worker(self) -> FollowWorker:
+    def worker(self) -> LeaderWorker:
         """The optimizer's."""
-        worker: FollowWorker = self.opt._async_worker()
+        worker: LeaderWorker = self.opt._async_worker()
         return worker
 
 

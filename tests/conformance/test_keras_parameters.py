@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.process_sets import Alone
+from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.tensorflow.collectives import HorovodCollectives
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster
@@ -200,10 +200,10 @@ def test_a_process_set_averages_over_its_ranks_alone(graph):
 def test_horovods_collectives_leave_a_lonely_rank_alone():
     collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
     given = tf.constant([1.0, 2.0])
-    halved = collectives.sum(given, "mine", Alone(3), scale=0.5)
+    halved = collectives.sum(given, "mine", SingleRank(3), scale=0.5)
     assert halved.done()
     assert halved.result().numpy().tolist() == [0.5, 1.0]
-    assert collectives.broadcast(given, 3, "mine", Alone(3)).result().numpy().tolist() == [1.0, 2.0]
+    assert collectives.broadcast(given, 3, "mine", SingleRank(3)).result().numpy().tolist() == [1.0, 2.0]
 
 
 def test_vectors_and_dense_copies_are_made_where_the_devices_say():

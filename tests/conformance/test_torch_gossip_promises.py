@@ -13,7 +13,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
-from hvd_async.algorithms.gossip.hierarchical import MIX, STAGES
+from hvd_async.algorithms.gossip.hierarchical import GOSSIP, STAGES
 from hvd_async.algorithms.gossip.messages import ExchangeDone
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
@@ -245,7 +245,7 @@ def test_consensus_distance_is_numpys(options):
 def test_what_another_host_sent_late_survives_a_cut():
     """Host 0's message of step 2 is on its way when host 1 is told that all are done; after the cut host 0 is a step
     ahead, and its next message of that number comes before host 1 takes that step."""
-    step_2, told, released = 2 * STAGES + MIX, set[int](), set[int]()
+    step_2, told, released = 2 * STAGES + GOSSIP, set[int](), set[int]()
     behind, ahead = threading.Barrier(4), threading.Barrier(4)
 
     def lands(worker: Any, keys: list[int]) -> bool:
@@ -265,7 +265,7 @@ def test_what_another_host_sent_late_survives_a_cut():
 
         def counted(sender: int, key: int, weight: float, data: Any) -> None:
             deliver(sender, key, weight, data)
-            come.extend([key] * (key % STAGES == MIX))
+            come.extend([key] * (key % STAGES == GOSSIP))
 
         worker._mail._deliver = counted
         trainer.train(1 if rank < 2 else 2)

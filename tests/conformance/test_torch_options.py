@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.runtime.process_sets import Alone
+from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.testing import Cluster
 from hvd_async.torch.collectives import HorovodCollectives
 from tests.conformance.drive import scripted_engine
@@ -238,12 +238,12 @@ def test_a_rank_outside_the_process_set_steps_by_itself(quorum, compression):
 def test_horovods_collectives_leave_a_lonely_rank_alone():
     collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
     given = torch.tensor([1.0, 2.0])
-    halved = collectives.sum(given, "mine", Alone(3), keep=True, scale=0.5)
+    halved = collectives.sum(given, "mine", SingleRank(3), keep=True, scale=0.5)
     assert halved.done()
     assert halved.result().tolist() == [0.5, 1.0]
     assert given.tolist() == [1.0, 2.0]
-    assert collectives.sum(given, "mine", Alone(3), keep=True).result() is not given  # it is going to be changed
-    assert collectives.broadcast(given, 3, "mine", Alone(3)).result().tolist() == [1.0, 2.0]
+    assert collectives.sum(given, "mine", SingleRank(3), keep=True).result() is not given  # it is going to be changed
+    assert collectives.broadcast(given, 3, "mine", SingleRank(3)).result().tolist() == [1.0, 2.0]
 
 
 def test_the_global_process_set_is_all_ranks():

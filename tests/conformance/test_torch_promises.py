@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCHEDULES, SCRIPTS, Case, Script
@@ -261,4 +261,4 @@ def test_different_weights_name_the_parameter_and_the_call_that_mends_it():
 
 def test_round_is_frozen():
     with pytest.raises(AttributeError):
-        Round(1, (), [], ()).index = 2  # type: ignore[misc]
+        ReducedRound(1, (), [], ()).index = 2  # type: ignore[misc]

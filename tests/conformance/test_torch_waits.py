@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.torch import collectives, hyperparameters
 from hvd_async.torch.bucket_layout import Layout
 
@@ -38,7 +38,7 @@ def test_gradients_are_handed_over_and_rounds_shown():
         parameter.grad = torch.empty_like(parameter)
     with NothingComesFromTheHost():
         vector = layout.vector(0, 0.5)
-        layout.set_gradients(Round(1, (vector,), [], (3,)), 0.25, set())
+        layout.set_gradients(ReducedRound(1, (vector,), [], (3,)), 0.25, set())
     assert [p.grad.stride() for p in mine] == [p.stride() for p in mine]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.testing import Cluster
 from tests.conformance import leader_drive
 from tests.conformance.gossip_reference import Problem
@@ -42,9 +42,9 @@ class LeaderTrainer(GossipTrainer):
         if loss is not None:
             self.opt.record_loss(loss)
 
-    def worker(self) -> FollowWorker:
+    def worker(self) -> LeaderWorker:
         """The optimizer's; the first call meets the other ranks."""
-        worker: FollowWorker = self.opt._async_worker()
+        worker: LeaderWorker = self.opt._async_worker()
         return worker
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from hvd_async.algorithms.leader.equations import Strengths
 from hvd_async.algorithms.leader.messages import LeaderConfig
-from hvd_async.algorithms.leader.worker import FollowWorker
+from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import MemoryCollectives
 from tests.conformance.gossip_reference import Problem
@@ -46,8 +46,8 @@ class Follower:
             following.beta / size if following.alpha is None else following.alpha, following.beta,
         )  # fmt: skip
         own = next(ranks for ranks in groups if rank in ranks)
-        self._worker = FollowWorker(
-            engine, config, strengths, Sharers(None, tuple(range(size)), rank, 0, size),
+        self._worker = LeaderWorker(
+            engine, config, strengths, RankGroup(None, tuple(range(size)), rank, 0, size),
             own if len(groups) > 1 else None, following.loss_window, self._finish,
         )  # fmt: skip
         self.problem, self.following, self.rank, self.steps = problem, following, rank, 0
@@ -55,7 +55,7 @@ class Follower:
         self.opt = self
         self.calls: list[Callable[[int], object]] = []
 
-    def worker(self) -> FollowWorker:
+    def worker(self) -> LeaderWorker:
         """The first call meets the other ranks."""
         if not self._worker.agreed:
             self._worker.begin(self.x.copy())

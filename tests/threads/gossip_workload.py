@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.adpsgd import PairWorker
-from hvd_async.algorithms.gossip.error_feedback import Kept
-from hvd_async.algorithms.gossip.message_exchange import Letter
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import OutgoingMessage
 from hvd_async.algorithms.gossip.message_format import make_post
-from hvd_async.algorithms.gossip.plan import Plan, make_plan
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.cases import Case
@@ -40,7 +40,7 @@ class Job:
         elements: of the weights.
     """
 
-    plan: Plan
+    plan: GossipPlan
     steps: tuple[tuple[int, ...], ...]
     cuts: frozenset[int] = frozenset()
     case: Case = MOMENTUM
@@ -55,13 +55,13 @@ class Job:
     def problem(self) -> Problem:
         return least_squares(self.size, self.case, elements=self.elements)
 
-    def worker(self, place: int, finish: Callable[[bool], object]) -> GossipWorker:
+    def worker(self, place: int, finish: Callable[[bool], object]) -> PushSumWorker:
         """One that is not open yet."""
         engine, ranks, config = local_engine(), self.sharers, self.plan.config
         assert engine is not None
-        sharers = None if ranks is None else Sharers(ranks, ranks, place, 1, len(ranks))
+        sharers = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
         post = make_post(self.elements, np.float64, config.compression, self.plan.most, sharers)
-        kind = PairWorker if config.algorithm == "adpsgd" else GossipWorker
+        kind = ADPSGDWorker if config.algorithm == "adpsgd" else PushSumWorker
         return kind(engine, self.plan, post, finish)
 
 
@@ -98,7 +98,7 @@ class Saved:
     """A rank's checkpoint after a cut."""
 
     z: Array
-    kept: Kept
+    kept: SavedState
     state: State
     done: int
 
@@ -115,10 +115,10 @@ class Record:
 
 def work(
     one: Job,
-    before_step: Callable[[int, int, GossipWorker], None] = lambda place, step, worker: None,
-    tweak: Callable[[GossipWorker], None] = lambda worker: None,
+    before_step: Callable[[int, int, PushSumWorker], None] = lambda place, step, worker: None,
+    tweak: Callable[[PushSumWorker], None] = lambda worker: None,
     resumed: Sequence[Saved | None] = (),
-    before_end: Callable[[int, GossipWorker], None] = lambda place, worker: None,
+    before_end: Callable[[int, PushSumWorker], None] = lambda place, worker: None,
 ) -> Callable[[int], Record]:
     """What ``Cluster.run`` calls for a rank.
 
@@ -169,12 +169,12 @@ def work(
     return train
 
 
-def _watch(worker: GossipWorker) -> dict[int, list[int]]:
+def _watch(worker: PushSumWorker) -> dict[int, list[int]]:
     """To whom a worker sends, by step, from now on."""
     sends: dict[int, list[int]] = {}
     offer = worker._mail.offer
 
-    def watched(optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
+    def watched(optimizer: int, key: int, letters: list[OutgoingMessage], weight: float) -> None:
         sends[key] = [letter.to for letter in letters if weight]  # (empty ones carry nothing)
         offer(optimizer, key, letters, weight)
 
@@ -284,10 +284,10 @@ def pass_gate(gate: threading.Event | threading.Semaphore) -> None:
     assert passed, "what it waits for has not come"
 
 
-def at(slow: int, step: int, act: Callable[[GossipWorker], None]) -> Callable[[int, int, GossipWorker], None]:
+def at(slow: int, step: int, act: Callable[[PushSumWorker], None]) -> Callable[[int, int, PushSumWorker], None]:
     """``before_step`` of a job: this rank does this before it takes this step."""
 
-    def before_step(place: int, number: int, worker: GossipWorker) -> None:
+    def before_step(place: int, number: int, worker: PushSumWorker) -> None:
         if (place, number) == (slow, step):
             act(worker)
 
@@ -299,9 +299,9 @@ class Watch:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside: dict[int, GossipWorker] = {}
+        self._inside: dict[int, PushSumWorker] = {}
 
-    def tweak(self, worker: GossipWorker) -> None:
+    def tweak(self, worker: PushSumWorker) -> None:
         """Of a rank that is watched."""
         waits = worker._await
 
@@ -317,7 +317,7 @@ class Watch:
 
         worker._await = watched  # type: ignore[method-assign]
 
-    def until(self, expected: dict[int, Any], what: Callable[[GossipWorker], Any]) -> None:
+    def until(self, expected: dict[int, Any], what: Callable[[PushSumWorker], Any]) -> None:
         """Wait until the ranks at these places wait, and ``what`` of their workers is this."""
 
         def now() -> dict[int, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import Round
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go
-from hvd_async.algorithms.eager.rounds_in_flight import NAMES_IN_RING, Transit
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound
+from hvd_async.algorithms.eager.rounds_in_flight import NAMES_IN_RING, RoundsInFlight
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.messages import Command, Event
@@ -141,17 +141,17 @@ def test_majority_has_about_half_of_the_ranks_in():
     def tweak(worker: EagerWorker) -> None:
         step, send, obey, rank = worker.step, worker.engine.send, worker.obey, worker.engine.rank
 
-        def step_in_turn(*args: Any) -> list[Round]:
+        def step_in_turn(*args: Any) -> list[ReducedRound]:
             assert turns[rank].acquire(timeout=30)
             return step(*args)
 
         def send_and_pass_on(event: Event) -> None:
             send(event)
-            if isinstance(event, Arrived):
+            if isinstance(event, GradientReady):
                 turns[(rank + 1) % size].release()
 
         def listen(command: Command) -> None:
-            if isinstance(command, Go) and rank == 0:
+            if isinstance(command, StartRound) and rank == 0:
                 reasons.append(command.firing.reason)
             obey(command)
 
@@ -229,7 +229,7 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
         transit = worker._transit
         go = transit.go
 
-        def watch(command: Go) -> None:
+        def watch(command: StartRound) -> None:
             go(command)
             if transit._held:
                 held.append(command.round)
@@ -246,7 +246,7 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
 # -- do these tests see a bug? --------------------------------------------------------------------------------
 
 
-def _late(transit: Transit, version: int) -> bool:
+def _late(transit: RoundsInFlight, version: int) -> bool:
     """Whether a gradient of ``version`` comes when a round has passed it by."""
     return transit._next_ready > version + 1
 
@@ -281,7 +281,7 @@ def _sends_one_twice(worker: EagerWorker) -> None:
     transit = worker._transit
     original, sent = transit.go, [False]
 
-    def go(command: Go) -> None:
+    def go(command: StartRound) -> None:
         pending = transit._pending[command.bucket]
         late = any(command.round - 1 > version for version in pending.versions)
         kept = None if pending.vector is None else pending.vector.copy()

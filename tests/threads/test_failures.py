@@ -12,7 +12,7 @@ import pytest
 import hvd_async.runtime.coordinator
 import hvd_async.runtime.engine
 import hvd_async.runtime.roll_call
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
@@ -47,7 +47,7 @@ class Arrivals:
 
         def watched(event: Event) -> None:
             send(event)
-            if isinstance(event, Arrived) and event.step == self._step:
+            if isinstance(event, GradientReady) and event.step == self._step:
                 self._left.release()
 
         worker.engine.send = watched  # type: ignore[method-assign]
@@ -252,13 +252,13 @@ def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
 
 
 def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
-    warned, original = threading.Event(), hvd_async.runtime.coordinator.notice
+    warned, original = threading.Event(), hvd_async.runtime.coordinator.warn
 
-    def notice(text: str) -> None:
+    def warn(text: str) -> None:
         original(text)
         warned.set()
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
     one = plan("all", 0, [3, 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
@@ -282,7 +282,7 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
     monkeypatch.setenv("HVD_ASYNC_WARN_AFTER", "0.05")
     said, begun, connect = threading.Event(), threading.Event(), Cluster._connector
 
-    def notice(text: str) -> None:
+    def warn(text: str) -> None:
         assert "waited 0 s more for others to begin: every rank of the job must wrap an optimizer" in text
         said.set()
 
@@ -296,7 +296,7 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
         engine.wait(begun.is_set)
         assert said.is_set()
 
-    monkeypatch.setattr(hvd_async.runtime.engine, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.engine, "notice", warn)
     monkeypatch.setattr(Cluster, "_connector", late)
     Cluster(1).run(train)
 
@@ -304,14 +304,14 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
 def test_a_rank_that_leaves_waits_for_the_others_and_says_so(monkeypatch):
     warned = threading.Event()
 
-    def notice(text: str) -> None:
+    def warn(text: str) -> None:
         if "the job's end has waited 0 s more for rank(s) 2 (host2): alive" in text:
             warned.set()
 
     def train(rank: int) -> None:
         assert rank != 2 or warned.wait(30)
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
     Cluster(3, warn_after=0.1).run(train)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.leader.messages import Pull
+from hvd_async.algorithms.leader.messages import StartPull
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
@@ -183,7 +183,7 @@ def test_a_rank_takes_part_in_a_groups_next_pull_when_its_last_is_over_here_too(
         seen.log = worker.receiver.log = []
         pull = worker.receiver.pull
 
-        def watched(command: Pull) -> None:
+        def watched(command: StartPull) -> None:
             pull(command)
             if command.round == 2:
                 told.set()
@@ -224,7 +224,7 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
         seen.path.append(own.weights())
         pull, conclude, landed = worker.receiver.pull, worker.conclude, [0]
 
-        def watched(command: Pull) -> None:
+        def watched(command: StartPull) -> None:
             pull(command)
             drained = worker._inbox.drained
             if drained is not None and command.round > drained.rounds:

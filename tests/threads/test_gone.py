@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.hierarchical import HostWorker
+from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_format import make_post
-from hvd_async.algorithms.gossip.plan import Plan, make_plan
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import WaitTimeoutError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
@@ -25,13 +25,13 @@ GATE = 30.0
 class Rank:
     """One rank's weights and worker; its gradient moves each weight by 1."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: GossipPlan) -> None:
         engine = local_engine()
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
         post = make_post(WEIGHTS, np.float64, plan.config.compression, plan.most, None, plan.config.local_size)
-        kind = HostWorker if plan.config.local_size > 1 else GossipWorker
+        kind = HierarchicalWorker if plan.config.local_size > 1 else PushSumWorker
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
         self.worker.open(["weights"], [0])

@@ -6,8 +6,8 @@ import networkx
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.error_feedback import EVERYWHERE
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.error_feedback import SHARED
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.threads.gossip_workload import check, check_sums, job, run, work
@@ -104,7 +104,7 @@ def test_differences_for_no_step_are_read_after_those_for_one(graph):
     it has not read yet."""
     one = job((5, 6, 6, 6), "dpsgd", graph, compression="int8", weights="metropolis")
 
-    def before_end(place: int, worker: GossipWorker) -> None:
+    def before_end(place: int, worker: PushSumWorker) -> None:
         if place == 0:
             senders = {sender for sender, _ in worker._into(0, 7)}
             worker.engine.wait(lambda: all((sender, 7) in worker._letters.come for sender in senders))
@@ -167,8 +167,8 @@ def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(grap
     assert len(set(weights)) > 1
     mean = sum(each.z * each.kept.weight for each in saved if each is not None) / 4
 
-    def nothing_of_other_graphs(worker: GossipWorker) -> None:
-        assert worker._known.kept().keys() <= {EVERYWHERE}
+    def nothing_of_other_graphs(worker: PushSumWorker) -> None:
+        assert worker._known.kept().keys() <= {SHARED}
 
     for other in ("none", "int8"):
         second = job((5, 5, 5, 5), graph=graph, compression=other)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
 from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, run, work
@@ -16,7 +16,7 @@ from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, r
 @pytest.mark.parametrize("average_every", [0, 2])
 @pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd", "allreduce"])
 def test_a_rank_that_raises_is_named_to_the_others(algorithm, average_every, capfd):
-    def boom(worker: GossipWorker) -> None:
+    def boom(worker: PushSumWorker) -> None:
         raise ZeroDivisionError("boom")
 
     every = {} if algorithm == "adpsgd" else {"average_every": average_every}
@@ -43,7 +43,7 @@ def test_other_plans_are_refused_on_all_ranks(capfd):
 
 
 def test_weights_that_are_lost_are_noticed_at_the_drain():
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         if worker._place == 1:
             deliver = worker._mail._deliver
             worker._mail._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.adpsgd import PairWorker
-from hvd_async.algorithms.gossip.messages import Exchange, Starved
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.messages import StartExchange, WaitingForMessage
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
 from hvd_async.topology import Topology
 from tests.threads.gossip_workload import GATE_TIMEOUT, Watch, at, check, check_sums, held, job, pass_gate, run, work
 
 
-def steps_of(worker: GossipWorker) -> int:
+def steps_of(worker: PushSumWorker) -> int:
     return worker._step
 
 
-def missing(worker: GossipWorker) -> tuple[int, set[int]]:
+def missing(worker: PushSumWorker) -> tuple[int, set[int]]:
     """Its step, and the ranks whose messages it lacks."""
     return worker._step, worker._letters.missing()
 
@@ -74,12 +74,12 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
     """Rank 0 of 3 is stuck before its step 2; a rank tells of each exchange that has not fed it."""
     watch, told = Watch(), dict[int, list[int]]()
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         watch.tweak(worker)
         send, own = worker.engine.send, told.setdefault(worker._place, [])
 
         def spied(event: Any) -> None:
-            if isinstance(event, Starved):
+            if isinstance(event, WaitingForMessage):
                 assert event.seen == worker._mail.landed
                 assert worker._letters.missing()
                 own.append(event.seen)
@@ -87,7 +87,7 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
 
         worker.engine.send = spied  # type: ignore[method-assign]
 
-    def stuck(worker: GossipWorker) -> None:
+    def stuck(worker: PushSumWorker) -> None:
         watch.until({1: (2, {0}), 2: (2, {0})}, missing)
         worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._mail.landed])
 
@@ -123,7 +123,7 @@ def test_a_rank_that_is_done_holds_nobody_up():
     """Rank 0 is done after its step 2 when all others are stuck in step 3 for want of it."""
     watch, one = Watch(), job([2, 6, 6, 6])
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         watch.tweak(worker)
         if worker._place == 0:
             announce = worker.announce
@@ -173,12 +173,12 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
         **({"max_local_steps": 1} if algorithm == "adpsgd" else {}),
     )
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         if worker._place == 0:
             return
         told, conclude, exchange, mail = threading.Event(), worker.conclude, worker._mail.exchange, worker._mail
 
-        def watched(command: Exchange) -> None:
+        def watched(command: StartExchange) -> None:
             exchange(command)
             drained = worker._inbox.drained
             if drained is not None and command.round > drained.rounds:
@@ -216,7 +216,7 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
     """The engine adds to what has come only under the lock that the training thread holds when it looks."""
 
     class Guarded(dict[Any, Any]):
-        def __init__(self, worker: GossipWorker) -> None:
+        def __init__(self, worker: PushSumWorker) -> None:
             self.lock, self.count = worker.engine.changed, 0
 
         def __setitem__(self, key: Any, value: Any) -> None:
@@ -226,7 +226,7 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
 
     guarded: list[Guarded] = []
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         guarded.append(Guarded(worker))
         worker._letters.come = guarded[-1]
 
@@ -238,10 +238,10 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
 # -- pairs ----------------------------------------------------------------------------------------------------
 
 
-def finishing(count: threading.Semaphore) -> Callable[[GossipWorker], None]:
+def finishing(count: threading.Semaphore) -> Callable[[PushSumWorker], None]:
     """A ``tweak``: a rank says when it has taken all its steps."""
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         announce = worker.announce
 
         def told(flush: bool) -> None:
@@ -259,7 +259,7 @@ def test_a_rank_that_is_stuck_holds_up_no_other(graph, most):
     """Rank 0 trains on when all others have taken all their steps; its engine has served its neighbours."""
     finished, one = threading.Semaphore(0), job([12] * 4, "adpsgd", graph, max_local_steps=most)
 
-    def wait_for_all(worker: GossipWorker) -> None:
+    def wait_for_all(worker: PushSumWorker) -> None:
         for _ in range(3):
             pass_gate(finished)
 
@@ -278,13 +278,13 @@ def test_no_rank_takes_more_steps_between_two_averagings(most):
     gate, watch = threading.Event(), Watch()
     one = job([4 * most + 3] * 4, "adpsgd", max_local_steps=most)
 
-    def tweak(worker: GossipWorker) -> None:
+    def tweak(worker: PushSumWorker) -> None:
         watch.tweak(worker)
         mix = worker.mix
 
         def checked(before: Any, after: Any) -> Any:
             z = mix(before, after)
-            assert isinstance(worker, PairWorker)
+            assert isinstance(worker, ADPSGDWorker)
             assert worker._local <= most or not worker._left
             return z
 
@@ -299,7 +299,7 @@ def test_two_ranks_that_were_averaged_in_advance_still_meet():
     begin, finished = threading.Event(), threading.Semaphore(0)
     one = job([3, 3, 3], "adpsgd", "complete", max_local_steps=1)
 
-    def before_step(place: int, step: int, worker: GossipWorker) -> None:
+    def before_step(place: int, step: int, worker: PushSumWorker) -> None:
         if place and step == 1:
             pass_gate(begin)
         elif not place and step == 3:
@@ -317,9 +317,9 @@ def test_two_ranks_that_were_averaged_in_advance_still_meet():
 def test_after_a_drain_all_neighbours_are_back():
     barrier, one = threading.Barrier(3), job(((1, 3, 2), (4, 4, 4)), "adpsgd", "complete", max_local_steps=1)
 
-    def before_step(place: int, step: int, worker: GossipWorker) -> None:
+    def before_step(place: int, step: int, worker: PushSumWorker) -> None:
         if step == one.steps[0][place] + 1:  # nobody can be done again before all have looked
-            assert isinstance(worker, PairWorker)
+            assert isinstance(worker, ADPSGDWorker)
             assert worker._left == {0, 1, 2} - {place}
             barrier.wait(GATE_TIMEOUT)
 

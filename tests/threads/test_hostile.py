@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.algorithms.leader.messages import Iterated
+from hvd_async.algorithms.leader.messages import StepTaken
 from hvd_async.errors import EngineError
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.messages import Hello, Leaving
@@ -195,7 +195,7 @@ def flood(made: Wire, rank: int, count: int) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_flood_that_nobody_reads_does_not_fill_the_memory():
     with wire(2) as made, flood(made, 1, 500_000) as flooding:
-        assert made.hear() == (1, Iterated(0, 1.0))
+        assert made.hear() == (1, StepTaken(0, 1.0))
         before = memory()
         assert flooding.stdout is not None
         assert flooding.stdout.readline() == "sent\n"
@@ -215,9 +215,9 @@ def test_a_flood_does_not_keep_another_rank_waiting():
             for _ in range(2000):
                 made.hear()
             for number in range(20):  # as often as it speaks, among no more of the others' events than are on their way
-                channel.send(Iterated(1, number))
+                channel.send(StepTaken(1, number))
                 for _ in range(100_000):
-                    if made.hear() == (0, Iterated(1, number)):
+                    if made.hear() == (0, StepTaken(1, number)):
                         break
                 else:
                     raise AssertionError("it was not heard")
@@ -229,7 +229,7 @@ def test_a_rank_that_floods_and_dies_is_lost_after_what_it_said():
             assert flooding.stdout is not None
             assert flooding.stdout.readline() == "sent\n"
             for _ in range(3_000):
-                assert made.hear() == (1, Iterated(0, 1.0))
+                assert made.hear() == (1, StepTaken(0, 1.0))
         rank, gone = made.hear()
         assert rank == 1
         assert isinstance(gone, Gone)
@@ -240,14 +240,14 @@ def test_what_a_dead_rank_said_comes_first_while_another_floods():
         assert made.hear()[0] == 1
         channel = made.connect(0)
         for step in range(1_000):
-            channel.send(Iterated(1, step))
+            channel.send(StepTaken(1, step))
         channel.close()
         heard = []
         while len(heard) < 1_001:
             rank, event = made.hear()
             if rank == 0:
                 heard.append(event)
-        assert heard[:1000] == [Iterated(1, step) for step in range(1_000)]
+        assert heard[:1000] == [StepTaken(1, step) for step in range(1_000)]
         assert isinstance(heard[1000], Gone)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
@@ -29,12 +29,14 @@ FILES = ("eager.py", "inbox.py", "whole.py", "worker.py")
 STEPS = 4
 
 
-def train(interrupt: Interrupt, config: EagerConfig, early: bool, end: str) -> tuple[str, EagerWorker, list[Round]]:
+def train(
+    interrupt: Interrupt, config: EagerConfig, early: bool, end: str
+) -> tuple[str, EagerWorker, list[ReducedRound]]:
     """A few steps of which the second is interrupted, or the drain; how it ended, and what was applied."""
     engine = local_engine()
     assert engine is not None
-    empty, applied = np.zeros(2, np.float32), list[Round]()
-    wire = Wire(zeros=lambda bucket: empty, nbytes=(8, 8))
+    empty, applied = np.zeros(2, np.float32), list[ReducedRound]()
+    wire = GradientFormat(zeros=lambda bucket: empty, nbytes=(8, 8))
     worker = EagerWorker(engine, config, wire, lambda flush: None, applied.append)
     worker.open(["w"], [1])
 

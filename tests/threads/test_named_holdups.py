@@ -14,7 +14,7 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
     """As one whose training thread holds the GIL: it has arrived nowhere, and the others wait in its collective."""
     said, one = threading.Event(), plan("solo", 4, [1, 1, 1])
 
-    def notice(text: str) -> None:
+    def warn(text: str) -> None:
         if "round 1, which has begun, of optimizer 0 has waited 0 s more for rank(s) 2 (host2)" in text:
             said.set()
 
@@ -31,5 +31,5 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
         worker.drain()
 
     ready = threading.Event()
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", notice)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
     Cluster(3, warn_after=0.2).run(train)

@@ -15,7 +15,7 @@ import pytest
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Broken, CallRoll, Command, Failed, Hello, Here, Leaving, Lost, Welcome
+from hvd_async.runtime.messages import CallRoll, Command, Failed, Hello, JobFailed, Leaving, Present, RankLost, Welcome
 from hvd_async.runtime.transport import ZmqChannel
 from tests.threads.test_control import WAIT, Wire, until
 
@@ -80,7 +80,7 @@ def test_a_process_that_has_stopped_is_named_within_the_time_that_was_asked_for(
     with job(monkeypatch, 1.5) as one:
         one.other.send_signal(signal.SIGSTOP)
         lost = one.hear()
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, RankLost)
         assert (lost.rank, lost.host) == (1, "second")
         one.other.send_signal(signal.SIGCONT)
         reason = one.other.stdout.readline()
@@ -93,7 +93,7 @@ def test_where_horovod_gives_up_sooner_the_rank_that_has_stopped_is_named(monkey
         one.channel.send(TIMED_OUT)
         assert one.hear() == CallRoll()
         lost = one.hear()
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, RankLost)
         assert lost.rank == 1
 
 
@@ -102,7 +102,7 @@ def test_where_all_answer_nobody_is_named(monkeypatch):
         one.channel.send(TIMED_OUT)
         assert one.hear() == CallRoll()
         broken = one.hear()
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, JobFailed)
         assert "Horovod failed on rank 0 on host first (HorovodInternalError: Timed out" in broken.problem
 
 
@@ -159,28 +159,28 @@ FELL = Failed("HorovodInternalError: x", horovod=True)
 
 
 def test_a_rank_that_does_not_answer_is_blamed_when_its_time_is_up():
-    now, lost = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, Here())).verdict()
+    now, lost = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, Present())).verdict()
     assert now == pytest.approx(35.0)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, RankLost)
     assert lost.rank == 2
     assert "has not answered for 25 s since Horovod failed on rank 0 on host a (HorovodInternalError: x)" in lost.reason
 
 
 def test_several_symptoms_are_one_roll_call():
-    now, broken = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, FELL), (10.2, 2, Here()), (10.3, 1, Gone("x"))).verdict()
+    now, broken = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, FELL), (10.2, 2, Present()), (10.3, 1, Gone("x"))).verdict()
     assert now == pytest.approx(12.0)
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, JobFailed)
     assert "Horovod failed on rank 0" in broken.problem
 
 
 @pytest.mark.parametrize("why", [Gone("died"), Failed("OSError: disk full")])
 def test_what_comes_out_during_the_roll_call_is_the_reason(why):
-    _, lost = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, Here()), (10.2, 2, Here()), (10.9, 2, why)).verdict()
-    assert isinstance(lost, Lost)
+    _, lost = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, Present()), (10.2, 2, Present()), (10.9, 2, why)).verdict()
+    assert isinstance(lost, RankLost)
     assert lost.rank == 2
 
 
 def test_a_rank_that_had_left_and_died_is_lost_once_horovod_fails():
     _, lost = Stage(*HELLOS, (5.0, 2, Leaving()), (6.0, 2, Gone("died")), (90.0, 0, FELL)).verdict()
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, RankLost)
     assert lost.rank == 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
@@ -28,7 +28,9 @@ def worker(quorum: Any, staleness: int = 16, buckets: int = 1, **wire: Any) -> E
     engine = local_engine()
     assert engine is not None
     layout = {"zeros": lambda bucket: np.zeros(ELEMENTS + 1, np.float32), "nbytes": (NBYTES,) * buckets, **wire}
-    one = EagerWorker(engine, EagerConfig(quorum, staleness, 0.0, 0, buckets), Wire(**layout), lambda flush: None)
+    one = EagerWorker(
+        engine, EagerConfig(quorum, staleness, 0.0, 0, buckets), GradientFormat(**layout), lambda flush: None
+    )
     one.open(["w"], [1])
     return one
 
@@ -37,7 +39,7 @@ def rows(buckets: int = 1) -> dict[int, Any]:
     return {bucket: np.ones(ELEMENTS + 1, np.float32) for bucket in range(buckets)}
 
 
-def drop(round_: Round) -> None:
+def drop(round_: ReducedRound) -> None:
     """Applies nothing."""
 
 
@@ -179,7 +181,7 @@ def test_a_rank_that_serves_others_holds_what_comes_back_and_then_nothing():
             one.drain(drop)
         else:
 
-            def note(round_: Round) -> None:
+            def note(round_: ReducedRound) -> None:
                 applied.append((round_.index, one.stats().held_bytes))
                 next_step.release()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire, count_slots
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, count_slots
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError
@@ -40,7 +40,7 @@ def worker(config: EagerConfig, **wire: Any) -> EagerWorker:
     """One whose buckets have one element and a count."""
     empty = np.zeros(2, np.float32)  # always the same one, as bindings have it
     layout = {"zeros": lambda bucket: empty, "nbytes": (8,) * config.buckets, **wire}
-    return EagerWorker(engine(), config, Wire(**layout), lambda flush: None)
+    return EagerWorker(engine(), config, GradientFormat(**layout), lambda flush: None)
 
 
 def test_a_bucket_is_handed_over_once_and_all_are():
@@ -57,7 +57,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
                 one.step(rows, HYPER)
         with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
             one.check_done()
-        rounds: list[Round] = []
+        rounds: list[ReducedRound] = []
         one.step({0: vector(1)}, HYPER, rounds.append)
         assert [round_.counts for round_ in rounds] == [(2, 2)]
         one.drain(lambda round_: None)
@@ -91,7 +91,7 @@ def test_an_empty_bucket_is_a_step_and_no_gradient(quorum, early):
 
     def train(rank: int) -> tuple[list[float], list[list[int]], Any]:
         one = worker(EagerConfig(quorum, 4, 0.0, 0, 2))
-        rounds: list[Round] = []
+        rounds: list[ReducedRound] = []
         one.open(["w"], [1])
         for step in range(1, 6):
             rows = {b: None if (rank, step, b) in empty else vector(10.0**rank) for b in range(2)}
@@ -115,7 +115,7 @@ def test_rounds_of_nothing_are_told_from_others():
     def train(rank: int) -> list[int]:
         one = worker(SOLO)
         one.open(["w"], [1])
-        rounds: list[Round] = []
+        rounds: list[ReducedRound] = []
         for value in (None, 1.0, None):
             one.step({0: value and vector(value)}, HYPER, rounds.append)
         one.drain(rounds.append)
@@ -128,14 +128,16 @@ def test_rounds_of_nothing_are_told_from_others():
 # -- over a cut -----------------------------------------------------------------------------------------------
 
 
-def segment(one: Plan, first: int, states: Any, end: str) -> list[tuple[list[Round], list[Held], int]]:
+def segment(
+    one: Plan, first: int, states: Any, end: str
+) -> list[tuple[list[ReducedRound], list[PendingGradient], int]]:
     """Every rank's steps ``first`` + 1 to ``first`` + its number of steps, on a new cluster; the last rank comes when
     the others have taken theirs. Returns rounds, what is pending, and the version."""
     last = one.size - 1
     taken = [threading.Event() for _ in range(one.size)]
 
-    def train(rank: int) -> tuple[list[Round], list[Held], int]:
-        mine, rounds = one.worker(engine()), list[Round]()
+    def train(rank: int) -> tuple[list[ReducedRound], list[PendingGradient], int]:
+        mine, rounds = one.worker(engine()), list[ReducedRound]()
         if states is not None:
             mine.restore(states[rank])
         mine.open(["w"], [1])
@@ -168,7 +170,10 @@ def test_cuts_and_new_runs_lose_nothing(quorum, buckets):
         for other, _, _ in outcomes[1:]:
             assert [r.counts for r in other] == [r.counts for r in rounds]
         totals = [total + sum(r.sums[b] for r in rounds) for b, total in enumerate(totals)]
-        states = [[Held(v, [at - version for at in versions]) for v, versions in mine] for _, mine, version in outcomes]
+        states = [
+            [PendingGradient(v, [at - version for at in versions]) for v, versions in mine]
+            for _, mine, version in outcomes
+        ]
         assert all(-8 <= at <= 0 for mine in states for _, versions in mine for at in versions)
         held += sum(len(versions) for mine in states for _, versions in mine)
     for total in totals:
@@ -231,7 +236,7 @@ def test_counts_are_exact_with_as_many_slots_as_they_need(slots):
         )
         one.open(["w"], [1])
         assert rank == 0 or ahead.wait(30)
-        rounds: list[Round] = []
+        rounds: list[ReducedRound] = []
         for _ in range(steps[rank]):
             one.step({0: vector(0.0, slots, rank % slots)}, HYPER, rounds.append)
         ahead.set()
@@ -280,7 +285,7 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
             one.offer(["w"], [1])
         for one in workers:
             one.meet()
-        rest: dict[EagerWorker, list[Round]] = {own: [], every: []}
+        rest: dict[EagerWorker, list[ReducedRound]] = {own: [], every: []}
         for _ in range(steps[rank]):
             for one in (own, every):
                 one.step({0: vector(10.0**rank)}, HYPER, rest[one].append)
@@ -320,7 +325,7 @@ def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied(
             return found
 
         config, zeros = EagerConfig("all", 0, 0.0, 0, 1), np.zeros(2, np.float32)
-        wire = Wire(zeros=lambda bucket: zeros, nbytes=(8,))
+        wire = GradientFormat(zeros=lambda bucket: zeros, nbytes=(8,))
         one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=told)
         one.open(["w"], [1])
         counts: list[int] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.algorithms.eager.gradient_format import Round, Wire
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.quorum import Quorum
 from hvd_async.algorithms.eager.worker import EagerWorker
@@ -95,7 +95,7 @@ class Plan:
     def worker(self, engine: Engine) -> EagerWorker:
         """One that is not open yet."""
         empty = self.row(0, 1, 0) * 0
-        wire = Wire(zeros=lambda bucket: empty, nbytes=(empty.nbytes,) * self.config.buckets)
+        wire = GradientFormat(zeros=lambda bucket: empty, nbytes=(empty.nbytes,) * self.config.buckets)
         return EagerWorker(engine, self.config, wire, lambda flush: None)
 
 
@@ -103,7 +103,7 @@ class Plan:
 class Record:
     """What one rank saw."""
 
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[ReducedRound] = field(default_factory=list)
     per_step: list[int] = field(default_factory=list)
     """How many rounds each step applied."""
     lost: GradientLossError | None = None

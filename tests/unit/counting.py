@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 
 from hvd_async.runner.loop import Run, World
-from hvd_async.runner.metrics import Outcome, Replicas
+from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import parse
 from hvd_async.runner.position import Position
 
@@ -97,7 +97,7 @@ class Counter:
         return Position(*json.loads(path.read_text())) if path.exists() else None
 
     def outcome(self):
-        return Outcome.synchronous(len(self.rates), self.size, 0.0)
+        return OptimizerCounts.synchronous(len(self.rates), self.size, 0.0)
 
     def replicas(self):
         return Replicas(True, 0.0, 0.0)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from math import inf
 
 from hvd_async.algorithms.gossip.messages import (
-    Average,
-    Averaged,
-    Exchange,
+    AverageEntered,
     ExchangeDone,
     GossipConfig,
-    Offered,
-    Passed,
-    Retired,
-    Starved,
-    Wanted,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.state_machine import AHEAD
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 EPSILON = 1e-9
 
@@ -72,26 +72,26 @@ class GossipLedger:
     def hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
         match event:
-            case Opened():
+            case Registered():
                 self.opened.add(rank)
-            case Offered(_, key):
+            case MessageQueued(_, key):
                 self.offers[rank].append((key, now))
                 self.told[rank] = key
                 self.starved.pop(rank, None)
-            case Passed(_, key):
+            case NoMessage(_, key):
                 self.told[rank] = self.gone[rank] = key
                 self.starved.pop(rank, None)
-            case Starved(_, seen):
+            case WaitingForMessage(_, seen):
                 self.starved[rank] = seen
-            case Wanted():
+            case PairRequested():
                 self.wants.setdefault(rank, now)
-            case Averaged(_, _, weight):
+            case AverageEntered(_, _, weight):
                 self.inside[rank] = weight
             case ExchangeDone(_, number):
                 if self._flight is not None and self._flight[0] == number:
                     self.durations.append(now - self._flight[1])
                     self._flight, self.freed = None, now
-            case Done(_, (steps,), flush):
+            case Finished(_, (steps,), flush):
                 self.done.add(rank)
                 self.wants.pop(rank, None)
                 self.starved.pop(rank, None)
@@ -111,14 +111,14 @@ class GossipLedger:
         ending = any(isinstance(command, Drained) for command in commands)
         for command in commands:
             match command:
-                case Agreed():
+                case Accepted():
                     assert self.opened == set(self.ranks)
                     self.agreed = True
-                case Retired():
+                case RankFinished():
                     self._check_retired(command)
-                case Exchange():
+                case StartExchange():
                     self._check_exchange(command, ending, now)
-                case Average():
+                case StartAverage():
                     self._check_average(command)
                 case Drained():
                     self._check_drained(command, rank)
@@ -176,7 +176,7 @@ class GossipLedger:
         assert deadline is not None
         assert deadline <= self._first() + max(self.durations) + EPSILON
 
-    def _check_exchange(self, exchange: Exchange, ending: bool, now: float) -> None:
+    def _check_exchange(self, exchange: StartExchange, ending: bool, now: float) -> None:
         all_there = self._there() >= self.active()
         self.exchanges += 1
         assert exchange.round == self.exchanges
@@ -226,14 +226,14 @@ class GossipLedger:
             self.met[rank] = self.exchanges
             self.wants.pop(rank, None)
 
-    def _check_average(self, average: Average) -> None:
+    def _check_average(self, average: StartAverage) -> None:
         self.average += 1
         assert average.index == self.average
         assert set(average.ranks) == self.active() == self.inside.keys()
         assert average.weight == sum(self.inside.values())
         self.inside.clear()
 
-    def _check_retired(self, retired: Retired) -> None:
+    def _check_retired(self, retired: RankFinished) -> None:
         assert self.agreed, "ranks are told of another before they know one another"
         assert retired.rank in self.done - self.announced
         assert retired.step == self.produced[retired.rank] - self.bases[retired.rank]

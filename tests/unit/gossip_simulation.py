@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
-    Average,
-    Averaged,
-    Exchange,
+    AverageEntered,
     ExchangeDone,
-    Offered,
-    Passed,
-    Retired,
-    Starved,
-    Wanted,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
 )
-from hvd_async.algorithms.gossip.plan import Plan
-from hvd_async.algorithms.gossip.state_machine import Exchanges
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.gossip_ledger import GossipLedger
 from tests.unit.simulation import snapshot
 
@@ -45,7 +45,7 @@ class Job:
         hasty: indices of ranks that are done with the first segment (of no steps) before they know of the others.
     """
 
-    plan: Plan
+    plan: GossipPlan
     steps: tuple[tuple[int, ...], ...]
     speeds: tuple[float, ...]
     ranks: tuple[int, ...]
@@ -72,8 +72,8 @@ class Rank:
     drained: Drained | None = None
     last: int | None = None
     """It takes no part in exchanges after this one, until its drain has returned."""
-    held: deque[Exchange] = field(default_factory=deque)
-    flying: list[Exchange] = field(default_factory=list)
+    held: deque[StartExchange] = field(default_factory=deque)
+    flying: list[StartExchange] = field(default_factory=list)
     letters: dict[int, list[int]] = field(default_factory=dict)
     """Receivers of what it has offered, by key."""
     retired: dict[int, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Simulation:
     def __init__(self, job: Job) -> None:
         self.job, self.plan, self.config = job, job.plan, job.plan.config
         self.random = random.Random(job.seed)
-        self.machine = Exchanges(0, job.ranks)
+        self.machine = GossipStateMachine(0, job.ranks)
         self.ledger = GossipLedger(self.config, job.ranks)
         self.now = 0.0
         self.ranks = [Rank(index, number) for index, number in enumerate(job.ranks)]
@@ -125,14 +125,14 @@ class Simulation:
     # -- training threads -------------------------------------------------------------------------------------
 
     def _train(self, rank: Rank) -> Iterator[None]:
-        rank.outbox.append(Opened(0, self.config, ["w"], [1]))
+        rank.outbox.append(Registered(0, self.config, ["w"], [1]))
         if rank.index not in self.job.hasty:
             yield from self._until(rank, lambda: rank.agreed)
         for end, counts in enumerate(self.job.steps):
             for step in range(1, counts[rank.index] + 1):
                 rank.steps += 1
                 yield from self._pair(rank) if self.config.algorithm == "adpsgd" else self._push(rank, end, step)
-            rank.outbox.append(Done(0, [rank.steps], (end, rank.index) not in self.job.cuts))
+            rank.outbox.append(Finished(0, [rank.steps], (end, rank.index) not in self.job.cuts))
             yield from self._until(rank, lambda: rank.drained is not None and rank.landed >= rank.drained.rounds)
             assert rank.drained is not None
             assert rank.drained.flushed == self.job.flushes(end)
@@ -164,7 +164,7 @@ class Simulation:
                 self._offer(rank, end, step)
         if self.config.average_every and step % self.config.average_every == 0:
             number = step // self.config.average_every
-            rank.outbox.append(Averaged(0, number, 1.0 + rank.index))
+            rank.outbox.append(AverageEntered(0, number, 1.0 + rank.index))
             yield from self._until(rank, lambda: number in rank.averages)
         if self.ahead:
             self._offer(rank, end, step + 1)
@@ -174,13 +174,13 @@ class Simulation:
             return
         out = [to for to, _ in self.plan.out(rank.index, step) if step <= self._last(rank, to, step)]
         if not out:
-            rank.outbox.append(Passed(0, step))
+            rank.outbox.append(NoMessage(0, step))
             return
         rank.letters[step] = out
         self.offered[rank.index].append(step)
         self.sent += [(end, to, rank.index, step) for to in out]
         rank.offered += 1
-        rank.outbox.append(Offered(0, step))
+        rank.outbox.append(MessageQueued(0, step))
 
     def _last(self, rank: Rank, other: int, step: int) -> int:
         """The last step of which another rank sends messages, as far as is known."""
@@ -192,7 +192,7 @@ class Simulation:
 
     def _tell_starved(self, rank: Rank) -> None:
         if not self._is_fed(rank):
-            rank.outbox.append(Starved(0, rank.landed))
+            rank.outbox.append(WaitingForMessage(0, rank.landed))
 
     def _pair(self, rank: Rank) -> Iterator[None]:
         """A step of AD-PSGD."""
@@ -206,7 +206,7 @@ class Simulation:
 
     def _want(self, rank: Rank) -> None:
         rank.asked = True
-        rank.outbox.append(Wanted(0))
+        rank.outbox.append(PairRequested(0))
 
     # -- moves ------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Simulation:
 
     def _starves(self, rank: Rank) -> bool:
         """Whether it waits for an averaging (a real rank has asked for it by then)."""
-        done = rank.number in self.ledger.done or any(isinstance(event, Done) for event in rank.outbox)
+        done = rank.number in self.ledger.done or any(isinstance(event, Finished) for event in rank.outbox)
         return rank.local >= self.config.max_local_steps > 0 and not done
 
     def _can(self, rank: Rank, kind: str) -> bool:
@@ -279,7 +279,7 @@ class Simulation:
             rank.outbox.append(ExchangeDone(0, exchange.round))
         self._tell_starved(rank)
 
-    def _tells(self, rank: Rank, exchange: Exchange) -> bool:
+    def _tells(self, rank: Rank, exchange: StartExchange) -> bool:
         """Whether this rank says that an exchange has landed: to whom its first rank sends."""
         if not exchange.mail:
             return rank.number == exchange.pairs[0][1]
@@ -289,15 +289,15 @@ class Simulation:
     def _obey(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
         match command:
-            case Agreed():
+            case Accepted():
                 rank.agreed = True
-            case Exchange():
+            case StartExchange():
                 rank.asked = rank.asked and not any(rank.number in pair for pair in command.pairs)
                 rank.held.append(command)
                 self._submit(rank)
-            case Average(_, index):
+            case StartAverage(_, index):
                 rank.averages.add(index)
-            case Retired(_, number, step):
+            case RankFinished(_, number, step):
                 assert rank.agreed, "told of a rank that it does not know yet"
                 rank.retired[self.job.ranks.index(number)] = step
             case Drained():
@@ -321,7 +321,7 @@ class Simulation:
         deadline = self.machine.deadline()
         later = self.now + self.random.choice([0.0, 0.01, 0.3]) * self.random.random()
         self.now = later if deadline is None else min(later, deadline)
-        rank.opened = rank.opened or isinstance(event, Opened)
+        rank.opened = rank.opened or isinstance(event, Registered)
         self.ledger.hear(rank.number, event, self.now)
         self._advance(self.machine.handle(rank.number, event, self.now), rank.number)
 
@@ -348,27 +348,39 @@ class Simulation:
     def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         ledger, number = self.ledger, rank.number
         if not rank.opened:
-            return [Offered(0, 1), Passed(0, 1), Wanted(0), Averaged(0, 1, 1.0), ExchangeDone(0, 1), Done(0, [0])]
+            return [
+                MessageQueued(0, 1),
+                NoMessage(0, 1),
+                PairRequested(0),
+                AverageEntered(0, 1, 1.0),
+                ExchangeDone(0, 1),
+                Finished(0, [0]),
+            ]
         moves: list[OptimizerEvent] = [
-            Opened(0, self.config, ["w"], [1]),
-            Stepped(0, 1, []),
-            Arrived(0, 0, 1),
+            Registered(0, self.config, ["w"], [1]),
+            StepEntered(0, 1, []),
+            GradientReady(0, 0, 1),
             ExchangeDone(0, 0),
             ExchangeDone(0, ledger.exchanges + 1),
-            Done(0, [10**6, 10**6]),
-            Done(0, []),
-            Averaged(0, ledger.average, 1.0),
-            Averaged(0, ledger.average + 2, 1.0),
-            *(Offered(0, key) for key, _ in ledger.offers[number]),
+            Finished(0, [10**6, 10**6]),
+            Finished(0, []),
+            AverageEntered(0, ledger.average, 1.0),
+            AverageEntered(0, ledger.average + 2, 1.0),
+            *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
         ]
         if ledger.bases[number]:
-            moves.append(Done(0, [ledger.bases[number] - 1]))
+            moves.append(Finished(0, [ledger.bases[number] - 1]))
         if self.config.algorithm != "adpsgd":
-            moves.append(Wanted(0))
+            moves.append(PairRequested(0))
         if number in ledger.done or not ledger.agreed:
-            moves += [Offered(0, 10**6), Passed(0, 10**6), Wanted(0), Averaged(0, ledger.average + 1, 1.0)]
+            moves += [
+                MessageQueued(0, 10**6),
+                NoMessage(0, 10**6),
+                PairRequested(0),
+                AverageEntered(0, ledger.average + 1, 1.0),
+            ]
         if number in ledger.done:
-            moves.append(Done(0, [10**6]))
+            moves.append(Finished(0, [10**6]))
         if number in ledger.inside:
-            moves += [Averaged(0, ledger.average + 1, 1.0), Done(0, [10**6])]
+            moves += [AverageEntered(0, ledger.average + 1, 1.0), Finished(0, [10**6])]
         return moves

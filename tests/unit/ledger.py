@@ -6,9 +6,16 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Settle, Stepped, Took
+from hvd_async.algorithms.eager.messages import (
+    EagerConfig,
+    GradientReady,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
 from hvd_async.algorithms.eager.quorum import Quorum, initiator
-from hvd_async.runtime.messages import Command, Done, Drained, Hyper, Opened, OptimizerEvent
+from hvd_async.runtime.messages import Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
 
@@ -58,24 +65,24 @@ class Ledger:
     def hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
         match event:
-            case Opened():
+            case Registered():
                 self.opened = event.hyper if rank == self.ranks[0] else self.opened
                 self._hyper[rank] = event.hyper
-            case Arrived(_, bucket, step):
+            case GradientReady(_, bucket, step):
                 assert step == self.position[bucket][rank] + 1
                 self.position[bucket][rank] = step
                 if step == self.fired[bucket] + 1:
                     self.arrivals.setdefault((bucket, step), {})[rank] = now
-            case Took(_, version):
+            case VersionTaken(_, version):
                 assert self.config.pace == "rounds"
                 for position in self.position:
                     position[rank] = version
-            case Stepped(_, step, hyper):
+            case StepEntered(_, step, hyper):
                 self._hyper[rank] = self._hyper[rank] if hyper is None else hyper
                 self._told[rank, step] = self._hyper[rank]
                 self._in_step[rank] = (step, now)
                 self.steppers.setdefault(step, []).append(rank)
-            case Done(_, _, flush):
+            case Finished(_, _, flush):
                 self.done.add(rank)
                 self.flush = self.flush or flush
         self._note(now)
@@ -91,9 +98,9 @@ class Ledger:
         """
         ending = any(isinstance(c, Drained) for c in commands)
         for command in commands:
-            if isinstance(command, Go):
+            if isinstance(command, StartRound):
                 self._check_go(command, ending, rank, now)
-            elif isinstance(command, Settle):
+            elif isinstance(command, SetHyperparameters):
                 self._check_settle(command)
             elif isinstance(command, Drained):
                 self._check_all_done(command, rank)
@@ -124,7 +131,7 @@ class Ledger:
     def _drawn(self, round_: int, active: frozenset[int]) -> int:
         return initiator(round_, self.config.seed, active, self.ranks)
 
-    def _quorum(self, go: Go) -> Quorum:
+    def _quorum(self, go: StartRound) -> Quorum:
         """The configuration's, or what "auto" said it chose, the same for every bucket of a round."""
         if self.config.quorum != "auto":
             return self.config.quorum
@@ -134,7 +141,7 @@ class Ledger:
         assert 1 <= self.last_quorum <= len(self.active())
         return self.last_quorum
 
-    def _check_go(self, go: Go, ending: bool, rank: int | None, now: float) -> None:
+    def _check_go(self, go: StartRound, ending: bool, rank: int | None, now: float) -> None:
         bucket, round_ = go.bucket, go.round
         assert round_ == self.fired[bucket] + 1, f"bucket {bucket}: round {round_} after {self.fired[bucket]}"
         arrived = self.arrivals.get((bucket, round_), {})
@@ -162,7 +169,9 @@ class Ledger:
         self._check_firing(go, rank, arrived, whole, now)
         self._check_hyper(round_, go.hyper, whole, leader)
 
-    def _check_firing(self, go: Go, rank: int | None, arrived: dict[int, float], whole: bool, now: float) -> None:
+    def _check_firing(
+        self, go: StartRound, rank: int | None, arrived: dict[int, float], whole: bool, now: float
+    ) -> None:
         firing = go.firing
         assert firing.by == (list(arrived)[-1] if rank is None else rank)
         assert firing.arrived == len(arrived)
@@ -188,7 +197,7 @@ class Ledger:
             assert hyper is not None
             self.hypers[round_] = hyper
 
-    def _check_settle(self, settle: Settle) -> None:
+    def _check_settle(self, settle: SetHyperparameters) -> None:
         assert settle.round in self._unsettled, "a Settle that nobody waits for"
         self._unsettled.discard(settle.round)
         (first,) = self.steppers[settle.round]

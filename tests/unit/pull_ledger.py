@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 ALL, CENTRE, NOBODY = -1, -1, -2
 
@@ -73,9 +73,9 @@ class PullLedger:
         """An event that is about to reach the state machine."""
         self._moved = True
         match event:
-            case Opened():
+            case Registered():
                 self.opened.add(rank)
-            case Iterated(_, loss):
+            case StepTaken(_, loss):
                 self.clock += 1 / (len(self.ranks) - len(self.done))
                 if loss is not None:
                     self.told[rank], self.when[rank] = loss, self.clock
@@ -85,7 +85,7 @@ class PullLedger:
                 over = [group for group, flight in self.flights.items() if flight == number]
                 self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
                 self._moved = bool(over)  # (or it is of no more interest, after an end)
-            case Done(_, (steps,), flush):
+            case Finished(_, (steps,), flush):
                 self.done.add(rank)
                 self.flush = self.flush or flush
                 self.produced[rank] = steps
@@ -111,7 +111,7 @@ class PullLedger:
             if self.opened != set(self.ranks):
                 return []
             self.agreed = True
-            commands.append(Agreed(0))
+            commands.append(Accepted(0))
             self._moved = False
         if self.done == set(self.ranks):
             return [*commands, self._drained(rank)]
@@ -146,7 +146,7 @@ class PullLedger:
         if leader != NOBODY:
             self.flights[group] = self.pulls
             self.led.append((group, leader))
-        return [Pull(0, self.pulls, group, leader)]
+        return [StartPull(0, self.pulls, group, leader)]
 
     def _drained(self, rank: int) -> Drained:
         finite = {rank: loss for rank, loss in self.told.items() if math.isfinite(loss)}
@@ -158,7 +158,7 @@ class PullLedger:
             able = {rank: loss for rank, loss in finite.items() if self.when[rank] == last}
         leader = min((loss, rank) for rank, loss in able.items())[1] if able else self.ranks[0]
         known = self.recent(self.ranks) | {leader}
-        standing = Standing(
+        standing = PullProgress(
             leader=leader,
             steps=[len(steps) for steps in self.taken.values()],
             means=[finite.get(rank) if rank in known else None for rank in self.ranks],

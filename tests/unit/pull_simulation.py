@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import Arrived, Stepped
-from hvd_async.algorithms.gossip.messages import Averaged, Offered, Wanted
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone
-from hvd_async.algorithms.leader.state_machine import Pulls
+from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.messages import AverageEntered, MessageQueued, PairRequested
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.pull_ledger import ALL, NOBODY, PullLedger
 from tests.unit.simulation import snapshot
 
@@ -65,7 +65,7 @@ class Rank:
     drained: Drained | None = None
     last: int | None = None
     """It takes no part in pulls after this one, until its end has returned."""
-    waiting: deque[Pull] = field(default_factory=deque)
+    waiting: deque[StartPull] = field(default_factory=deque)
     busy: set[int] = field(default_factory=set)
     """Groups of pulls that it takes part in now."""
     flying: set[int] = field(default_factory=set)
@@ -89,7 +89,7 @@ class Simulation:
 
     def __init__(self, job: Job) -> None:
         self.job, self.config, self.random = job, job.config, random.Random(job.seed)
-        self.machine = Pulls(0, job.ranks)
+        self.machine = LeaderStateMachine(0, job.ranks)
         self.ledger = PullLedger(job.config, job.ranks)
         self.ranks = [Rank(index, number) for index, number in enumerate(job.ranks)]
         self.threads = [self._train(rank) for rank in self.ranks]
@@ -126,7 +126,7 @@ class Simulation:
     # -- training threads -------------------------------------------------------------------------------------
 
     def _train(self, rank: Rank) -> Iterator[Waits]:
-        self._send(rank, Opened(0, self.config, ["w"], [1]))
+        self._send(rank, Registered(0, self.config, ["w"], [1]))
         if rank.index not in self.job.hasty:
             yield lambda: rank.agreed
         for end, counts in enumerate(self.job.steps):
@@ -134,8 +134,8 @@ class Simulation:
                 yield self.job.slowness[rank.index]
                 rank.steps += 1
                 loss = None if rank.index in self.job.silent else self.random.choice(LOSSES)
-                self._send(rank, Iterated(0, loss))
-            self._send(rank, Done(0, [rank.steps], (end, rank.index) not in self.job.cuts))
+                self._send(rank, StepTaken(0, loss))
+            self._send(rank, Finished(0, [rank.steps], (end, rank.index) not in self.job.cuts))
             yield lambda: rank.drained is not None and not any(n <= rank.drained.rounds for n in rank.flying)
             assert rank.drained is not None
             assert rank.drained.flushed == any((end, index) not in self.job.cuts for index in range(len(self.ranks)))
@@ -164,9 +164,9 @@ class Simulation:
 
     def _obey(self, rank: Rank, command: Command) -> None:
         match command:
-            case Agreed():
+            case Accepted():
                 rank.agreed = True
-            case Pull(_, number, group, leader):
+            case StartPull(_, number, group, leader):
                 if leader != NOBODY and rank.number in self.ledger.members[group]:
                     rank.flying.add(number)
                     rank.waiting.append(command)
@@ -183,7 +183,7 @@ class Simulation:
                 rank.busy.add(pull.group)
                 self._submit(rank, pull)
 
-    def _submit(self, rank: Rank, pull: Pull) -> None:
+    def _submit(self, rank: Rank, pull: StartPull) -> None:
         there = self.parts.setdefault(pull.round, set())
         there.add(rank.number)
         members = self.ledger.members[pull.group]
@@ -192,7 +192,7 @@ class Simulation:
                 if each.number in members:
                     self._in(self.job.flight, lambda each=each: self._land(each, pull))  # type: ignore[misc]
 
-    def _land(self, rank: Rank, pull: Pull) -> None:
+    def _land(self, rank: Rank, pull: StartPull) -> None:
         self.landed[pull.round] = self.landed.get(pull.round, 0) + 1
         rank.busy.remove(pull.group)
         rank.flying.remove(pull.round)
@@ -231,16 +231,17 @@ class Simulation:
     def _illegal(self, rank: Rank) -> list[OptimizerEvent]:
         ledger, number = self.ledger, rank.number
         if number not in ledger.opened:
-            return [Iterated(0, 1.0), PullDone(0, 1), Done(0, [0])]
+            return [StepTaken(0, 1.0), PullDone(0, 1), Finished(0, [0])]
         moves: list[OptimizerEvent] = [
-            Opened(0, self.config, ["w"], [1]), Stepped(0, 1, []), Arrived(0, 0, 1), Offered(0, 1), Wanted(0),
-            Averaged(0, 1, 1.0), PullDone(0, 0), PullDone(0, ledger.pulls + 1), Done(0, []), Done(0, [10**6, 10**6]),
-            Done(0, [ledger.produced[number] - 1]),
-        ]  # fmt: skip
+            *(Registered(0, self.config, ["w"], [1]), StepEntered(0, 1, []), GradientReady(0, 0, 1)),
+            *(MessageQueued(0, 1), PairRequested(0), AverageEntered(0, 1, 1.0)),
+            *(PullDone(0, 0), PullDone(0, ledger.pulls + 1), Finished(0, []), Finished(0, [10**6, 10**6])),
+            Finished(0, [ledger.produced[number] - 1]),
+        ]
         if number in ledger.done or not ledger.agreed:
-            moves.append(Iterated(0, 1.0))
+            moves.append(StepTaken(0, 1.0))
         if number in ledger.done:
-            moves.append(Done(0, [10**6]))
+            moves.append(Finished(0, [10**6]))
         return moves
 
 

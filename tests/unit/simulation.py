@@ -17,10 +17,17 @@ from typing import Any
 import pytest
 
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Settle, Stepped, Took
-from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.algorithms.eager.messages import (
+    EagerConfig,
+    GradientReady,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Hyper, Opened, OptimizerEvent
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 from tests.unit.ledger import Ledger
 
 Gradient = tuple[int, int, int]
@@ -94,7 +101,7 @@ class Rank:
     finished: bool = False
 
 
-def snapshot(rounds: Rounds) -> dict[str, Any]:
+def snapshot(rounds: EagerStateMachine) -> dict[str, Any]:
     """The state machine's state, for comparison."""
     state = copy.deepcopy(vars(rounds))
     return {key: vars(value) if isinstance(value, AutoQuorum) else value for key, value in state.items()}
@@ -112,7 +119,7 @@ class Simulation:
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config
         self.random = random.Random(job.seed)
-        self.rounds = Rounds(0, job.numbers)
+        self.rounds = EagerStateMachine(0, job.numbers)
         self.now = 0.0
         buckets = range(self.config.buckets)
         self.ranks = [Rank(i, number, [[] for _ in buckets]) for i, number in enumerate(job.numbers)]
@@ -141,7 +148,7 @@ class Simulation:
         """The training thread: yields wherever others may come between; ``rank.waits`` says that it cannot go on."""
         members, loaded = list(self.job.ranks), rank.index in self.job.loaded
         rank.told = self.hyper(rank.number, 0)
-        rank.outbox.append(Opened(0, self.config, ["w"], [1], members, loaded, rank.told))
+        rank.outbox.append(Registered(0, self.config, ["w"], [1], members, loaded, rank.told))
         yield from self._until(rank, lambda: rank.agreed)
         for number, segment in enumerate(self.job.steps):
             count, start = segment[rank.index], rank.version
@@ -149,7 +156,7 @@ class Simulation:
                 yield from self._step(rank)
                 count -= self.config.pace == "steps"
             flush = (number, rank.index) not in self.job.cuts
-            rank.outbox.append(Done(0, self._produced_by(rank), flush))
+            rank.outbox.append(Finished(0, self._produced_by(rank), flush))
             while True:
                 yield from self._until(
                     rank,
@@ -182,20 +189,20 @@ class Simulation:
         for bucket in order:
             if bucket is None:
                 hyper = self.hyper(rank.number, step)
-                rank.outbox.append(Stepped(0, step, None if hyper == rank.told else hyper))
+                rank.outbox.append(StepEntered(0, step, None if hyper == rank.told else hyper))
                 rank.told = hyper
             else:
                 if self.random.random() >= self.job.empty:
                     self.produced[bucket].append(gradient)
                     rank.pending[bucket].append(gradient)
-                rank.outbox.append(Arrived(0, bucket, step))
+                rank.outbox.append(GradientReady(0, bucket, step))
             yield
         yield from self._until(rank, lambda: rank.ready >= step)
         most = 1 if rank.index in self.job.one_by_one else rank.ready
         rank.version = min(rank.ready, rank.version + most)
         if self.config.pace == "rounds":
             rank.base = rank.version - rank.steps
-            rank.outbox.append(Took(0, rank.version))
+            rank.outbox.append(VersionTaken(0, rank.version))
 
     def _check_drained(self, rank: Rank, segment: int) -> None:
         """What must hold when ``drain()`` or ``cut()`` returns on a rank."""
@@ -278,9 +285,9 @@ class Simulation:
     def _obey(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
         match command:
-            case Agreed():
+            case Accepted():
                 rank.agreed = True
-            case Go(_, bucket, round_, hyper, _):
+            case StartRound(_, bucket, round_, hyper, _):
                 taken, rank.pending[bucket] = rank.pending[bucket], []
                 for gradient in taken:
                     stale = round_ - 1 - gradient[2]
@@ -290,7 +297,7 @@ class Simulation:
                 self.joined[bucket, round_] = self.joined.get((bucket, round_), 0) + 1
                 if hyper is not None:
                     rank.knows.add(round_)
-            case Settle(_, round_, _):
+            case SetHyperparameters(_, round_, _):
                 rank.knows.add(round_)
             case Drained():
                 assert rank.drained is None
@@ -304,7 +311,7 @@ class Simulation:
         deadline = self.rounds.deadline()
         later = self.now + self.random.random() * (self.config.grace or 0.1)
         self.now = later if deadline is None else min(later, deadline)
-        rank.opened = rank.opened or isinstance(event, Opened)
+        rank.opened = rank.opened or isinstance(event, Registered)
         self.ledger.hear(rank.number, event, self.now)
         self._advance(self.rounds.handle(rank.number, event, self.now), rank.number)
 
@@ -335,27 +342,37 @@ class Simulation:
         r, buckets = rank.number, self.config.buckets
         many = [10**6] * buckets
         if not rank.opened:
-            return [Stepped(0, 1, []), Arrived(0, 0, 1), Took(0, 0), Done(0, [0] * buckets)]
-        if not any(isinstance(c, Agreed) for c in self.log):
-            return [Opened(0, self.config, ["w"], [1]), Stepped(0, 1, []), Arrived(0, 0, 1), Took(0, 0)]
+            return [StepEntered(0, 1, []), GradientReady(0, 0, 1), VersionTaken(0, 0), Finished(0, [0] * buckets)]
+        if not any(isinstance(c, Accepted) for c in self.log):
+            return [
+                Registered(0, self.config, ["w"], [1]),
+                StepEntered(0, 1, []),
+                GradientReady(0, 0, 1),
+                VersionTaken(0, 0),
+            ]
         bucket = self.random.randrange(buckets)
         ledger = self.ledger
         position, fired = ledger.position[bucket][r], ledger.fired[bucket]
         moves: list[OptimizerEvent] = [
-            Opened(0, self.config, ["w"], [1]),
-            Arrived(0, -1, position + 1),
-            Arrived(0, buckets, position + 1),
-            Arrived(0, bucket, position),
-            Arrived(0, bucket, position + 2),
-            Arrived(0, bucket, fired + 2),
-            Took(0, fired + 1),
-            Took(0, position - 1),
-            Done(0, many[1:]),
+            Registered(0, self.config, ["w"], [1]),
+            GradientReady(0, -1, position + 1),
+            GradientReady(0, buckets, position + 1),
+            GradientReady(0, bucket, position),
+            GradientReady(0, bucket, position + 2),
+            GradientReady(0, bucket, fired + 2),
+            VersionTaken(0, fired + 1),
+            VersionTaken(0, position - 1),
+            Finished(0, many[1:]),
         ]
         if self.config.pace == "steps":
-            moves.append(Took(0, position))
+            moves.append(VersionTaken(0, position))
         if r in ledger.done:
-            moves += [Arrived(0, bucket, position + 1), Stepped(0, 10**6, []), Took(0, fired), Done(0, many)]
+            moves += [
+                GradientReady(0, bucket, position + 1),
+                StepEntered(0, 10**6, []),
+                VersionTaken(0, fired),
+                Finished(0, many),
+            ]
         if any(r in ledger.arrivals.get((b, ledger.fired[b] + 1), {}) for b in range(buckets)):
-            moves.append(Done(0, many))
+            moves.append(Finished(0, many))
         return moves

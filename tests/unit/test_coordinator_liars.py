@@ -11,13 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvd_async.runtime.coordinator
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped
-from hvd_async.algorithms.gossip.messages import GossipConfig, Wanted
-from hvd_async.algorithms.leader.messages import LeaderConfig, Standing
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.gossip.messages import GossipConfig, PairRequested
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Agreed, Broken, CallRoll, Command, Done, Event, Failed, Hello, Here, Lost, Opened
+from hvd_async.runtime.messages import (
+    Accepted,
+    CallRoll,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Hello,
+    JobFailed,
+    Present,
+    RankLost,
+    Registered,
+)
 from hvd_async.testing import CODEC
 from tests.unit.test_messages import any_message
 
@@ -30,7 +42,7 @@ class Stage:
 
     def __init__(self, script: Sequence[Event]) -> None:
         self._script = deque(script)
-        self._honest: deque[Event] = deque([Hello("here", 1), Opened(0, SOLO, ["w"], [1])])
+        self._honest: deque[Event] = deque([Hello("here", 1), Registered(0, SOLO, ["w"], [1])])
         self._liars_turn = False
         self.heard: list[Command] = []
         self.step = 0
@@ -46,10 +58,12 @@ class Stage:
             return
         self.heard.append(command)
         if isinstance(command, CallRoll):
-            self._honest.append(Here())
-        if (command == Agreed(0) or (isinstance(command, Go) and command.round == self.step)) and self.step < 5:
+            self._honest.append(Present())
+        if (
+            command == Accepted(0) or (isinstance(command, StartRound) and command.round == self.step)
+        ) and self.step < 5:
             self.step += 1
-            self._honest += [Stepped(0, self.step, []), Arrived(0, 0, self.step)]
+            self._honest += [StepEntered(0, self.step, []), GradientReady(0, 0, self.step)]
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         for _ in range(2):
@@ -68,19 +82,19 @@ class Stage:
 
 
 def blamed(heard: Sequence[Command]) -> set[int]:
-    return {command.rank for command in heard if isinstance(command, Lost)}
+    return {command.rank for command in heard if isinstance(command, RankLost)}
 
 
 def test_the_honest_rank_trains_beside_one_that_is_honest_too():
-    stage = Stage([Hello("there", 2), Opened(0, SOLO, ["w"], [1])])
+    stage = Stage([Hello("there", 2), Registered(0, SOLO, ["w"], [1])])
     heard = stage.run()
-    assert sum(isinstance(command, Go) for command in heard) == 2, "as far as max_staleness lets it"
+    assert sum(isinstance(command, StartRound) for command in heard) == 2, "as far as max_staleness lets it"
     assert not blamed(heard)
 
 
 SMALL = st.integers(-1, 3)
 LIES = any_message(CODEC.events, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)})
-BEGIN: list[Event] = [Hello("there", 2), Opened(0, SOLO, ["w"], [1])]
+BEGIN: list[Event] = [Hello("there", 2), Registered(0, SOLO, ["w"], [1])]
 
 
 @given(
@@ -92,8 +106,8 @@ def test_whatever_a_rank_says_the_others_are_not_to_blame(begun, script):
     assert blamed(heard) <= {LIAR}
 
 
-def opened(config: Any, names: int = 1, checksums: int = 1, members: Sequence[int] = (), number: int = 0) -> Opened:
-    return Opened(number, config, ["w"] * names, [1] * checksums, list(members))
+def opened(config: Any, names: int = 1, checksums: int = 1, members: Sequence[int] = (), number: int = 0) -> Registered:
+    return Registered(number, config, ["w"] * names, [1] * checksums, list(members))
 
 
 ALONE = [LIAR]
@@ -106,14 +120,14 @@ CANNOT_BE: dict[str, list[Event]] = {
     "more names than checksums": [opened(SOLO, names=2)],
     "a trillion buckets": [opened(EagerConfig("solo", 2, 0.0, 0, 10**12), members=ALONE, number=9)],
     "a negative number of buckets": [opened(EagerConfig("solo", 2, 0.0, 0, -1), members=ALONE, number=9)],
-    "no such quorum": [opened(EagerConfig("some", 2, 0.0, 0, 1), members=ALONE, number=9), Stepped(9, 1, []),
-                       Arrived(9, 0, 1)],
-    "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), Wanted(9)],
-    "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), Wanted(9)],
+    "no such quorum": [opened(EagerConfig("some", 2, 0.0, 0, 1), members=ALONE, number=9), StepEntered(9, 1, []),
+                       GradientReady(9, 0, 1)],
+    "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), PairRequested(9)],
+    "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), PairRequested(9)],
     "no such rank in a group": [opened(LeaderConfig("lsgd", [[5]], 1, 1, ""), members=ALONE, number=9)],
-    "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", standing=Standing(0, [], [])),
+    "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", standing=PullProgress(0, [], [])),
                                           members=ALONE, number=9)],
-    "less produced than before": [opened(SOLO, members=ALONE, number=9), Done(9, [-1])],
+    "less produced than before": [opened(SOLO, members=ALONE, number=9), Finished(9, [-1])],
 }  # fmt: skip
 
 
@@ -127,7 +141,7 @@ def test_what_cannot_be_is_blamed_on_who_says_it(name, capfd):
 def test_who_takes_anothers_optimizer_for_itself_ends_the_job_and_nobody_else_is_blamed():
     heard = Stage([opened(SOLO, members=ALONE)]).run()
     assert not blamed(heard)
-    assert isinstance(heard[-1], Broken)
+    assert isinstance(heard[-1], JobFailed)
     assert "pass the same process_set" in heard[-1].problem
 
 
@@ -146,6 +160,6 @@ def test_lines_of_a_rank_cannot_be_taken_for_anothers(capfd):
     assert "rank 1 on host there failed: boom\\nhvd_async: rank 0 on host here died\\r\\x1b[2J\\u202e" in told
     assert len(told) < 10_000
     lost = heard[-1]
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, RankLost)
     assert lost.reason.isprintable()
     assert len(lost.reason) < 10_000

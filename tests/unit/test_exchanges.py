@@ -5,45 +5,45 @@ from __future__ import annotations
 import pytest
 
 from hvd_async import topology
-from hvd_async.algorithms.eager.messages import Arrived, Stepped
+from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
-    Average,
-    Averaged,
-    Exchange,
+    AverageEntered,
     ExchangeDone,
     GossipConfig,
-    Offered,
-    Retired,
-    Starved,
-    Wanted,
+    MessageQueued,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import SMOOTHING, Exchanges
+from hvd_async.algorithms.gossip.state_machine import SMOOTHING, GossipStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.unit.simulation import snapshot
 
 SGP = make_plan(3).config
 
 
-def opened(config: GossipConfig = SGP, size: int = 3) -> Exchanges:
+def opened(config: GossipConfig = SGP, size: int = 3) -> GossipStateMachine:
     """A machine whose ranks have all opened."""
-    machine = Exchanges(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Agreed(7)]
+    machine = GossipStateMachine(7, range(size))
+    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
+    assert commands == [Accepted(7)]
     return machine
 
 
-def play(machine: Exchanges, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:
+def play(machine: GossipStateMachine, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:
     """(when, rank, event); what each of them brought about."""
     return [machine.handle(rank, event, now) for now, rank, event in moves]
 
 
-def timed(config: GossipConfig = SGP, size: int = 3, seconds: float = 2.0) -> Exchanges:
+def timed(config: GossipConfig = SGP, size: int = 3, seconds: float = 2.0) -> GossipStateMachine:
     """A machine that has seen one exchange, of rank 0, which took so long and ended at 0."""
     machine = opened(config, size)
-    event = Wanted(7) if config.algorithm == "adpsgd" else Offered(7, 1)
-    assert [type(c) for c in machine.handle(0, event, -seconds)] == [Exchange]
+    event = PairRequested(7) if config.algorithm == "adpsgd" else MessageQueued(7, 1)
+    assert [type(c) for c in machine.handle(0, event, -seconds)] == [StartExchange]
     assert machine.handle(0, ExchangeDone(7, 1), 0.0) == []
     return machine
 
@@ -56,135 +56,163 @@ def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
     machine = opened()
     assert play(
         machine,
-        (0.0, 1, Offered(7, 1)),
-        (0.5, 0, Offered(7, 1)),
-        (0.6, 2, Offered(7, 1)),
-        (0.7, 1, Offered(7, 2)),
+        (0.0, 1, MessageQueued(7, 1)),
+        (0.5, 0, MessageQueued(7, 1)),
+        (0.6, 2, MessageQueued(7, 1)),
+        (0.7, 1, MessageQueued(7, 2)),
         (0.9, 1, ExchangeDone(7, 1)),
-    ) == [[Exchange(7, 1, [(1, 1)])], [], [], [], [Exchange(7, 2, [(0, 1), (2, 1)])]]
+    ) == [[StartExchange(7, 1, [(1, 1)])], [], [], [], [StartExchange(7, 2, [(0, 1), (2, 1)])]]
     assert machine.deadline() is None
 
 
 def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
     machine = timed()
-    assert play(machine, (10.0, 2, Offered(7, 2)), (11.0, 0, Offered(7, 2))) == [[], []]
+    assert play(machine, (10.0, 2, MessageQueued(7, 2)), (11.0, 0, MessageQueued(7, 2))) == [[], []]
     assert machine.deadline() == 12.0
     assert machine.tick(11.9) == []
-    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (2, 2)])]
+    assert machine.tick(12.0) == [StartExchange(7, 2, [(0, 2), (2, 2)])]
     assert machine.deadline() is None
     assert machine.tick(20.0) == []
     assert machine.handle(0, ExchangeDone(7, 2), 16.0) == []  # 4 s
-    assert play(machine, (20.0, 1, Offered(7, 3)), (20.1, 0, Offered(7, 3))) == [[], []]
+    assert play(machine, (20.0, 1, MessageQueued(7, 3)), (20.1, 0, MessageQueued(7, 3))) == [[], []]
     assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
-    assert machine.handle(2, Offered(7, 3), 20.2) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
+    assert machine.handle(2, MessageQueued(7, 3), 20.2) == [StartExchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
 
 
 def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_that_lands():
     machine = timed()
-    assert [len(c) for c in play(machine, *((10.0, rank, Offered(7, 2)) for rank in range(3)))] == [0, 0, 1]
-    assert play(machine, (10.5, 0, Offered(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[], []]
+    assert [len(c) for c in play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in range(3)))] == [0, 0, 1]
+    assert play(machine, (10.5, 0, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 14.0
-    assert machine.tick(14.0) == [Exchange(7, 3, [(0, 3)])]
-    events = [(14.1, rank, Offered(7, 4)) for rank in range(3)]
-    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [Exchange(7, 4, [(0, 4), (1, 4), (2, 4)])]
+    assert machine.tick(14.0) == [StartExchange(7, 3, [(0, 3)])]
+    events = [(14.1, rank, MessageQueued(7, 4)) for rank in range(3)]
+    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [StartExchange(7, 4, [(0, 4), (1, 4), (2, 4)])]
 
 
 def test_what_pairs_have_waited_during_an_exchange_counts():
     machine = timed(pairing("complete", 4), 4)
-    assert play(machine, *((10.0, rank, Wanted(7)) for rank in range(3))) == [[]] * 3
-    assert [type(command) for command in machine.tick(12.0)] == [Exchange]
-    assert play(machine, (13.0, 0, Wanted(7)), (14.0, 0, ExchangeDone(7, 2))) == [[], []]
+    assert play(machine, *((10.0, rank, PairRequested(7)) for rank in range(3))) == [[]] * 3
+    assert [type(command) for command in machine.tick(12.0)] == [StartExchange]
+    assert play(machine, (13.0, 0, PairRequested(7)), (14.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 15.0
 
 
 def test_a_rank_that_waits_for_a_message_is_not_waited_for():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2)), (10.2, 2, Starved(7, 0))) == [[]] * 3
-    assert machine.handle(2, Starved(7, 1), 10.3) == [Exchange(7, 2, [(0, 2), (1, 2)])]
+    assert (
+        play(
+            machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2)), (10.2, 2, WaitingForMessage(7, 0))
+        )
+        == [[]] * 3
+    )
+    assert machine.handle(2, WaitingForMessage(7, 1), 10.3) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
     # it may have been fed by that one
-    assert play(machine, (10.4, 0, Offered(7, 3)), (10.5, 1, Offered(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[]] * 3
-    assert machine.handle(2, Starved(7, 2), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3)])]
-    assert play(machine, (12.2, 2, Offered(7, 4)), (13.0, 0, ExchangeDone(7, 3))) == [[], []]
+    assert (
+        play(machine, (10.4, 0, MessageQueued(7, 3)), (10.5, 1, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2)))
+        == [[]] * 3
+    )
+    assert machine.handle(2, WaitingForMessage(7, 2), 12.1) == [StartExchange(7, 3, [(0, 3), (1, 3)])]
+    assert play(machine, (12.2, 2, MessageQueued(7, 4)), (13.0, 0, ExchangeDone(7, 3))) == [[], []]
 
 
 def test_messages_of_one_step_go_together_and_earlier_steps_first():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 3)), (10.1, 1, Offered(7, 2))) == [[], []]
+    assert play(machine, (10.0, 0, MessageQueued(7, 3)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
     # rank 0 has no earlier message any more; rank 2 may come
-    assert machine.handle(2, Offered(7, 2), 10.2) == [Exchange(7, 2, [(1, 2), (2, 2)])]
-    assert play(machine, (10.3, 1, Offered(7, 3)), (12.0, 1, ExchangeDone(7, 2))) == [[], []]
-    assert machine.handle(2, Offered(7, 3), 12.1) == [Exchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
+    assert machine.handle(2, MessageQueued(7, 2), 10.2) == [StartExchange(7, 2, [(1, 2), (2, 2)])]
+    assert play(machine, (10.3, 1, MessageQueued(7, 3)), (12.0, 1, ExchangeDone(7, 2))) == [[], []]
+    assert machine.handle(2, MessageQueued(7, 3), 12.1) == [StartExchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
 
 
 def test_a_rank_that_is_ahead_is_not_waited_for():
     machine = timed()
-    play(machine, *((10.0, rank, Offered(7, 2)) for rank in (0, 1)))
-    assert machine.tick(12.0) == [Exchange(7, 2, [(0, 2), (1, 2)])]
+    play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in (0, 1)))
+    assert machine.tick(12.0) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
     assert machine.handle(0, ExchangeDone(7, 2), 14.0) == []
-    assert machine.handle(2, Offered(7, 2), 14.1) == [Exchange(7, 3, [(2, 2)])]
+    assert machine.handle(2, MessageQueued(7, 2), 14.1) == [StartExchange(7, 3, [(2, 2)])]
 
 
 def test_messages_of_hosts_go_as_they_come():
     config = make_plan(2, "sgp", local_size=2).config
     machine = opened(config, 4)
-    play(machine, (0.0, 0, Offered(7, 3)), (0.0, 1, Offered(7, 4)), (0.0, 2, Offered(7, 3)), (0.0, 3, Offered(7, 5)))
-    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [Exchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
+    play(
+        machine,
+        (0.0, 0, MessageQueued(7, 3)),
+        (0.0, 1, MessageQueued(7, 4)),
+        (0.0, 2, MessageQueued(7, 3)),
+        (0.0, 3, MessageQueued(7, 5)),
+    )
+    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [StartExchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
 
 
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2))) == [[], []]
-    assert machine.handle(2, Averaged(7, 1, 1.0), 10.2) == [Exchange(7, 2, [(0, 2), (1, 2)])]
+    assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
+    assert machine.handle(2, AverageEntered(7, 1, 1.0), 10.2) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
 
 
 def test_a_rank_sends_one_message_an_exchange_in_its_order():
     machine = opened()
-    machine.handle(0, Offered(7, 5), 0.0)
+    machine.handle(0, MessageQueued(7, 5), 0.0)
     for key in (8, 6, 7):
-        assert machine.handle(0, Offered(7, key), 0.0) == []
+        assert machine.handle(0, MessageQueued(7, key), 0.0) == []
     for number, key in ((2, 8), (3, 6), (4, 7)):
-        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [Exchange(7, number, [(0, key)])]
+        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [StartExchange(7, number, [(0, key)])]
 
 
 def test_a_rank_that_is_done_is_waited_for_no_longer():
     machine = timed()
-    assert play(machine, (10.0, 0, Offered(7, 2)), (10.1, 1, Offered(7, 2))) == [[], []]
-    assert machine.handle(2, Done(7, [0]), 10.2) == [Retired(7, 2, 0), Exchange(7, 2, [(0, 2), (1, 2)])]
+    assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
+    assert machine.handle(2, Finished(7, [0]), 10.2) == [RankFinished(7, 2, 0), StartExchange(7, 2, [(0, 2), (1, 2)])]
 
 
 def test_retired_counts_steps_since_the_last_drain():
     machine = opened(size=2)
     for before, (zero, one) in (([0, 0], (4, 2)), ([4, 2], (1, 0)), ([5, 2], (0, 3))):
-        assert machine.handle(1, Done(7, [before[1] + one]), 0.0) == [Retired(7, 1, one)]
+        assert machine.handle(1, Finished(7, [before[1] + one]), 0.0) == [RankFinished(7, 1, one)]
         total = sum(before) + zero + one
-        assert machine.handle(0, Done(7, [before[0] + zero], False), 0.0) == [Drained(7, 0, [total], 0, True)]
+        assert machine.handle(0, Finished(7, [before[0] + zero], False), 0.0) == [Drained(7, 0, [total], 0, True)]
 
 
 def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
     machine = opened(size=2)
-    play(machine, (0.0, 0, Offered(7, 1)), (0.0, 0, Offered(7, 2)), (0.0, 1, Offered(7, 1)), (0.0, 0, Offered(7, 3)))
-    assert machine.handle(0, Done(7, [3], False), 0.0) == [Retired(7, 0, 3)]
+    play(
+        machine,
+        (0.0, 0, MessageQueued(7, 1)),
+        (0.0, 0, MessageQueued(7, 2)),
+        (0.0, 1, MessageQueued(7, 1)),
+        (0.0, 0, MessageQueued(7, 3)),
+    )
+    assert machine.handle(0, Finished(7, [3], False), 0.0) == [RankFinished(7, 0, 3)]
     assert machine.waiting_for() == ("drain", {1})
-    assert machine.handle(1, Done(7, [1], False), 0.0) == [
-        Exchange(7, 2, [(1, 1)]),
-        Exchange(7, 3, [(0, 2)]),
-        Exchange(7, 4, [(0, 3)]),
+    assert machine.handle(1, Finished(7, [1], False), 0.0) == [
+        StartExchange(7, 2, [(1, 1)]),
+        StartExchange(7, 3, [(0, 2)]),
+        StartExchange(7, 4, [(0, 3)]),
         Drained(7, 4, [4], 1, False),
     ]
     # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
-    assert machine.handle(1, Offered(7, 1), 1.0) == [Exchange(7, 5, [(1, 1)])]
-    assert play(machine, (1.1, 0, Offered(7, 1)), (1.2, 0, ExchangeDone(7, 1))) == [[], []]
-    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [Exchange(7, 6, [(0, 1)])]
+    assert machine.handle(1, MessageQueued(7, 1), 1.0) == [StartExchange(7, 5, [(1, 1)])]
+    assert play(machine, (1.1, 0, MessageQueued(7, 1)), (1.2, 0, ExchangeDone(7, 1))) == [[], []]
+    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [StartExchange(7, 6, [(0, 1)])]
 
 
 def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
-    machine = Exchanges(7, range(3))
-    told = [machine.handle(rank, event, 0.0) for rank in (2, 0) for event in (Opened(7, SGP, ["w"], [1]), Done(7, [0]))]
+    machine = GossipStateMachine(7, range(3))
+    told = [
+        machine.handle(rank, event, 0.0)
+        for rank in (2, 0)
+        for event in (Registered(7, SGP, ["w"], [1]), Finished(7, [0]))
+    ]
     assert told == [[], [], [], []]
     assert machine.waiting_for() == ("the first step or drain", {1})
-    assert machine.handle(1, Opened(7, SGP, ["w"], [1]), 0.0) == [Agreed(7), Retired(7, 0, 0), Retired(7, 2, 0)]
-    assert machine.handle(1, Offered(7, 1), 0.0) == [Exchange(7, 1, [(1, 1)])]
-    assert machine.handle(1, Done(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
+    assert machine.handle(1, Registered(7, SGP, ["w"], [1]), 0.0) == [
+        Accepted(7),
+        RankFinished(7, 0, 0),
+        RankFinished(7, 2, 0),
+    ]
+    assert machine.handle(1, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(1, 1)])]
+    assert machine.handle(1, Finished(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
 
 
 # -- pairs ----------------------------------------------------------------------------------------------------
@@ -192,49 +220,64 @@ def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
 
 def test_ranks_that_ask_are_averaged_with_neighbours_that_ask():
     machine = opened(pairing("ring", 4), 4)
-    machine.handle(0, Wanted(7), 0.0)
-    assert play(machine, (1.0, 1, Wanted(7)), (2.0, 0, Wanted(7)), (3.0, 2, Wanted(7)), (4.0, 3, Wanted(7))) == [[]] * 4
-    assert machine.handle(0, ExchangeDone(7, 1), 5.0) == [Exchange(7, 2, [], [(1, 2), (0, 3)])]
+    machine.handle(0, PairRequested(7), 0.0)
+    assert (
+        play(
+            machine,
+            (1.0, 1, PairRequested(7)),
+            (2.0, 0, PairRequested(7)),
+            (3.0, 2, PairRequested(7)),
+            (4.0, 3, PairRequested(7)),
+        )
+        == [[]] * 4
+    )
+    assert machine.handle(0, ExchangeDone(7, 1), 5.0) == [StartExchange(7, 2, [], [(1, 2), (0, 3)])]
 
 
 def test_a_rank_that_does_not_ask_serves_when_nobody_else_can():
     machine = timed(pairing("ring", 4), 4)
-    assert play(machine, (10.0, 3, Wanted(7)), (11.0, 2, Wanted(7)), (11.5, 1, Wanted(7))) == [[], [], []]
+    assert play(machine, (10.0, 3, PairRequested(7)), (11.0, 2, PairRequested(7)), (11.5, 1, PairRequested(7))) == [
+        [],
+        [],
+        [],
+    ]
     assert machine.deadline() == 12.0
-    assert machine.tick(12.0) == [Exchange(7, 2, [], [(3, 2), (1, 0)])]
+    assert machine.tick(12.0) == [StartExchange(7, 2, [], [(3, 2), (1, 0)])]
 
 
 def test_of_several_neighbours_the_one_that_was_averaged_longest_ago():
     machine = opened(pairing("complete", 4), 4)
-    assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 1, [], [(0, 1)])]
+    assert machine.handle(0, PairRequested(7), 0.0) == [StartExchange(7, 1, [], [(0, 1)])]
     machine.handle(0, ExchangeDone(7, 1), 0.0)
-    assert machine.handle(0, Wanted(7), 0.0) == [Exchange(7, 2, [], [(0, 2)])]
+    assert machine.handle(0, PairRequested(7), 0.0) == [StartExchange(7, 2, [], [(0, 2)])]
     machine.handle(0, ExchangeDone(7, 2), 0.0)
-    assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 3, [], [(1, 3)])]
+    assert machine.handle(1, PairRequested(7), 0.0) == [StartExchange(7, 3, [], [(1, 3)])]
     machine.handle(1, ExchangeDone(7, 3), 0.0)
-    assert machine.handle(3, Wanted(7), 0.0) == [Exchange(7, 4, [], [(3, 0)])]
+    assert machine.handle(3, PairRequested(7), 0.0) == [StartExchange(7, 4, [], [(3, 0)])]
 
 
 def test_nobody_is_averaged_with_a_rank_that_is_done_or_no_neighbour():
     machine = opened(pairing("star", 3), 3)
-    assert machine.handle(1, Wanted(7), 0.0) == [Exchange(7, 1, [], [(1, 0)])]
+    assert machine.handle(1, PairRequested(7), 0.0) == [StartExchange(7, 1, [], [(1, 0)])]
     machine.handle(1, ExchangeDone(7, 1), 0.0)
-    assert machine.handle(0, Done(7, [0]), 0.0) == [Retired(7, 0, 0)]
-    assert play(machine, (0.0, 1, Wanted(7)), (0.0, 2, Wanted(7))) == [[], []]
+    assert machine.handle(0, Finished(7, [0]), 0.0) == [RankFinished(7, 0, 0)]
+    assert play(machine, (0.0, 1, PairRequested(7)), (0.0, 2, PairRequested(7))) == [[], []]
     assert machine.deadline() is None
-    assert play(machine, (0.0, 1, Done(7, [2])), (0.0, 2, Done(7, [1]))) == [
-        [Retired(7, 1, 2)],
+    assert play(machine, (0.0, 1, Finished(7, [2])), (0.0, 2, Finished(7, [1]))) == [
+        [RankFinished(7, 1, 2)],
         [Drained(7, 1, [3], 2)],
     ]
-    assert machine.handle(2, Wanted(7), 0.0) == [Exchange(7, 2, [], [(2, 0)])]  # nothing is left of the wish before
+    assert machine.handle(2, PairRequested(7), 0.0) == [
+        StartExchange(7, 2, [], [(2, 0)])
+    ]  # nothing is left of the wish before
 
 
 def test_leaves_of_a_star_take_turns():
     machine, met = opened(pairing("star", 5), 5), []
     for number in range(1, 14):
-        moves = [*((0.0, rank, Wanted(7)) for rank in range(5)), (0.0, 0, ExchangeDone(7, number))]
+        moves = [*((0.0, rank, PairRequested(7)) for rank in range(5)), (0.0, 0, ExchangeDone(7, number))]
         for commands in play(machine, *moves):
-            met += [sorted(pair) for c in commands if isinstance(c, Exchange) for pair in c.pairs]
+            met += [sorted(pair) for c in commands if isinstance(c, StartExchange) for pair in c.pairs]
     assert met[:14] == [[0, 1], *([0, leaf] for leaf in (1, 2, 3, 4) * 3), [0, 1]]
 
 
@@ -243,42 +286,49 @@ def test_leaves_of_a_star_take_turns():
 
 def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
     machine = opened()
-    assert play(machine, (0.0, 2, Averaged(7, 1, 0.5)), (0.0, 0, Averaged(7, 1, 1.0))) == [[], []]
+    assert play(machine, (0.0, 2, AverageEntered(7, 1, 0.5)), (0.0, 0, AverageEntered(7, 1, 1.0))) == [[], []]
     assert machine.waiting_for() == ("average 1 over all ranks", {1})
-    assert machine.handle(1, Averaged(7, 1, 1.5), 0.0) == [Average(7, 1, [0, 1, 2], 3.0)]
+    assert machine.handle(1, AverageEntered(7, 1, 1.5), 0.0) == [StartAverage(7, 1, [0, 1, 2], 3.0)]
     assert machine.waiting_for() is None
-    assert play(machine, (0.0, 2, Averaged(7, 2, 1.0)), (0.0, 0, Averaged(7, 2, 0.25))) == [[], []]
-    assert machine.handle(1, Done(7, [1]), 0.0) == [Retired(7, 1, 1), Average(7, 2, [0, 2], 1.25)]
-    play(machine, (0.0, 0, Done(7, [2])), (0.0, 2, Done(7, [2])))
-    assert play(machine, *((0.0, rank, Averaged(7, 1, 1.0)) for rank in range(3)))[2] == [Average(7, 1, [0, 1, 2], 3.0)]
+    assert play(machine, (0.0, 2, AverageEntered(7, 2, 1.0)), (0.0, 0, AverageEntered(7, 2, 0.25))) == [[], []]
+    assert machine.handle(1, Finished(7, [1]), 0.0) == [RankFinished(7, 1, 1), StartAverage(7, 2, [0, 2], 1.25)]
+    play(machine, (0.0, 0, Finished(7, [2])), (0.0, 2, Finished(7, [2])))
+    assert play(machine, *((0.0, rank, AverageEntered(7, 1, 1.0)) for rank in range(3)))[2] == [
+        StartAverage(7, 1, [0, 1, 2], 3.0)
+    ]
 
 
 def test_an_average_needs_no_exchange_and_holds_none_up():
     machine = opened()
-    assert machine.handle(0, Offered(7, 1), 0.0) == [Exchange(7, 1, [(0, 1)])]
-    assert [len(c) for c in play(machine, *((0.0, rank, Averaged(7, 1, 1.0)) for rank in range(3)))] == [0, 0, 1]
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(0, 1)])]
+    assert [len(c) for c in play(machine, *((0.0, rank, AverageEntered(7, 1, 1.0)) for rank in range(3)))] == [0, 0, 1]
 
 
 # -- illegal --------------------------------------------------------------------------------------------------
 
 ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
-    "opened twice": ("sgp", [], Opened(7, SGP, ["w"], [1]), "twice"),
-    "a step of partial allreduce": ("sgp", [], Stepped(7, 1, []), "sent Stepped of a gossip"),
-    "an arrival of partial allreduce": ("sgp", [], Arrived(7, 0, 1), "sent Arrived of a gossip"),
-    "offered twice": ("sgp", [Offered(7, 1), Offered(7, 2)], Offered(7, 2), "offered message 2 twice"),
-    "offered after done": ("sgp", [Done(7, [0])], Offered(7, 1), "although it is done"),
-    "wanted in SGP": ("sgp", [], Wanted(7), "which only AD-PSGD does"),
-    "wanted after done": ("adpsgd", [Done(7, [0])], Wanted(7), "although it is done"),
-    "averaged again": ("sgp", [Averaged(7, 1, 1.0)], Averaged(7, 1, 1.0), "average 1 again"),
-    "averaged too early": ("sgp", [], Averaged(7, 2, 1.0), "average 2 again, late, or after 0"),
-    "averaged before the first": ("sgp", [], Averaged(7, 0, 1.0), "average 0"),
-    "averaged after done": ("sgp", [Done(7, [0])], Averaged(7, 1, 1.0), "although it is done"),
-    "landed what did not go": ("sgp", [Offered(7, 1)], ExchangeDone(7, 2), "saw exchange 2 land, of 1"),
-    "landed number 0": ("sgp", [Offered(7, 1)], ExchangeDone(7, 0), "saw exchange 0 land"),
-    "done twice": ("sgp", [Done(7, [0])], Done(7, [0]), "although it is done"),
-    "done in an average": ("sgp", [Averaged(7, 1, 1.0)], Done(7, [1]), "although it waits for an average"),
-    "done with no count": ("sgp", [], Done(7, []), "has produced"),
-    "done with two counts": ("sgp", [], Done(7, [1, 1]), "has produced"),
+    "opened twice": ("sgp", [], Registered(7, SGP, ["w"], [1]), "twice"),
+    "a step of partial allreduce": ("sgp", [], StepEntered(7, 1, []), "sent StepEntered of a gossip"),
+    "an arrival of partial allreduce": ("sgp", [], GradientReady(7, 0, 1), "sent GradientReady of a gossip"),
+    "offered twice": (
+        "sgp",
+        [MessageQueued(7, 1), MessageQueued(7, 2)],
+        MessageQueued(7, 2),
+        "offered message 2 twice",
+    ),
+    "offered after done": ("sgp", [Finished(7, [0])], MessageQueued(7, 1), "although it is done"),
+    "wanted in SGP": ("sgp", [], PairRequested(7), "which only AD-PSGD does"),
+    "wanted after done": ("adpsgd", [Finished(7, [0])], PairRequested(7), "although it is done"),
+    "averaged again": ("sgp", [AverageEntered(7, 1, 1.0)], AverageEntered(7, 1, 1.0), "average 1 again"),
+    "averaged too early": ("sgp", [], AverageEntered(7, 2, 1.0), "average 2 again, late, or after 0"),
+    "averaged before the first": ("sgp", [], AverageEntered(7, 0, 1.0), "average 0"),
+    "averaged after done": ("sgp", [Finished(7, [0])], AverageEntered(7, 1, 1.0), "although it is done"),
+    "landed what did not go": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 2), "saw exchange 2 land, of 1"),
+    "landed number 0": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 0), "saw exchange 0 land"),
+    "done twice": ("sgp", [Finished(7, [0])], Finished(7, [0]), "although it is done"),
+    "done in an average": ("sgp", [AverageEntered(7, 1, 1.0)], Finished(7, [1]), "although it waits for an average"),
+    "done with no count": ("sgp", [], Finished(7, []), "has produced"),
+    "done with two counts": ("sgp", [], Finished(7, [1, 1]), "has produced"),
 }
 
 
@@ -295,11 +345,11 @@ def test_illegal_moves_raise_and_change_nothing(name):
 
 
 def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
-    machine = Exchanges(7, (0, 2))
-    machine.handle(0, Opened(7, SGP, ["w"], [1]), 0.0)
+    machine = GossipStateMachine(7, (0, 2))
+    machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
     state = snapshot(machine)
     for rank, hint in ((0, "before all ranks had opened"), (2, "before it opened"), (1, "does not share")):
-        for event in (Offered(7, 1), Wanted(7), Averaged(7, 1, 1.0)):
+        for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, 1.0)):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     with pytest.raises(ProtocolError, match="of 0"):
@@ -309,17 +359,17 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
 
 
 def test_ranks_that_gossip_differently_are_refused():
-    machine = Exchanges(7, range(2))
-    machine.handle(0, Opened(7, SGP, ["w"], [1]), 0.0)
+    machine = GossipStateMachine(7, range(2))
+    machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
     other = make_plan(2, graph=topology.ring(2)).config
-    (refused,) = machine.handle(1, Opened(7, other, ["w"], [1]), 0.0)
-    assert isinstance(refused, Refused)
+    (refused,) = machine.handle(1, Registered(7, other, ["w"], [1]), 0.0)
+    assert isinstance(refused, Rejected)
     assert "wrapped their optimizers differently" in refused.problem
-    assert machine.handle(0, Offered(7, 1), 0.0) == []  # on its way when the refusal went out
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == []  # on its way when the refusal went out
     assert machine.waiting_for() is None
 
 
 def test_where_hosts_gossip_engines_serve_ranks_that_are_done():
     machine = opened(make_plan(4, local_size=2).config, 4)
-    machine.handle(0, Done(7, [0]), 0.0)
-    assert machine.handle(0, Offered(7, 1), 0.0) == [Exchange(7, 1, [(0, 1)])]
+    machine.handle(0, Finished(7, [0]), 0.0)
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(0, 1)])]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.gossip.messages import Exchange
+from hvd_async.algorithms.gossip.messages import StartExchange
 from hvd_async.algorithms.gossip.plan import make_plan
 from tests.unit.gossip_simulation import Job, Simulation
 
@@ -54,7 +54,7 @@ IDLE = Job(make_plan(3, "adpsgd", "ring"), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.
 @example(replace(IDLE, hasty=frozenset({0, 1, 2})))
 def test_laws_hold_under_any_interleaving(job):
     simulation = Simulation(job).run()
-    exchanges = [command for command in simulation.log if isinstance(command, Exchange)]
+    exchanges = [command for command in simulation.log if isinstance(command, StartExchange)]
     mail = [message for exchange in exchanges for message in exchange.mail]
     if job.plan.config.algorithm in ("adpsgd", "allreduce"):
         assert not mail

@@ -11,10 +11,10 @@ import itertools
 
 import pytest
 
-from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered, Starved
+from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, StartExchange, WaitingForMessage
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import Exchanges
-from hvd_async.runtime.messages import Opened
+from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
+from hvd_async.runtime.messages import Registered
 
 RANKS, STEPS = 8, 16
 JITTER = 0.02
@@ -32,19 +32,19 @@ class Rhythm:
 
     def __init__(self, compute: float, wire: float, late: float) -> None:
         self.compute, self.wire = compute, wire
-        self.machine = Exchanges(7, range(RANKS))
+        self.machine = GossipStateMachine(7, range(RANKS))
         for rank in range(RANKS):
-            self.machine.handle(rank, Opened(7, make_plan(RANKS).config, ["w"], [1]), 0.0)
+            self.machine.handle(rank, Registered(7, make_plan(RANKS).config, ["w"], [1]), 0.0)
         self.step = [1] * RANKS
         self.gone = [0] * RANKS
         self.come: list[set[int]] = [set() for _ in range(RANKS)]
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[StartExchange] = []
         self.landed = 0
         self.order = itertools.count()
         self.events = [(compute + late * (rank % 2), next(self.order), rank) for rank in range(RANKS)]
         heapq.heapify(self.events)
 
-    def run(self) -> list[Exchange]:
+    def run(self) -> list[StartExchange]:
         """All exchanges until the first rank has ended its steps."""
         while max(self.step) <= STEPS:
             wake = self.machine.deadline()
@@ -53,14 +53,14 @@ class Rhythm:
                 continue
             now, _, rank = heapq.heappop(self.events)
             if rank >= 0:
-                self.go(self.machine.handle(rank, Offered(7, self.step[rank]), now), now)
+                self.go(self.machine.handle(rank, MessageQueued(7, self.step[rank]), now), now)
             else:
                 self.land(now)
         return self.exchanges
 
     def go(self, commands, now: float) -> None:
         for command in commands:
-            assert isinstance(command, Exchange)
+            assert isinstance(command, StartExchange)
             self.exchanges.append(command)
             heapq.heappush(self.events, (now + self.wire, next(self.order), -1))
 
@@ -78,7 +78,7 @@ class Rhythm:
                 jitter = JITTER * ((rank * 7 + step * 3) % 5) / 4
                 heapq.heappush(self.events, (now + self.compute * (1 + jitter), next(self.order), rank))
             elif self.gone[rank] == step:
-                self.go(self.machine.handle(rank, Starved(7, self.landed), now), now)
+                self.go(self.machine.handle(rank, WaitingForMessage(7, self.landed), now), now)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 0.6, 0.9])

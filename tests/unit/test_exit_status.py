@@ -16,7 +16,7 @@ from hvd_async.runtime.lifecycle import Lifecycle
 class Told(Lifecycle):
     def shutdown(self, leaving=False): print("drained")
     def abandon(self, error): print("abandoned:", error)
-life = Told(lambda: None, lambda: None)
+life = Told(lambda: None, (), lambda: None)
 atexit.register(life._at_exit)
 exit_status.watch()
 exit_status.watch()

@@ -6,69 +6,75 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Received, Stepped
-from hvd_async.algorithms.eager.state_machine import Rounds
-from hvd_async.algorithms.gossip.messages import ExchangeDone
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull
-from hvd_async.algorithms.leader.state_machine import Pulls
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, RoundsReceived, StepEntered
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import CollectiveReady, Done, NoSuchOptimizer, Opened, OptimizerDeleted, RunCollective
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.messages import (
+    CollectiveReady,
+    Finished,
+    NoSuchOptimizer,
+    OptimizerDeleted,
+    Registered,
+    RunCollective,
+)
+from hvd_async.runtime.state_machine import StateMachine
 
 EAGER = EagerConfig("solo", 3, 0.0, 0, 1)
 
 
-def opened(machine: Machine[Any], config: Any) -> Machine[Any]:
+def opened(machine: StateMachine[Any], config: Any) -> StateMachine[Any]:
     """All ranks have opened it."""
     for rank in machine.ranks:
-        machine.handle(rank, Opened(0, config, ["w"], [1]), 0.0)
+        machine.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
     return machine
 
 
 def test_a_rank_that_is_gone_neither_leads_nor_counts_after_a_drain():
     config = LeaderConfig("lsgd", [[0, 1, 2]], 2, 2, "", loss_window=10)
-    machine = opened(Pulls(0, [0, 1, 2]), config)
+    machine = opened(LeaderStateMachine(0, [0, 1, 2]), config)
     for rank in range(3):
-        machine.handle(rank, Iterated(0, 0.1 if rank == 1 else 1.0), 0.0)
+        machine.handle(rank, StepTaken(0, 0.1 if rank == 1 else 1.0), 0.0)
     for rank in range(3):
-        machine.handle(rank, Done(0, [1]), 0.0)
+        machine.handle(rank, Finished(0, [1]), 0.0)
     machine.handle(1, OptimizerDeleted(0, [1]), 0.0)
     pulls = []
     for steps in range(1, 9):
-        for command in machine.handle((0, 2)[steps % 2], Iterated(0, 1.0), 0.0):
-            assert isinstance(command, Pull)
+        for command in machine.handle((0, 2)[steps % 2], StepTaken(0, 1.0), 0.0):
+            assert isinstance(command, StartPull)
             pulls.append((steps, command.leader))
-            machine.handle(0, ExchangeDone(0, command.round), 0.0)
+            machine.handle(0, PullDone(0, command.round), 0.0)
     assert [steps for steps, _ in pulls] == [4, 8]
     assert all(leader in (0, 2) for _, leader in pulls)
 
 
 def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
     """Else it would be named beside, or in place of, the one that stands still."""
-    machine = opened(Rounds(0, [0, 1, 2]), EAGER)
+    machine = opened(EagerStateMachine(0, [0, 1, 2]), EAGER)
     machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
-    machine.handle(0, Stepped(0, 1, []), 1.0)
-    machine.handle(0, Arrived(0, 0, 1), 1.0)
+    machine.handle(0, StepEntered(0, 1, []), 1.0)
+    machine.handle(0, GradientReady(0, 0, 1), 1.0)
     assert machine.roll_call(5.0)
     for rank in (0, 1):
-        machine.handle(rank, Received(0, 1, [0]), 5.0)
+        machine.handle(rank, RoundsReceived(0, 1, [0]), 5.0)
     waiting = machine.waiting_for()
     assert waiting is not None
     assert waiting[1] == {2}
 
 
 def test_a_rank_in_a_collective_and_one_in_a_drain_are_told_that_they_will_never_meet():
-    machine = opened(Rounds(0, [0, 1]), EAGER)
+    machine = opened(EagerStateMachine(0, [0, 1]), EAGER)
     assert machine.handle(0, CollectiveReady(0, 1, "sum", "consensus_distance()", 3, "float32"), 0.0) == []
-    (command,) = machine.handle(1, Done(0, [0]), 0.0)
+    (command,) = machine.handle(1, Finished(0, [0]), 0.0)
     assert isinstance(command, RunCollective)
     assert command.problem is not None
     assert "rank 0 is in consensus_distance() while rank 1 wait(s) in drain()" in command.problem
 
 
 def test_an_answer_that_comes_when_nobody_waits_any_more_blames_nobody():
-    machine = Rounds(0, [0, 1])
-    machine.handle(1, Opened(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(0, [0, 1])
+    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
     assert machine.ask(0)
     assert not machine.ask(0), "once is enough"
     machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
@@ -76,16 +82,16 @@ def test_an_answer_that_comes_when_nobody_waits_any_more_blames_nobody():
 
 
 def test_a_rank_that_nobody_asked_must_not_answer():
-    machine = Rounds(0, [0, 1])
-    machine.handle(1, Opened(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(0, [0, 1])
+    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
     with pytest.raises(ProtocolError, match="nobody asked"):
         machine.handle(0, NoSuchOptimizer(0), 0.0)
 
 
 def test_a_refused_optimizer_is_lacked_by_nobody():
     """The rank that had none like it may leave."""
-    machine = Rounds(0, [0, 1])
-    machine.handle(1, Opened(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(0, [0, 1])
+    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
     machine.ask(0)
     machine.handle(0, NoSuchOptimizer(0), 0.0)
     assert not machine.lacks(0)

@@ -8,14 +8,14 @@ import pytest
 
 from hvd_async.optimizers.eager import EagerState
 from hvd_async.optimizers.horovod_options import check_eager_options
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 
 MIB = 2**20
 CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace": "steps"}
 
 
 def state(cap: float, index: int = 0, **config: Any) -> EagerState:
-    return EagerState(cast(Any, None), Sharers(None, (0, 1), index, 0, 2), {**CONFIG, **config}, cap)
+    return EagerState(cast(Any, None), RankGroup(None, (0, 1), index, 0, 2), {**CONFIG, **config}, cap)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, Letter, Mail
-from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered
+from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageExchange, OutgoingMessage
+from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, StartExchange
 
 RANKS = 4
 NOBODY = (-1,) * RANKS
@@ -22,11 +22,11 @@ def told(own, exchange, receivers):
     result = rows, [senders.count(place) for place in range(RANKS)]
     engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
     post = SimpleNamespace(pack=list, unpack=lambda row: (None, row), nbytes=0, members=(), process_set=None)
-    mail = Mail(engine, post, lambda *_: None, lambda *_: None, lambda: None)
+    mail = MessageExchange(engine, post, lambda *_: None, lambda *_: None, lambda: None)
     if any(rank == own for rank, _ in exchange.mail):
-        letters = [Letter(receivers[own], None)] if receivers[own] >= 0 else []
+        letters = [OutgoingMessage(receivers[own], None)] if receivers[own] >= 0 else []
         mail.offer(7, 1, letters, 1.0)
-        assert sent.pop() == Offered(7, 1)
+        assert sent.pop() == MessageQueued(7, 1)
     mail.exchange(exchange)
     return sent
 
@@ -40,12 +40,12 @@ def telling(exchange, receivers=NOBODY):
 
 @pytest.mark.parametrize(("receivers", "tells"), [((1, 2, 3, 0), 1), ((2, 3, 0, 1), 2), ((3, 0, 1, 2), 3)])
 def test_the_receiver_of_the_first_message_tells(receivers, tells):
-    assert telling(Exchange(7, 1, [(rank, 1) for rank in range(RANKS)], []), receivers) == [tells]
+    assert telling(StartExchange(7, 1, [(rank, 1) for rank in range(RANKS)], []), receivers) == [tells]
 
 
 def test_also_where_some_ranks_only_send():
-    assert telling(Exchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, 3, -1)) == [3]
+    assert telling(StartExchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, 3, -1)) == [3]
 
 
 def test_of_pairs_the_partner_of_the_first():
-    assert telling(Exchange(7, 1, [], [(3, 1), (0, 2)])) == [1]
+    assert telling(StartExchange(7, 1, [], [(3, 1), (0, 2)])) == [1]

@@ -46,8 +46,8 @@ GOSSIP = st.builds(
     max_staleness=NUMBERS,
     local_size=NUMBERS,
 )
-STANDING = st.builds(
-    leader.Standing,
+PROGRESS = st.builds(
+    leader.PullProgress,
     leader=NUMBERS,
     steps=st.lists(NUMBERS),
     means=st.lists(st.none() | st.floats(allow_nan=False)),
@@ -60,11 +60,11 @@ LEADER = st.builds(
     global_period=NUMBERS,
     settings=TEXT,
     buffers=st.sampled_from(["local", "average"]),
-    standing=st.none() | STANDING,
+    standing=st.none() | PROGRESS,
 )
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
 FIRING = st.builds(
-    eager.Firing,
+    eager.RoundTrigger,
     reason=TEXT,
     by=NUMBERS,
     arrived=NUMBERS,
@@ -72,11 +72,11 @@ FIRING = st.builds(
     fired=st.floats(0, 9),
     held=st.floats(0, 9),
 )
-FIRED = eager.Firing("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
-KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.Firing: FIRING,
+FIRED = eager.RoundTrigger("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
+KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.RoundTrigger: FIRING,
          messages.Hyper: HYPER, messages.Hyper | None: st.none() | HYPER,
-         messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | STANDING,
-         leader.Standing | None: st.none() | STANDING, float | None: st.none() | st.floats(allow_nan=False),
+         messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
+         leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
          str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS)}  # fmt: skip
 
@@ -100,8 +100,8 @@ def test_every_event_comes_back(event):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_losses_that_are_not_finite_come_back(loss):
-    event = CODEC.decode_event(encode(leader.Iterated(3, loss)))
-    assert isinstance(event, leader.Iterated)
+    event = CODEC.decode_event(encode(leader.StepTaken(3, loss)))
+    assert isinstance(event, leader.StepTaken)
     assert repr(event.loss) == repr(loss)
 
 
@@ -114,8 +114,8 @@ def test_every_command_comes_back(command):
 
 @given(st.floats(allow_nan=False))
 def test_hyperparameters_travel_exactly(value):
-    go = CODEC.decode_command(encode(eager.Go(0, 0, 1, [{"lr": value}], FIRED)))
-    assert isinstance(go, eager.Go)
+    go = CODEC.decode_command(encode(eager.StartRound(0, 0, 1, [{"lr": value}], FIRED)))
+    assert isinstance(go, eager.StartRound)
     assert go.hyper is not None
     assert go.hyper[0]["lr"] == value
 
@@ -123,8 +123,8 @@ def test_hyperparameters_travel_exactly(value):
 def test_quorum_keeps_its_type():
     for quorum in ("solo", 1, 1.0, 0.5):
         config = eager.EagerConfig(quorum, 1, 0.0, 0, 1)
-        opened = CODEC.decode_event(encode(messages.Opened(0, config, [], [])))
-        assert isinstance(opened, messages.Opened)
+        opened = CODEC.decode_event(encode(messages.Registered(0, config, [], [])))
+        assert isinstance(opened, messages.Registered)
         assert type(opened.config.quorum) is type(quorum)
 
 
@@ -136,7 +136,7 @@ def _refused(decode: typing.Callable[[bytes], object], data: bytes) -> None:
 @pytest.mark.parametrize("decode", [CODEC.decode_event, CODEC.decode_command])
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"garbage", b"\x80", b"\x90", b'{"type": "Hello"}',
                                   msgspec.msgpack.encode({"type": "Nonsense"}),
-                                  msgspec.msgpack.encode({"type": "Go", "round": "one"}),
+                                  msgspec.msgpack.encode({"type": "StartRound", "round": "one"}),
                                   msgspec.msgpack.encode({"type": "Hello", "host": 3, "pid": "x"}),
                                   msgspec.msgpack.encode([1, 2, 3])])  # fmt: skip
 def test_garbage_is_refused(decode, data):
@@ -178,16 +178,16 @@ def test_mutated_messages_decode_or_are_refused(message, data):
     _decodes_or_is_refused(bytes(mutated))
 
 
-STEPPED = b"\x84\xa4type\xa7Stepped\xa9optimizer\x00\xa4step\x01\xa5hyper"
+STEP_ENTERED = b"\x84\xa4type\xabStepEntered\xa9optimizer\x00\xa4step\x01\xa5hyper"
 HELLO = b"\x83\xa4type\xa5Hello\xa3pid\x01"
 
 
 @pytest.mark.parametrize("data", [HELLO + b"\xa4host\xa2\xff\xfe",  # no UTF-8
                                   HELLO + b"\xa4host" + b"\x91" * 100_000 + b"\x01",
-                                  STEPPED + b"\x91\x81\xa1a" + b"\x91" * 100_000 + b"\x01",
-                                  STEPPED + b"\x91\x81\x80\x01",  # a key that is a dictionary
-                                  STEPPED + b"\x91\x81\xa2lr\xd4\x05x",  # an extension type
-                                  STEPPED + b"\xdd\xff\xff\xff\xff",  # 2^32 entries, of which none comes
+                                  STEP_ENTERED + b"\x91\x81\xa1a" + b"\x91" * 100_000 + b"\x01",
+                                  STEP_ENTERED + b"\x91\x81\x80\x01",  # a key that is a dictionary
+                                  STEP_ENTERED + b"\x91\x81\xa2lr\xd4\x05x",  # an extension type
+                                  STEP_ENTERED + b"\xdd\xff\xff\xff\xff",  # 2^32 entries, of which none comes
                                   HELLO + b"\xa4host\xdb\xff\xff\xff\xff"])  # fmt: skip
 def test_hostile_bytes_are_refused(data):
     _refused(CODEC.decode_event, data)

@@ -23,7 +23,7 @@ from hvd_async.algorithms.gossip.message_format import (
     row_bytes,
     to_bf16,
 )
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 
 CODECS = ["none", "fp16", "bf16", "int8"]
 SIZES = [0, 1, 2, 3, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
@@ -197,7 +197,7 @@ def test_a_vector_with_gaps_can_be_sent():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_post_says_of_itself(codec, kind):
-    post = make_post(10, kind, codec, 4, Sharers((1, 3), (1, 3), 1, 5, 2))
+    post = make_post(10, kind, codec, 4, RankGroup((1, 3), (1, 3), 1, 5, 2))
     assert (post.lossless, post.differences) == (codec == "none", codec == "int8")
     assert (post.rows, post.process_set, post.members, post.process_set_id) == (4, (1, 3), (1, 3), 5)
     everyone = make_post(10, kind, codec, 4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, algorithms_of, make_plan
 from hvd_async.runtime.codec import encode
-from hvd_async.runtime.messages import Opened
+from hvd_async.runtime.messages import Registered
 from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
 
@@ -97,7 +97,7 @@ def test_other_weights_are_another_graph():
 
 
 def test_configurations_travel():
-    opened = Opened(1, make_plan(5, "adpsgd", "mesh").config, ["w"], [1])
+    opened = Registered(1, make_plan(5, "adpsgd", "mesh").config, ["w"], [1])
     assert CODEC.decode_event(encode(opened)) == opened
 
 

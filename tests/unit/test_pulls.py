@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.messages import Arrived, Stepped
-from hvd_async.algorithms.gossip.messages import Offered
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
-from hvd_async.algorithms.leader.state_machine import ALL, CENTRE, NOBODY, Pulls
+from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.messages import MessageQueued
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER, LeaderStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened, OptimizerEvent, Refused
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.unit.pull_simulation import Job, Simulation
 from tests.unit.simulation import snapshot
 
@@ -38,7 +38,7 @@ def configs(draw: st.DrawFn, size: int) -> LeaderConfig:
     if algorithm == "easgd":
         groups, local = [list(range(size))], whole
     count = len(groups) + 1 if algorithm == "lsgd" else 1
-    standing = Standing(
+    standing = PullProgress(
         leader=0,
         steps=draw(st.lists(st.integers(0, 30), min_size=count, max_size=count)),
         means=draw(st.lists(st.sampled_from([None, 0.7, 1.0]), min_size=size, max_size=size)),
@@ -85,15 +85,15 @@ def test_laws_hold_under_any_interleaving(job):
     """Each pull is due when its ranks' steps say so, has the right leader, and lands once on each of its ranks."""
     simulation = Simulation(job).run()
     ledger = simulation.ledger
-    pulls = [command for command in simulation.log if isinstance(command, Pull)]
+    pulls = [command for command in simulation.log if isinstance(command, StartPull)]
     assert [pull.round for pull in pulls] == list(range(1, len(pulls) + 1))
-    flown = {pull.round: len(ledger.members[pull.group]) for pull in pulls if pull.leader != NOBODY}
+    flown = {pull.round: len(ledger.members[pull.group]) for pull in pulls if pull.leader != NO_LEADER}
     assert simulation.landed == flown
     assert len(simulation.ends) == len(job.steps)
     assert (simulation.machine.news() is not None) == (ledger.leaderless > 0)
     assert simulation.machine.news() is None
     if job.config.algorithm == "easgd":
-        assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL, CENTRE)}
+        assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL, CENTER)}
 
 
 def test_the_simulation_has_teeth():
@@ -119,7 +119,7 @@ def test_as_many_pulls_as_steps_make_due_whoever_takes_them(size, period, total,
     config = LeaderConfig("easgd", [list(range(size))], period, period, "")
     machine, due = opened(config, size), []
     for step, rank in enumerate((seed // 7**i) % size for i in range(total)):
-        (pull,) = machine.handle(rank, Iterated(7, None), 0.0) or [None]
+        (pull,) = machine.handle(rank, StepTaken(7, None), 0.0) or [None]
         if pull is not None:
             due.append(step + 1)
             assert machine.handle(0, PullDone(7, pull.round), 0.0) == []
@@ -129,19 +129,19 @@ def test_as_many_pulls_as_steps_make_due_whoever_takes_them(size, period, total,
 # -- move by move ---------------------------------------------------------------------------------------------
 
 
-def opened(config: LeaderConfig = PAIRS, size: int = 4) -> Pulls:
+def opened(config: LeaderConfig = PAIRS, size: int = 4) -> LeaderStateMachine:
     """A machine whose ranks have all opened."""
-    machine = Pulls(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Opened(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Agreed(7)]
+    machine = LeaderStateMachine(7, range(size))
+    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
+    assert commands == [Accepted(7)]
     return machine
 
 
-def play(machine: Pulls, *moves: tuple[int, OptimizerEvent | float | None]) -> list[Command]:
+def play(machine: LeaderStateMachine, *moves: tuple[int, OptimizerEvent | float | None]) -> list[Command]:
     """(rank, event, or the loss that it tells after a step); what they brought about."""
     commands = []
     for rank, move in moves:
-        event = Iterated(7, move) if move is None or isinstance(move, float) else move
+        event = StepTaken(7, move) if move is None or isinstance(move, float) else move
         commands += machine.handle(rank, event, 0.0)
     return commands
 
@@ -154,36 +154,40 @@ def steps(*losses: float | None) -> list[tuple[int, float | None]]:
 def test_a_pull_is_due_at_the_step_that_makes_up_the_period_of_all():
     machine = opened()
     assert play(machine, *steps(1.0, 2.0, 3.0, 4.0), (0, 1.0)) == []
-    assert play(machine, (1, 2.0)) == [Pull(7, 1, 0, 0)]
+    assert play(machine, (1, 2.0)) == [StartPull(7, 1, 0, 0)]
     assert play(machine, (2, 3.0)) == []
-    assert play(machine, (3, 2.5)) == [Pull(7, 2, 1, 3)]
+    assert play(machine, (3, 2.5)) == [StartPull(7, 2, 1, 3)]
     assert play(machine, (0, PullDone(7, 1)), (2, PullDone(7, 2)), *steps(1.0, 2.0, 3.0, 0.5), (0, 1.0)) == []
-    assert play(machine, (1, 2.0), (2, 3.0)) == [Pull(7, 3, 0, 0)]
-    assert play(machine, (3, 0.5)) == [Pull(7, 4, 1, 3), Pull(7, 5, ALL, 3)]  # the group's first
+    assert play(machine, (1, 2.0), (2, 3.0)) == [StartPull(7, 3, 0, 0)]
+    assert play(machine, (3, 0.5)) == [StartPull(7, 4, 1, 3), StartPull(7, 5, ALL, 3)]  # the group's first
 
 
 def test_fast_ranks_do_more():
     machine = opened()
     assert play(machine, *[(0, 1.0)] * 3) == []
-    assert play(machine, (0, 1.0)) == [Pull(7, 1, 0, 0)]
+    assert play(machine, (0, 1.0)) == [StartPull(7, 1, 0, 0)]
     assert play(machine, *[(0, 1.0)] * 11) == []
-    assert play(machine, (0, 1.0)) == [Pull(7, 2, ALL, 0)]  # (that of the group is on its way)
+    assert play(machine, (0, 1.0)) == [StartPull(7, 2, ALL, 0)]  # (that of the group is on its way)
 
 
 def test_one_pull_of_a_group_at_a_time_and_what_was_due_meanwhile_once():
     machine = opened(replace_config(PAIRS, global_period=1000))
-    assert play(machine, *[(0, 1.0)] * 17) == [Pull(7, 1, 0, 0)]
-    assert play(machine, (2, 1.0), (2, 1.0), (2, 1.0), (3, 0.5)) == [Pull(7, 2, 1, 3)]
-    assert play(machine, (0, PullDone(7, 1))) == [Pull(7, 3, 0, 0)]
+    assert play(machine, *[(0, 1.0)] * 17) == [StartPull(7, 1, 0, 0)]
+    assert play(machine, (2, 1.0), (2, 1.0), (2, 1.0), (3, 0.5)) == [StartPull(7, 2, 1, 3)]
+    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 3, 0, 0)]
     assert play(machine, (0, PullDone(7, 3)), (0, 1.0), (1, 0.1)) == []  # 1 of 17 was left, these make 3
-    assert play(machine, (1, 0.1)) == [Pull(7, 4, 0, 1)]
+    assert play(machine, (1, 0.1)) == [StartPull(7, 4, 0, 1)]
 
 
 def test_a_pull_of_all_and_those_of_groups_do_not_wait_for_each_other():
     machine = opened(replace_config(PAIRS, local_period=1, global_period=1))
-    assert play(machine, *steps(1.0, 2.0, 3.0, 4.0)) == [Pull(7, 1, 0, 0), Pull(7, 2, 1, 2), Pull(7, 3, ALL, 0)]
-    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [Pull(7, 4, ALL, 1)]
-    assert play(machine, (2, PullDone(7, 2))) == [Pull(7, 5, 1, 2)]
+    assert play(machine, *steps(1.0, 2.0, 3.0, 4.0)) == [
+        StartPull(7, 1, 0, 0),
+        StartPull(7, 2, 1, 2),
+        StartPull(7, 3, ALL, 0),
+    ]
+    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [StartPull(7, 4, ALL, 1)]
+    assert play(machine, (2, PullDone(7, 2))) == [StartPull(7, 5, 1, 2)]
 
 
 def replace_config(config: LeaderConfig, **changes: object) -> LeaderConfig:
@@ -193,9 +197,9 @@ def replace_config(config: LeaderConfig, **changes: object) -> LeaderConfig:
 def test_a_group_of_one_follows_nobody_of_its_own():
     machine = opened(TRIO, 3)
     assert play(machine, *steps(3.0, 2.0, 1.0), (0, 3.0), (1, 2.0)) == []
-    assert play(machine, (2, 1.0)) == [Pull(7, 1, ALL, 2)]
+    assert play(machine, (2, 1.0)) == [StartPull(7, 1, ALL, 2)]
     alone = opened(replace_config(TRIO, groups=[[0]]), 1)
-    assert play(alone, (0, 1.0), (0, 1.0)) == [Pull(7, 1, ALL, 0)]
+    assert play(alone, (0, 1.0), (0, 1.0)) == [StartPull(7, 1, ALL, 0)]
 
 
 @pytest.mark.parametrize(
@@ -207,19 +211,21 @@ def test_a_group_of_one_follows_nobody_of_its_own():
         ((math.nan, 5.0, math.inf), 1),
         ((-math.inf, math.nan, -7.0), 2),
         ((None, None, 9.0), 2),
-        ((None, None, None), NOBODY),
+        ((None, None, None), NO_LEADER),
     ],
 )
 def test_the_lowest_finite_mean_leads(losses, leader):
     machine = opened(replace_config(TRIO, global_period=1), 3)
-    assert play(machine, *steps(*losses)) == [Pull(7, 1, ALL, leader)]
+    assert play(machine, *steps(*losses)) == [StartPull(7, 1, ALL, leader)]
     assert machine.news() is None
 
 
 def test_a_rank_is_chosen_by_what_it_told_last():
     machine = opened(TRIO, 3)
-    assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [Pull(7, 1, ALL, 2)]
-    assert play(machine, (0, PullDone(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [Pull(7, 2, ALL, 0)]
+    assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [StartPull(7, 1, ALL, 2)]
+    assert play(machine, (0, PullDone(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [
+        StartPull(7, 2, ALL, 0)
+    ]
 
 
 def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
@@ -230,25 +236,27 @@ def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     assert "has a finite mean loss, so nobody leads it and nobody is pulled; look at what record_loss()" in news
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     assert machine.news() is None
-    assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [Pull(7, 1, ALL, 0)]
+    assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [StartPull(7, 1, ALL, 0)]
 
 
 def test_where_nobody_has_told_a_loss_the_ranks_hear_it_each_time():
     """Also in a group of which nobody has, where others have."""
     machine = opened(TRIO, 3)
-    assert play(machine, *steps(None, None, None) * 2) == [Pull(7, 1, ALL, NOBODY)]
-    assert play(machine, *steps(None, None, None) * 2) == [Pull(7, 2, ALL, NOBODY)]  # nothing has to land before
+    assert play(machine, *steps(None, None, None) * 2) == [StartPull(7, 1, ALL, NO_LEADER)]
+    assert play(machine, *steps(None, None, None) * 2) == [
+        StartPull(7, 2, ALL, NO_LEADER)
+    ]  # nothing has to land before
     machine = opened()
     assert play(machine, (0, 1.0), *[(2, None)] * 3) == []
-    assert play(machine, (3, None)) == [Pull(7, 1, 1, NOBODY)]
+    assert play(machine, (3, None)) == [StartPull(7, 1, 1, NO_LEADER)]
     assert machine.news() is None
 
 
 def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
     machine = opened(ELASTIC, 3)
-    assert play(machine, *steps(None, 1.0, math.nan) * 2) == [Pull(7, 1, ALL, CENTRE)]
+    assert play(machine, *steps(None, 1.0, math.nan) * 2) == [StartPull(7, 1, ALL, CENTER)]
     assert play(machine, *steps(None, None, None) * 4) == []
-    assert play(machine, (0, PullDone(7, 1))) == [Pull(7, 2, ALL, CENTRE)]
+    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 2, ALL, CENTER)]
     assert machine.news() is None
 
 
@@ -256,70 +264,70 @@ def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
 def test_counts_are_kept_over_a_cut_and_cleared_at_a_drain(flush):
     machine = opened(replace_config(PAIRS, local_period=10, global_period=10))
     assert play(machine, *steps(1.0, 2.0, math.nan, None), (0, 1.0), (0, 1.0)) == []
-    assert play(machine, *[(rank, Done(7, [3 if rank == 0 else 1], False)) for rank in range(3)]) == []
-    standing = Standing(0, [0, 0, 0] if flush else [4, 2, 6], [1.0, 2.0, None, None])
-    assert play(machine, (3, Done(7, [1], flush))) == [Drained(7, 0, [6], 3, flush, standing)]
+    assert play(machine, *[(rank, Finished(7, [3 if rank == 0 else 1], False)) for rank in range(3)]) == []
+    standing = PullProgress(0, [0, 0, 0] if flush else [4, 2, 6], [1.0, 2.0, None, None])
+    assert play(machine, (3, Finished(7, [1], flush))) == [Drained(7, 0, [6], 3, flush, standing)]
     due = 40 - standing.steps[-1]
     assert play(machine, *[(1 + step % 3, 2.0) for step in range(15)]) == []
     local = [command.group for command in play(machine, *[(1 + step % 3, 2.0) for step in range(15, due - 1)])]
     assert ALL not in local
-    assert play(machine, (0, 1.0))[-1] == Pull(7, len(local) + 1, ALL, 0)
+    assert play(machine, (0, 1.0))[-1] == StartPull(7, len(local) + 1, ALL, 0)
 
 
 def test_after_a_cut_nothing_is_pulled_before_somebody_steps():
     """What was due while a pull was on its way waits, so that nothing is on its way after a cut."""
     machine = opened(replace_config(ELASTIC, global_period=1), 3)
-    assert play(machine, *steps(None, None, None)) == [Pull(7, 1, ALL, CENTRE)]
-    assert play(machine, *steps(None, None, None), *[(rank, Done(7, [2], False)) for rank in range(2)]) == []
-    (drained,) = play(machine, (2, Done(7, [2], False)))
-    assert drained == Drained(7, 1, [6], 2, False, Standing(0, [3], [None] * 3))
+    assert play(machine, *steps(None, None, None)) == [StartPull(7, 1, ALL, CENTER)]
+    assert play(machine, *steps(None, None, None), *[(rank, Finished(7, [2], False)) for rank in range(2)]) == []
+    (drained,) = play(machine, (2, Finished(7, [2], False)))
+    assert drained == Drained(7, 1, [6], 2, False, PullProgress(0, [3], [None] * 3))
     assert play(machine, (0, PullDone(7, 1))) == []
-    assert play(machine, (1, None)) == [Pull(7, 2, ALL, CENTRE)]
+    assert play(machine, (1, None)) == [StartPull(7, 2, ALL, CENTER)]
     assert play(machine, (0, PullDone(7, 1)), (0, PullDone(7, 2))) == []
 
 
 def test_what_stood_at_a_cut_goes_on_in_another_job():
-    standing = Standing(1, [3, 0, 14], [2.0, 1.0, None, 3.0])
+    standing = PullProgress(1, [3, 0, 14], [2.0, 1.0, None, 3.0])
     machine = opened(replace_config(PAIRS, standing=standing))
     assert play(machine, (2, None)) == []
-    assert play(machine, (0, None)) == [Pull(7, 1, 0, 1), Pull(7, 2, ALL, 1)]
+    assert play(machine, (0, None)) == [StartPull(7, 1, 0, 1), StartPull(7, 2, ALL, 1)]
     again = opened(replace_config(PAIRS, standing=standing))
-    *_, drained = play(again, *[(rank, Done(7, [0], False)) for rank in range(4)])
-    assert drained.standing.means == standing.means
+    *_, drained = play(again, *[(rank, Finished(7, [0], False)) for rank in range(4)])
+    assert drained.details.means == standing.means
 
 
 def test_ranks_have_numbers_of_their_own():
-    machine = Pulls(7, (3, 5, 8, 9))
+    machine = LeaderStateMachine(7, (3, 5, 8, 9))
     for rank in machine.ranks:
-        machine.handle(rank, Opened(7, PAIRS, ["w"], [1]), 0.0)
-    assert play(machine, *[(5, 1.0), (8, 0.5), (9, 0.1)] * 2, (3, 2.0)) == [Pull(7, 1, 1, 9)]
-    assert play(machine, (3, 2.0)) == [Pull(7, 2, 0, 5)]
-    (drained,) = play(machine, *[(rank, Done(7, [2])) for rank in machine.ranks])[-1:]
-    assert drained.standing == Standing(9, [0, 0, 0], [2.0, 1.0, 0.5, 0.1])
+        machine.handle(rank, Registered(7, PAIRS, ["w"], [1]), 0.0)
+    assert play(machine, *[(5, 1.0), (8, 0.5), (9, 0.1)] * 2, (3, 2.0)) == [StartPull(7, 1, 1, 9)]
+    assert play(machine, (3, 2.0)) == [StartPull(7, 2, 0, 5)]
+    (drained,) = play(machine, *[(rank, Finished(7, [2])) for rank in machine.ranks])[-1:]
+    assert drained.details == PullProgress(9, [0, 0, 0], [2.0, 1.0, 0.5, 0.1])
 
 
 def test_ranks_that_differ_are_refused_and_nothing_is_pulled():
-    machine = Pulls(7, range(2))
-    machine.handle(0, Opened(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
+    machine = LeaderStateMachine(7, range(2))
+    machine.handle(0, Registered(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
     other = replace_config(PAIRS, groups=[[0, 1]], settings="loss_window 3")
-    (refused,) = machine.handle(1, Opened(7, other, ["w"], [1]), 0.0)
-    assert isinstance(refused, Refused)
+    (refused,) = machine.handle(1, Registered(7, other, ["w"], [1]), 0.0)
+    assert isinstance(refused, Rejected)
     assert play(machine, *[(0, 1.0)] * 20) == []
 
 
 # -- illegal --------------------------------------------------------------------------------------------------
 
 ILLEGAL: dict[str, tuple[list[OptimizerEvent], OptimizerEvent, str]] = {
-    "opened twice": ([], Opened(7, PAIRS, ["w"], [1]), "twice"),
-    "a step of partial allreduce": ([], Stepped(7, 1, []), "sent Stepped to follow a leader"),
-    "an arrival of partial allreduce": ([], Arrived(7, 0, 1), "sent Arrived to follow"),
-    "a message of gossip": ([], Offered(7, 1), "sent Offered to follow"),
-    "a step after done": ([Done(7, [0])], Iterated(7, 1.0), "although it is done"),
-    "landed what did not go": ([Iterated(7, 1.0)] * 4, PullDone(7, 2), "saw pull 2 land, of 1"),
-    "landed number 0": ([Iterated(7, 1.0)] * 4, PullDone(7, 0), "saw pull 0 land"),
-    "done twice": ([Done(7, [0])], Done(7, [0]), "although it is done"),
-    "done with no count": ([], Done(7, []), "has produced"),
-    "done with two counts": ([], Done(7, [1, 1]), "has produced"),
+    "opened twice": ([], Registered(7, PAIRS, ["w"], [1]), "twice"),
+    "a step of partial allreduce": ([], StepEntered(7, 1, []), "sent StepEntered to follow a leader"),
+    "an arrival of partial allreduce": ([], GradientReady(7, 0, 1), "sent GradientReady to follow"),
+    "a message of gossip": ([], MessageQueued(7, 1), "sent MessageQueued to follow"),
+    "a step after done": ([Finished(7, [0])], StepTaken(7, 1.0), "although it is done"),
+    "landed what did not go": ([StepTaken(7, 1.0)] * 4, PullDone(7, 2), "saw pull 2 land, of 1"),
+    "landed number 0": ([StepTaken(7, 1.0)] * 4, PullDone(7, 0), "saw pull 0 land"),
+    "done twice": ([Finished(7, [0])], Finished(7, [0]), "although it is done"),
+    "done with no count": ([], Finished(7, []), "has produced"),
+    "done with two counts": ([], Finished(7, [1, 1]), "has produced"),
 }
 
 
@@ -336,11 +344,11 @@ def test_illegal_moves_raise_and_change_nothing(name):
 
 
 def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
-    machine = Pulls(7, (0, 2))
-    machine.handle(0, Opened(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
+    machine = LeaderStateMachine(7, (0, 2))
+    machine.handle(0, Registered(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
     state = snapshot(machine)
     for rank, hint in ((0, "before all ranks had opened|of 0"), (2, "before it opened"), (1, "does not share")):
-        for event in (Iterated(7, 1.0), PullDone(7, 1)):
+        for event in (StepTaken(7, 1.0), PullDone(7, 1)):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     assert snapshot(machine) == state

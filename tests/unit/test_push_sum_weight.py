@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
-from hvd_async.algorithms.gossip.plan import LEAST_WEIGHT, LOW_WEIGHT, Plan, make_plan
+from hvd_async.algorithms.gossip.plan import LOW_WEIGHT, MIN_WEIGHT, GossipPlan, make_plan
 from hvd_async.topology import Topology
 
 NAMES = ["exponential", "linear", "ring", "ring-right", "star", "mesh", "complete", "static-exponential"]
@@ -32,7 +32,7 @@ class Push:
         farthest: max |z|.
     """
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: GossipPlan, seed: int) -> None:
         self.plan, self.random = plan, random.Random(seed)
         size = len(plan.matrices[0])
         self.x, self.w, self.v = np.ones(size), np.ones(size), np.zeros(size)
@@ -127,8 +127,8 @@ def test_graphs_on_which_weights_run_away_are_refused(algorithm, graph, size, ne
         make_plan(size, algorithm, graph(size))
     with pytest.warns(UserWarning, match=r"push-sum weights fall to 0\.0\d*, so the optimizer's step is up to \d"):
         make_plan(near, algorithm, graph(near))
-    wild = Plan(make_plan(size, algorithm).config, graph(size), tuple(mixing.matrices(graph(size), "uniform")))
-    assert wild.least_weight < LEAST_WEIGHT
+    wild = GossipPlan(make_plan(size, algorithm).config, graph(size), tuple(mixing.matrices(graph(size), "uniform")))
+    assert wild.least_weight < MIN_WEIGHT
     assert max(Push(wild, seed).run().farthest for seed in range(3)) > 100
 
 
@@ -138,7 +138,7 @@ def test_osgp_with_many_receivers_a_step_is_refused_and_sgp_is_not():
         make_plan(64, "osgp", "complete")
     with pytest.warns(UserWarning, match="'complete' under osgp"):
         make_plan(16, "osgp", "complete")
-    assert LEAST_WEIGHT < 1 / 16 < LOW_WEIGHT
+    assert MIN_WEIGHT < 1 / 16 < LOW_WEIGHT
 
 
 def test_osgp_sends_each_max_staleness_steps():

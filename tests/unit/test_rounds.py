@@ -8,10 +8,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Firing, Go, Settle, Stepped
-from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.algorithms.eager.messages import (
+    EagerConfig,
+    GradientReady,
+    RoundTrigger,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+)
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Done, Drained, Opened, Refused
+from hvd_async.runtime.messages import Drained, Finished, Registered, Rejected
 from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation
 
@@ -101,7 +108,7 @@ def test_simulation_tries_illegal_moves_and_late_hypers():
         config = EagerConfig("solo", 2, 0.0, 0, 3)
         simulation = Simulation(Job(config, ((5, 3, 4), (1, 0, 2)), (1.0, 1.0, 0.1), seed=seed)).run()
         tried += simulation.illegal_tried
-        settled += sum(isinstance(command, Settle) for command in simulation.log)
+        settled += sum(isinstance(command, SetHyperparameters) for command in simulation.log)
         one_more += len(simulation.ledger.drain_rounds)
     assert min(tried, settled, one_more) > 5, "the simulation has lost its teeth"
 
@@ -112,17 +119,17 @@ def test_simulation_tries_illegal_moves_and_late_hypers():
 def test_solo_fires_for_the_first_with_its_hyperparameters():
     rounds = opened(SOLO, 2)
     assert step(rounds, 1, 1, 3.0) == [
-        Go(7, 0, 1, [{"lr": 1}], Firing("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0))
+        StartRound(7, 0, 1, [{"lr": 1}], RoundTrigger("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0))
     ]
     assert step(rounds, 0, 1) == []
 
 
 def test_a_late_gradient_keeps_its_rank_from_nothing():
     rounds = opened(SOLO, 2)
-    assert kinds(step(rounds, 0, 1) + step(rounds, 0, 2)) == ["Go", "Go"]
+    assert kinds(step(rounds, 0, 1) + step(rounds, 0, 2)) == ["StartRound", "StartRound"]
     assert step(rounds, 0, 3) == []  # rank 1 would be 3 rounds late
     assert rounds.waiting_for() == ("round 3", {1})
-    assert kinds(step(rounds, 1, 1)) == ["Go"]
+    assert kinds(step(rounds, 1, 1)) == ["StartRound"]
     assert rounds.waiting_for() is None
 
 
@@ -130,40 +137,44 @@ def test_count_fires_with_the_count_and_the_first_leads():
     rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3)
     assert step(rounds, 2, 1, 3.0) == []
     assert rounds.waiting_for() == ("round 1", {0, 1})
-    why = Firing("quorum: 2 of 3 are in, 2 needed", 0, 2, first=3.0, fired=4.5, held=1.5)
-    assert step(rounds, 0, 1, 4.5) == [Go(7, 0, 1, [{"lr": 2}], why)]
+    why = RoundTrigger("quorum: 2 of 3 are in, 2 needed", 0, 2, first=3.0, fired=4.5, held=1.5)
+    assert step(rounds, 0, 1, 4.5) == [StartRound(7, 0, 1, [{"lr": 2}], why)]
 
 
 def test_the_rank_that_fires_the_last_bucket_leads_if_it_is_in_step():
     rounds = opened(EagerConfig("solo", 9, 0.0, 0, 2), 2)
-    assert whys(rounds.handle(1, Arrived(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
-    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 0.0) == []
-    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 0.0) == []
-    assert whys(rounds.handle(0, Arrived(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 0}], "solo: rank 0 came first")]
+    assert whys(rounds.handle(1, GradientReady(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
+    assert rounds.handle(1, StepEntered(7, 1, [{"lr": 1}]), 0.0) == []
+    assert rounds.handle(0, StepEntered(7, 1, [{"lr": 0}]), 0.0) == []
+    assert whys(rounds.handle(0, GradientReady(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 0}], "solo: rank 0 came first")]
 
 
 def test_a_rank_that_is_in_step_leads_in_place_of_one_that_is_not():
     rounds = opened(EagerConfig("solo", 9, 0.0, 0, 2), 3)
-    assert whys(rounds.handle(1, Arrived(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
-    assert rounds.handle(2, Stepped(7, 1, [{"lr": 2}]), 0.0) == []
-    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 0.0) == []
-    assert whys(rounds.handle(1, Arrived(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 2}], "solo: rank 1 came first")]
+    assert whys(rounds.handle(1, GradientReady(7, 1, 1), 0.0)) == [(1, 1, None, "solo: rank 1 came first")]
+    assert rounds.handle(2, StepEntered(7, 1, [{"lr": 2}]), 0.0) == []
+    assert rounds.handle(0, StepEntered(7, 1, [{"lr": 0}]), 0.0) == []
+    assert whys(rounds.handle(1, GradientReady(7, 0, 1), 0.0)) == [(0, 1, [{"lr": 2}], "solo: rank 1 came first")]
 
 
 def test_nobody_waits_for_the_hyperparameters_of_a_rank_that_sleeps():
     """Rank 0's backward hands all over and it never comes to step(): rank 1 trains on, as far as the bound lets it."""
     rounds = opened(EagerConfig("solo", 4, 0.0, 0, 2), 2)
     for bucket in (1, 0):
-        assert whys(rounds.handle(0, Arrived(7, bucket, 1), 0.0)) == [(bucket, 1, None, "solo: rank 0 came first")]
+        assert whys(rounds.handle(0, GradientReady(7, bucket, 1), 0.0)) == [
+            (bucket, 1, None, "solo: rank 0 came first")
+        ]
     for bucket in (1, 0):
-        assert rounds.handle(1, Arrived(7, bucket, 1), 1.0) == []
-    assert rounds.handle(1, Stepped(7, 1, [{"lr": 1}]), 1.0) == [Settle(7, 1, [{"lr": 1}])]
+        assert rounds.handle(1, GradientReady(7, bucket, 1), 1.0) == []
+    assert rounds.handle(1, StepEntered(7, 1, [{"lr": 1}]), 1.0) == [SetHyperparameters(7, 1, [{"lr": 1}])]
     for number in range(2, 6):
-        assert rounds.handle(1, Stepped(7, number, [{"lr": number}]), 2.0) == []
-        assert whys(rounds.handle(1, Arrived(7, 1, number), 2.0)) == [(1, number, None, "solo: rank 1 came first")]
-        last = rounds.handle(1, Arrived(7, 0, number), 2.0)
+        assert rounds.handle(1, StepEntered(7, number, [{"lr": number}]), 2.0) == []
+        assert whys(rounds.handle(1, GradientReady(7, 1, number), 2.0)) == [
+            (1, number, None, "solo: rank 1 came first")
+        ]
+        last = rounds.handle(1, GradientReady(7, 0, number), 2.0)
         assert whys(last) == [(0, number, [{"lr": number}], "solo: rank 1 came first")]
-    assert rounds.handle(0, Stepped(7, 1, [{"lr": 0}]), 9.0) == []  # too late to lead
+    assert rounds.handle(0, StepEntered(7, 1, [{"lr": 0}]), 9.0) == []  # too late to lead
 
 
 def test_grace_waits_for_more_but_not_longer_than_for_all():
@@ -173,10 +184,10 @@ def test_grace_waits_for_more_but_not_longer_than_for_all():
     assert rounds.deadline() == 11.5
     assert rounds.tick(11.4) == []
     assert step(rounds, 1, 1, now=11.4) == []
-    assert kinds(rounds.tick(11.5)) == ["Go"]
+    assert kinds(rounds.tick(11.5)) == ["StartRound"]
     assert rounds.deadline() is None
     assert step(rounds, 2, 1, now=11.6) == []
-    for rank, expected in [(0, []), (1, []), (2, ["Go"])]:  # all in: no need to wait
+    for rank, expected in [(0, []), (1, []), (2, ["StartRound"])]:  # all in: no need to wait
         assert kinds(step(rounds, rank, 2, now=12.0)) == expected
     assert rounds.deadline() is None
 
@@ -184,9 +195,9 @@ def test_grace_waits_for_more_but_not_longer_than_for_all():
 def test_a_rank_that_is_done_is_no_longer_waited_for():
     rounds = opened(EagerConfig("all", 0, 0.0, 0, 1), 2)
     assert step(rounds, 0, 1) == []
-    assert kinds(rounds.handle(1, Done(7, [0]), 0.0)) == ["Go"]
-    assert kinds(step(rounds, 0, 2)) == ["Go"]
-    assert rounds.handle(0, Done(7, [2]), 0.0) == [Drained(7, 2, [2], 0)]
+    assert kinds(rounds.handle(1, Finished(7, [0]), 0.0)) == ["StartRound"]
+    assert kinds(step(rounds, 0, 2)) == ["StartRound"]
+    assert rounds.handle(0, Finished(7, [2]), 0.0) == [Drained(7, 2, [2], 0)]
 
 
 def test_majority_redraws_when_the_drawn_rank_finishes():
@@ -196,7 +207,7 @@ def test_majority_redraws_when_the_drawn_rank_finishes():
         goes = step(rounds, drawn, 1)
         if goes:
             continue  # this one was drawn itself; the other order shows it
-        assert kinds(rounds.handle(1 - drawn, Done(7, [0]), 0.0)) == ["Go"]
+        assert kinds(rounds.handle(1 - drawn, Finished(7, [0]), 0.0)) == ["StartRound"]
         return
     raise AssertionError("each rank was drawn for round 1")
 
@@ -205,9 +216,11 @@ def test_what_is_pending_at_the_end_goes_out_with_the_last_hyperparameters():
     rounds = opened(SOLO, 2)
     step(rounds, 0, 1)
     assert step(rounds, 1, 1) == []  # late: nobody is there to fire again
-    assert rounds.handle(0, Done(7, [1]), 0.0) == []
-    assert rounds.handle(1, Done(7, [1]), 0.0) == [
-        Go(7, 0, 2, [{"lr": 0}], Firing("drain: all ranks are done", 1, 0, first=0.0, fired=0.0, held=0.0)),
+    assert rounds.handle(0, Finished(7, [1]), 0.0) == []
+    assert rounds.handle(1, Finished(7, [1]), 0.0) == [
+        StartRound(
+            7, 0, 2, [{"lr": 0}], RoundTrigger("drain: all ranks are done", 1, 0, first=0.0, fired=0.0, held=0.0)
+        ),
         Drained(7, 2, [2], 1),
     ]
 
@@ -217,43 +230,43 @@ def test_after_drained_steps_go_on_from_the_rounds():
     for number in (1, 2):
         step(rounds, 0, number)
     for rank, produced in ((0, 2), (1, 0)):
-        commands = rounds.handle(rank, Done(7, [produced]), 0.0)
+        commands = rounds.handle(rank, Finished(7, [produced]), 0.0)
     assert commands == [Drained(7, 2, [2], 1)]
     with pytest.raises(ProtocolError, match="rank 1 handed over step 1"):
-        rounds.handle(1, Arrived(7, 0, 1), 0.0)
-    assert kinds(step(rounds, 1, 3)) == ["Go"]
-    assert kinds(step(rounds, 1, 4)) == ["Go"]
+        rounds.handle(1, GradientReady(7, 0, 1), 0.0)
+    assert kinds(step(rounds, 1, 3)) == ["StartRound"]
+    assert kinds(step(rounds, 1, 4)) == ["StartRound"]
     assert step(rounds, 1, 5) == []  # rank 0's lateness counts from the drain
 
 
 def test_drains_with_nothing_to_do():
     rounds = opened(SOLO, 2)
     for _ in range(2):
-        assert rounds.handle(0, Done(7, [0]), 0.0) == []
+        assert rounds.handle(0, Finished(7, [0]), 0.0) == []
         assert rounds.waiting_for() == ("drain", {1})
-        assert rounds.handle(1, Done(7, [0]), 0.0) == [Drained(7, 0, [0], 1)]
+        assert rounds.handle(1, Finished(7, [0]), 0.0) == [Drained(7, 0, [0], 1)]
 
 
 # -- ranks that do not fit together ---------------------------------------------------------------------------
 
 
-def refusal(*events: Opened) -> str:
+def refusal(*events: Registered) -> str:
     """What the ranks are told that open with these events, in every order of opening."""
     told = set()
     for order in itertools.permutations(range(len(events))):
-        rounds = Rounds(7, range(len(events)))
+        rounds = EagerStateMachine(7, range(len(events)))
         commands = [c for rank in order for c in rounds.handle(rank, events[rank], 0.0)]
-        assert kinds(commands) == ["Refused"]
-        assert isinstance(commands[0], Refused)
+        assert kinds(commands) == ["Rejected"]
+        assert isinstance(commands[0], Rejected)
         assert rounds.waiting_for() is None
-        assert rounds.handle(0, Stepped(7, 1, []), 0.0) == []  # on its way when the refusal went out
+        assert rounds.handle(0, StepEntered(7, 1, []), 0.0) == []  # on its way when the refusal went out
         told.add(commands[0].problem)
     assert len(told) == 1
     return told.pop()
 
 
 def test_other_weights_are_told_by_name_and_how_to_mend_them():
-    good, bad = Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 3])
+    good, bad = Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 3])
     text = refusal(good, bad, bad)
     assert "weights differ" in text
     assert "ranks 1, 2 from rank 0" in text
@@ -263,7 +276,7 @@ def test_other_weights_are_told_by_name_and_how_to_mend_them():
 
 
 def test_other_settings_are_told():
-    text = refusal(Opened(7, SOLO, ["a"], [1]), Opened(7, EagerConfig("all", 2, 0.0, 0, 1), ["a"], [1]))
+    text = refusal(Registered(7, SOLO, ["a"], [1]), Registered(7, EagerConfig("all", 2, 0.0, 0, 1), ["a"], [1]))
     assert "wrapped their optimizers differently" in text
     assert "rank 1 has" in text
     assert "quorum='all'" in text
@@ -272,7 +285,7 @@ def test_other_settings_are_told():
 
 @pytest.mark.parametrize("names", [["a"], ["a (2,)", "c (3,)"], ["a (2,)", "b (4,)"]])
 def test_other_parameters_are_told(names):
-    text = refusal(Opened(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Opened(7, SOLO, names, [1] * len(names)))
+    text = refusal(Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Registered(7, SOLO, names, [1] * len(names)))
     assert "different parameters" in text
     first = next(pair for pair in itertools.zip_longest(["a (2,)", "b (3,)"], names) if pair[0] != pair[1])
     assert f"where rank 1 has {first[1] or 'nothing'!r}" in text

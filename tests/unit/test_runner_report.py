@@ -7,16 +7,16 @@ import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
 from hvd_async.runner.files import write_atomically
-from hvd_async.runner.metrics import Outcome, Totals
+from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
 from hvd_async.runner.report import AT_THE_END, EpochRow, Reporter
 
 
 def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
     ranks = [
-        Outcome(4, 3, 4, 0.5, {0: 2, 3: 1}, 1, {1: 3, 2: 1}, (0.25, 1.5), 100, 0.5, 7),
-        Outcome(4, 2, 4, 0.125, {0: 1}, 0, {1: 3, 2: 1}, (0.25, 1.5), 60, 1.5, 8),
+        OptimizerCounts(4, 3, 4, 0.5, {0: 2, 3: 1}, 1, {1: 3, 2: 1}, (0.25, 1.5), 100, 0.5, 7),
+        OptimizerCounts(4, 2, 4, 0.125, {0: 1}, 0, {1: 3, 2: 1}, (0.25, 1.5), 60, 1.5, 8),
     ]
-    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 4.0, 100.0, 0.01, 0.02, 0.0, distance, Totals.of(ranks))
+    return EpochRow(epoch, 10 * epoch, 0.1, loss, accuracy, 4.0, 100.0, 0.01, 0.02, 0.0, distance, JobMetrics.of(ranks))
 
 
 def scalars_in(folder):

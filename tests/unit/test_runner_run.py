@@ -9,7 +9,7 @@ import pytest
 from hvd_async.runner.data import open_source
 from hvd_async.runner.loop import Run, start
 from hvd_async.runner.options import parse
-from hvd_async.runner.position import Course
+from hvd_async.runner.position import EpochPlan
 from tests.unit.counting import Clock, Counter, Job, run_all
 
 
@@ -163,7 +163,7 @@ def test_in_pace_rounds_steps_are_rounds(tmp_path):
 
 def test_in_pace_rounds_a_rank_without_images_does_not_go_round_for_ever():
     options = parse("torch", ["--pace", "rounds", "--image-size", "8"]).at(2000)
-    course = Course(options, open_source("digits", 8, vary=False, workers=1), 1999, 2000)
+    course = EpochPlan(options, open_source("digits", 8, vary=False, workers=1), 1999, 2000)
     assert list(course.batches(0, lambda: 0)) == []
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.runner.metrics import Figures, Learned, Outcome, Replicas, Totals
+from hvd_async.runner.metrics import JobMetrics, ModelQuality, OptimizerCounts, RankMetrics, Replicas
 from hvd_async.runner.options import parse
 from hvd_async.runner.stragglers import parse_inject
 from hvd_async.runner.summary import describe, straggler_lines, summarise, synchronous_delay, write_summary
@@ -34,14 +34,16 @@ CONTRACT = {
     *("led", "leader_distance_by_rank"),
 }
 ALIKE = Replicas(True, 0.0, 0.0)
-WELL = Learned(0.5, 0.9, 0.95)
+WELL = ModelQuality(0.5, 0.9, 0.95)
 
 
 def two_ranks():
     counted = {"contributors": {1: 4, 2: 1}, "held_s": (0.25, 0.5)}
-    ours = Outcome(5, 3, 5, 0.5, {0: 2, 4: 1}, bytes_sent=100, latency_s=0.5, peak_bytes=7, skipped=1, **counted)
-    other = Outcome(5, 2, 5, 1.5, {0: 1, 1: 1}, bytes_sent=50, latency_s=1.0, peak_bytes=8, **counted)
-    return [Figures(ours, 30, 10.0, 1.0, (1.0, 2.0, 3.0)), Figures(other, 20, 8.0, 0.0, (4.0, 5.0))]
+    ours = OptimizerCounts(
+        5, 3, 5, 0.5, {0: 2, 4: 1}, bytes_sent=100, latency_s=0.5, peak_bytes=7, skipped=1, **counted
+    )
+    other = OptimizerCounts(5, 2, 5, 1.5, {0: 1, 1: 1}, bytes_sent=50, latency_s=1.0, peak_bytes=8, **counted)
+    return [RankMetrics(ours, 30, 10.0, 1.0, (1.0, 2.0, 3.0)), RankMetrics(other, 20, 8.0, 0.0, (4.0, 5.0))]
 
 
 def summary_of(ranks, learned=WELL, replicas=ALIKE, line=()):
@@ -67,8 +69,8 @@ def test_the_figures_of_all_ranks_come_together():
 
 
 def test_a_run_without_a_step_and_one_that_diverged_are_valid_json(tmp_path):
-    idle = [Figures(Outcome.synchronous(0, 2, 0.0), 0, 0.0, 0.0, ())] * 2
-    summary = summary_of(idle, Learned(float("nan"), None), Replicas(False, float("inf"), float("nan")))
+    idle = [RankMetrics(OptimizerCounts.synchronous(0, 2, 0.0), 0, 0.0, 0.0, ())] * 2
+    summary = summary_of(idle, ModelQuality(float("nan"), None), Replicas(False, float("inf"), float("nan")))
     write_summary(tmp_path / "deep" / "s.json", summary)
     read = json.loads((tmp_path / "deep" / "s.json").read_text(), parse_constant=pytest.fail)
     assert set(read) == CONTRACT
@@ -88,9 +90,9 @@ def test_wrong_keys_are_refused(tmp_path):
 
 
 def test_a_synchronous_outcome():
-    outcome = Outcome.synchronous(7, 3, 0.25)
+    outcome = OptimizerCounts.synchronous(7, 3, 0.25)
     assert (outcome.rounds, outcome.produced, outcome.applied, outcome.staleness) == (7, 7, 21, {0: 7})
-    summary = summary_of([Figures(outcome, 1, 1.0, 0.0, (1.0,))] * 3)
+    summary = summary_of([RankMetrics(outcome, 1, 1.0, 0.0, (1.0,))] * 3)
     assert (summary["fresh"], summary["contributors"]) == (1.0, {"mean": 3.0})
     assert summary["held_s_by_rank"] is summary["bytes_sent"] is summary["latency_s"] is summary["peak_bytes"] is None
 
@@ -109,10 +111,10 @@ class Counted:
 
 def two_gossiping_ranks():
     outcomes = [
-        Outcome.of_gossip(Counted(waited_for=(0.0, 0.5)), 1),
-        Outcome.of_gossip(Counted(exchanges=5, wait_s=1.5, staleness={0: 4}, waited_for=(1.25, 0.25)), 0),
+        OptimizerCounts.of_gossip(Counted(waited_for=(0.0, 0.5)), 1),
+        OptimizerCounts.of_gossip(Counted(exchanges=5, wait_s=1.5, staleness={0: 4}, waited_for=(1.25, 0.25)), 0),
     ]
-    return [Figures(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
+    return [RankMetrics(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
 
 
 def test_gossip_says_nothing_of_gradients():
@@ -145,8 +147,11 @@ class Followed:
 
 
 def two_following_ranks(**changes):
-    outcomes = [Outcome.of_leader(Followed(**changes), 0), Outcome.of_leader(Followed(distance=0.5, pulls=2), 1)]
-    return [Figures(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
+    outcomes = [
+        OptimizerCounts.of_leader(Followed(**changes), 0),
+        OptimizerCounts.of_leader(Followed(distance=0.5, pulls=2), 1),
+    ]
+    return [RankMetrics(outcome, 30, 10.0, 1.0, (1.0, 2.0)) for outcome in outcomes]
 
 
 def test_leaders_are_counted():
@@ -163,23 +168,23 @@ def test_leaders_are_counted():
 
 
 def test_what_leaders_have_counted_since():
-    before = Outcome.of_leader(Followed(), 0)
-    now = Outcome.of_leader(Followed(pulls=6, led={0: 1, 1: 4}, distance=3.0), 0)
+    before = OptimizerCounts.of_leader(Followed(), 0)
+    now = OptimizerCounts.of_leader(Followed(pulls=6, led={0: 1, 1: 4}, distance=3.0), 0)
     since = now.since(before)
     assert (since.rounds, since.led, since.apart) == (2, {1: 2}, 3.0)
-    assert Totals.of([since]).leader_distance == (3.0,)
+    assert JobMetrics.of([since]).leader_distance == (3.0,)
 
 
 def test_what_gossip_has_counted_since():
-    now, before = (Outcome.of_gossip(Counted(waited_for=waited), 2) for waited in ((2.0, 1.0), (0.5, 0.0)))
+    now, before = (OptimizerCounts.of_gossip(Counted(waited_for=waited), 2) for waited in ((2.0, 1.0), (0.5, 0.0)))
     since = now.since(before)
     assert (since.rounds, since.produced, since.applied, since.skipped) == (0, None, None, 0)
     assert since.waited_for == (1.5, 1.0)
-    idle = Outcome.of_gossip(Counted(), 0)
+    idle = OptimizerCounts.of_gossip(Counted(), 0)
     assert now.since(idle).waited_for == (2.0, 1.0), "nothing was counted before the first step"
-    assert Totals.of([idle, now]).held_s == (2.0, 1.0)
+    assert JobMetrics.of([idle, now]).held_s == (2.0, 1.0)
     assert now.since(now).waited_for == (0.0, 0.0)
-    assert Totals.of([idle, idle]).held_s is None
+    assert JobMetrics.of([idle, idle]).held_s is None
 
 
 def test_the_end_of_gossip_for_people():
@@ -199,16 +204,16 @@ def test_the_end_of_gossip_for_people():
 
 
 def test_what_was_counted_since():
-    before = Outcome(2, 2, 4, 0.5, {0: 1, 3: 1}, 1, {1: 2}, (0.5, 1.0), 40, 0.25, 9)
-    now = Outcome(5, 4, 9, 2.0, {0: 2, 3: 1, 4: 1}, 1, {1: 3, 2: 2}, (0.75, 2.0), 100, 1.0, 11)
-    assert now.since(before) == Outcome(3, 2, 5, 1.5, {0: 1, 4: 1}, 0, {1: 1, 2: 2}, (0.25, 1.0), 60, 0.75, 11)
+    before = OptimizerCounts(2, 2, 4, 0.5, {0: 1, 3: 1}, 1, {1: 2}, (0.5, 1.0), 40, 0.25, 9)
+    now = OptimizerCounts(5, 4, 9, 2.0, {0: 2, 3: 1, 4: 1}, 1, {1: 3, 2: 2}, (0.75, 2.0), 100, 1.0, 11)
+    assert now.since(before) == OptimizerCounts(3, 2, 5, 1.5, {0: 1, 4: 1}, 0, {1: 1, 2: 2}, (0.25, 1.0), 60, 0.75, 11)
     assert now.since(None) == now
-    assert now.since(Outcome(0, 0, 0, 0.0)).held_s == (0.75, 2.0), "nothing was counted before the first step"
+    assert now.since(OptimizerCounts(0, 0, 0, 0.0)).held_s == (0.75, 2.0), "nothing was counted before the first step"
     assert now.since(now).staleness == {}
 
 
 def test_totals_of_an_epoch_in_which_nothing_happened():
-    totals = Totals.of([Outcome(0, 0, 0, 0.0)] * 2)
+    totals = JobMetrics.of([OptimizerCounts(0, 0, 0, 0.0)] * 2)
     assert (totals.staleness_mean, totals.staleness_max, totals.fresh, totals.contributors) == (None,) * 4
     assert (totals.latency_s, totals.bytes_sent, totals.held_s, totals.wait_s) == (None, None, None, (0.0, 0.0))
 
@@ -233,7 +238,7 @@ def test_the_stragglers_in_words():
 
 def test_the_end_for_people_says_whether_anything_was_lost():
     def text(**changes):
-        return describe({**summary_of(two_ranks()), **changes}, ["none"], Learned(0.5, 0.9, 0.95))
+        return describe({**summary_of(two_ranks()), **changes}, ["none"], ModelQuality(0.5, 0.9, 0.95))
 
     assert "5 produced, 5 applied: no gradient was lost" in text()
     assert "2 were LOST" in text(gradients_applied=3)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager import timeline
-from hvd_async.algorithms.eager.messages import Firing
+from hvd_async.algorithms.eager.messages import RoundTrigger
 from hvd_async.algorithms.eager.timeline import PROCESS, Record, Timeline, merge_into, trace_events
 
 SAMPLE = Path(__file__).parent / "horovod_timeline.json"
@@ -37,7 +37,7 @@ SUBMITTED = [
 
 def record(bucket=0, round=1, submitted=10.0, landed=11.0, first=None, optimizer=0, staleness=(0,)):
     first = submitted - 0.2 if first is None else first
-    return Record(optimizer, bucket, round, Firing("solo", 1, 2, first, submitted - 0.1, 0.25), submitted, landed,
+    return Record(optimizer, bucket, round, RoundTrigger("solo", 1, 2, first, submitted - 0.1, 0.25), submitted, landed,
                   staleness)  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_at_exit_the_merge_comes_after_horovods_shutdown(tmp_path, first):
     program = (
         "import atexit, os, sys\n"
         "from hvd_async.algorithms.eager import timeline\n"
-        "from hvd_async.runtime.messages import Firing\n"
+        "from hvd_async.algorithms.eager.messages import RoundTrigger\n"
         f"path, sample = {str(tmp_path / 'x.json')!r}, open({str(SAMPLE)!r}).read()\n"
         "state = {'up': True}\n"
         "def shutdown():\n"
@@ -217,7 +217,7 @@ def test_at_exit_the_merge_comes_after_horovods_shutdown(tmp_path, first):
         "def imported(): timeline.watch_exit(shutdown)\n"
         f"(imported(), init()) if {first!r} == 'import' else (init(), imported())\n"
         f"at = {SUBMITTED[0][1]}\n"
-        "timeline.recorder(0).round(0, 0, 1, Firing('solo', 0, 1, at, at, 0.0), at, at)\n"
+        "timeline.recorder(0).round(0, 0, 1, RoundTrigger('solo', 0, 1, at, at, 0.0), at, at)\n"
         f"timeline._recorder._epoch = {EPOCH}\n"
     )
     environment = {"HOROVOD_TIMELINE": str(tmp_path / "x.json")}

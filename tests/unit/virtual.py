@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped, Took
-from hvd_async.algorithms.eager.state_machine import Rounds
-from hvd_async.runtime.messages import Agreed, Command, Opened
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered, VersionTaken
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.runtime.messages import Accepted, Command, Registered
 
 
 @dataclass
@@ -57,7 +57,7 @@ class VirtualJob:
         rounds: int | None = None,
     ) -> None:
         self.config, self.size, self.duration, self.most = config, size, duration, rounds
-        self.rounds = Rounds(0, range(size))
+        self.rounds = EagerStateMachine(0, range(size))
         self.course = Course()
         self._version = [0] * size
         self._steps = [0] * size
@@ -71,7 +71,7 @@ class VirtualJob:
     def run(self) -> Course:
         """Until it is over."""
         opening = [command for rank in range(self.size) for command in self.rounds.handle(rank, self._opened(), 0.0)]
-        assert opening == [Agreed(0)]
+        assert opening == [Accepted(0)]
         self._release(list(range(self.size)), 0.0)
         while not self._over:
             now, rank = heapq.heappop(self._arrivals)
@@ -79,16 +79,16 @@ class VirtualJob:
             self.course.seconds = now
         return self.course
 
-    def _opened(self) -> Opened:
-        return Opened(0, self.config, ["w"], [1])
+    def _opened(self) -> Registered:
+        return Registered(0, self.config, ["w"], [1])
 
     def _arrive(self, rank: int, now: float) -> None:
         self._step[rank] = step = self._version[rank] + 1 if self.config.pace == "rounds" else self._step[rank] + 1
         self._pending.append((rank, self._version[rank]))
         self.course.given[rank] += 1
         self._waiting.append(rank)
-        self._obey(self.rounds.handle(rank, Stepped(0, step, []), now), now)
-        self._obey(self.rounds.handle(rank, Arrived(0, 0, step), now), now)
+        self._obey(self.rounds.handle(rank, StepEntered(0, step, []), now), now)
+        self._obey(self.rounds.handle(rank, GradientReady(0, 0, step), now), now)
         self._go_on(rank, now)
 
     def _go_on(self, rank: int, now: float) -> None:
@@ -101,7 +101,7 @@ class VirtualJob:
         for rank in free:
             self._version[rank] = self.course.rounds
             if self.config.pace == "rounds" and self._steps[rank]:
-                self._obey(self.rounds.handle(rank, Took(0, self.course.rounds), now), now)
+                self._obey(self.rounds.handle(rank, VersionTaken(0, self.course.rounds), now), now)
             self._steps[rank] += 1
             seconds = self.duration(rank, self._steps[rank])
             if seconds is None or (self.most is not None and self.course.rounds >= self.most):
@@ -111,7 +111,7 @@ class VirtualJob:
 
     def _obey(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, Go):
+            if isinstance(command, StartRound):
                 course = self.course
                 course.rounds = command.round
                 course.reasons.append(command.firing.reason)

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from hvd_async.algorithms.eager.messages import Firing
+from hvd_async.algorithms.eager.messages import RoundTrigger
 from hvd_async.stats import Stats
 
 
@@ -36,7 +36,7 @@ class Counters:
         with self._lock:
             self._staleness.update(staleness)
 
-    def went(self, bucket: int, firing: Firing, nbytes: int) -> None:
+    def went(self, bucket: int, firing: RoundTrigger, nbytes: int) -> None:
         """A bucket's part has been given to a collective."""
         with self._lock:
             self._sent += nbytes

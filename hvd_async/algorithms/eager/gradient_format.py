@@ -58,7 +58,7 @@ def last(vector: Vector, count: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Wire:
+class GradientFormat:
     """How a binding's vectors look and travel.
 
     Attributes:
@@ -96,7 +96,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Round:
+class ReducedRound:
     """A round that is ready to be applied.
 
     Attributes:
@@ -118,7 +118,7 @@ class Round:
         return max(self.counts)
 
 
-class Held(NamedTuple):
+class PendingGradient(NamedTuple):
     """What is pending in one bucket of one rank at a cut: gradients' sum (None if there is none), their versions."""
 
     vector: Vector | None

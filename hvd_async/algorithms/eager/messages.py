@@ -31,34 +31,34 @@ class EagerConfig(Config, frozen=True, tag=True):
         return self.buckets
 
 
-class Stepped(OptimizerEvent, frozen=True, tag=True):
+class StepEntered(OptimizerEvent, frozen=True, tag=True):
     """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it told last."""
 
     step: int
     hyper: Hyper | None = None
 
 
-class Arrived(OptimizerEvent, frozen=True, tag=True):
+class GradientReady(OptimizerEvent, frozen=True, tag=True):
     """The gradient of ``bucket`` of this rank's step is in its engine's pending buffer."""
 
     bucket: int
     step: int
 
 
-class Took(OptimizerEvent, frozen=True, tag=True):
+class VersionTaken(OptimizerEvent, frozen=True, tag=True):
     """This rank's weights are at ``version``: its next gradient is computed there (pace "rounds" only)."""
 
     version: int
 
 
-class Received(OptimizerEvent, frozen=True, tag=True):
+class RoundsReceived(OptimizerEvent, frozen=True, tag=True):
     """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have come back to this engine."""
 
     call: int
     landed: list[int]
 
 
-class Firing(msgspec.Struct, frozen=True):
+class RoundTrigger(msgspec.Struct, frozen=True):
     """Why and when a bucket's round fired.
 
     Attributes:
@@ -78,16 +78,16 @@ class Firing(msgspec.Struct, frozen=True):
     held: float
 
 
-class Go(OptimizerCommand, frozen=True, tag=True):
-    """Submit the pending gradient of this bucket for this round. ``hyper`` is None if it follows in ``Settle``."""
+class StartRound(OptimizerCommand, frozen=True, tag=True):
+    """Submit the pending gradient of this bucket for this round. ``hyper``: None if it follows."""
 
     bucket: int
     round: int
     hyper: Hyper | None
-    firing: Firing
+    firing: RoundTrigger
 
 
-class Settle(OptimizerCommand, frozen=True, tag=True):
+class SetHyperparameters(OptimizerCommand, frozen=True, tag=True):
     """The hyperparameters of a round of which a bucket went before they were known."""
 
     round: int
@@ -100,5 +100,5 @@ class ReportReceived(OptimizerCommand, frozen=True, tag=True):
     call: int
 
 
-EVENTS = (Stepped, Arrived, Took, Received)
-COMMANDS = (Go, Settle, ReportReceived)
+EVENTS = (StepEntered, GradientReady, VersionTaken, RoundsReceived)
+COMMANDS = (StartRound, SetHyperparameters, ReportReceived)

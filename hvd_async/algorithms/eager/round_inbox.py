@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from hvd_async.algorithms.eager.gradient_format import Round
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.runtime.inbox import Inbox
 
 
@@ -18,12 +18,12 @@ class RoundInbox(Inbox):
 
     def __init__(self, changed: threading.Condition) -> None:
         super().__init__(changed)
-        self.ready: deque[Round] = deque()
+        self.ready: deque[ReducedRound] = deque()
         self._discards = False
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def deliver(self, rounds: list[Round]) -> None:
+    def deliver(self, rounds: list[ReducedRound]) -> None:
         """Rounds, in order."""
         with self._changed:
             if not self._discards:
@@ -46,14 +46,14 @@ class RoundInbox(Inbox):
         """Whether ``waiting`` would return one."""
         return bool(self.ready) and self.ready[0].index <= self._last()
 
-    def waiting(self, most: int | None = None) -> list[Round]:
+    def waiting(self, most: int | None = None) -> list[ReducedRound]:
         """Rounds that are to be applied, ``most`` at the most. They stay here until they are: who is interrupted before
         finds them again."""
         with self._changed:
             rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
         return rounds if most is None else rounds[:most]
 
-    def take(self) -> Round:
+    def take(self) -> ReducedRound:
         """The first round, which has been applied."""
         with self._changed:
             return self.ready.popleft()

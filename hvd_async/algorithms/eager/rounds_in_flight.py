@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvd_async.algorithms.eager.counters import Counters
-from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire
-from hvd_async.algorithms.eager.messages import Firing, Go
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
+from hvd_async.algorithms.eager.messages import RoundTrigger, StartRound
 from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -41,7 +41,7 @@ class _Flight:
     hyper: Hyper | None = None
 
 
-class Transit:
+class RoundsInFlight:
     """One optimizer's gradients.
 
     Args:
@@ -51,13 +51,15 @@ class Transit:
         tally: counts.
     """
 
-    def __init__(self, engine: Engine, wire: Wire, deliver: Callable[[list[Round]], None], tally: Counters) -> None:
+    def __init__(
+        self, engine: Engine, wire: GradientFormat, deliver: Callable[[list[ReducedRound]], None], tally: Counters
+    ) -> None:
         self._engine, self._wire, self._deliver, self._tally = engine, wire, deliver, tally
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._busy: set[str] = set()
-        self._held: deque[Go] = deque()
+        self._held: deque[StartRound] = deque()
         self._flights: dict[int, _Flight] = {}
         self._next_ready = 1
         self.landed = [0] * self._buckets
@@ -73,18 +75,18 @@ class Transit:
             self._tally.hold(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
-    def restore(self, held: list[Held]) -> None:
+    def restore(self, held: list[PendingGradient]) -> None:
         """Begin with what an earlier run's cut has left (before the engine knows this optimizer)."""
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
                 self._tally.hold(self._wire.nbytes[bucket])
 
-    def pending(self) -> list[Held]:
+    def pending(self) -> list[PendingGradient]:
         """What no round has carried yet, by bucket."""
-        return [Held(pending.vector, list(pending.versions)) for pending in self._pending]
+        return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
-    def go(self, go: Go) -> None:
+    def go(self, go: StartRound) -> None:
         """Take what is pending and submit it for a round."""
         name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
         if name in self._busy or any(held.bucket == go.bucket for held in self._held):
@@ -121,7 +123,7 @@ class Transit:
         self._flight(round_).hyper = hyper
         self._pass_on()
 
-    def _take(self, bucket: int, firing: Firing, staleness: list[int]) -> Vector | None:
+    def _take(self, bucket: int, firing: RoundTrigger, staleness: list[int]) -> Vector | None:
         taken, self._pending[bucket] = self._pending[bucket], _Pending()
         if bucket == 0:
             self._tally.took(staleness)
@@ -138,14 +140,14 @@ class Transit:
 
     def _pass_on(self) -> None:
         """Deliver, in order, the rounds that have all their buckets and their hyperparameters."""
-        ready: list[Round] = []
+        ready: list[ReducedRound] = []
         while (flight := self._flights.get(self._next_ready)) is not None:
             sums = tuple(s for s in flight.sums if s is not None)
             if len(sums) < self._buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
             self._tally.came(time.monotonic() - flight.started)
-            ready.append(Round(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
+            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
             self._next_ready += 1
         if ready:
             self._deliver(ready)

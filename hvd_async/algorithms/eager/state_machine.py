@@ -29,20 +29,20 @@ from typing import Any
 
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
 from hvd_async.algorithms.eager.messages import (
-    Arrived,
     EagerConfig,
-    Firing,
-    Go,
-    Received,
+    GradientReady,
     ReportReceived,
-    Settle,
-    Stepped,
-    Took,
+    RoundsReceived,
+    RoundTrigger,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
 )
 from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, decide
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.state_machine import StateMachine
 
 
 @dataclass
@@ -81,14 +81,14 @@ class _Round:
 
 @dataclass(frozen=True)
 class _InStep:
-    """A rank's last ``Stepped``."""
+    """A rank's last ``StepEntered``."""
 
     step: int
     hyper: Hyper
     at: float
 
 
-class Rounds(Machine[EagerConfig]):
+class EagerStateMachine(StateMachine[EagerConfig]):
     """Partial allreduce of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
@@ -157,20 +157,20 @@ class Rounds(Machine[EagerConfig]):
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
-            case Stepped():
+            case StepEntered():
                 return self._stepped(rank, event, now)
-            case Arrived():
+            case GradientReady():
                 return self._arrived(rank, event, now)
-            case Took():
+            case VersionTaken():
                 return self._took(rank, event, now)
-            case Received():
+            case RoundsReceived():
                 return self._present(rank, event)
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
 
     # -- steps ------------------------------------------------------------------------------------------------
 
-    def _stepped(self, rank: int, event: Stepped, now: float) -> list[Command]:
+    def _stepped(self, rank: int, event: StepEntered, now: float) -> list[Command]:
         self._running(rank, event)
         if rank in self._in_step and event.step <= self._in_step[rank].step:
             raise ProtocolError(f"rank {rank} reported step {event.step} after step {self._in_step[rank].step}")
@@ -183,9 +183,9 @@ class Rounds(Machine[EagerConfig]):
         if round_ is None or round_.hyper is not None or not self._all_fired(event.step):
             return []
         self._settle(event.step, hyper)
-        return [Settle(self._optimizer, event.step, hyper)]
+        return [SetHyperparameters(self._optimizer, event.step, hyper)]
 
-    def _arrived(self, rank: int, event: Arrived, now: float) -> list[Command]:
+    def _arrived(self, rank: int, event: GradientReady, now: float) -> list[Command]:
         self._running(rank, event)
         if not 0 <= event.bucket < len(self._buckets):
             raise ProtocolError(f"rank {rank} named bucket {event.bucket} of {len(self._buckets)}")
@@ -205,17 +205,17 @@ class Rounds(Machine[EagerConfig]):
             self._auto.arrived(rank, now, late=self._all_fired(event.step))
         return self._advance(rank, now, event.bucket)
 
-    def _took(self, rank: int, event: Took, now: float) -> list[Command]:
+    def _took(self, rank: int, event: VersionTaken, now: float) -> list[Command]:
         config = self._running(rank, event)
         if config.pace != "rounds":
-            raise ProtocolError(f"rank {rank} sent Took in pace {config.pace!r}")
+            raise ProtocolError(f"rank {rank} sent VersionTaken in pace {config.pace!r}")
         if any(not b.position[rank] <= event.version <= b.fired for b in self._buckets):
             raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
         for bucket in self._buckets:
             bucket.position[rank] = event.version
         return self._advance(rank, now)
 
-    def _present(self, rank: int, event: Received) -> list[Command]:
+    def _present(self, rank: int, event: RoundsReceived) -> list[Command]:
         if len(event.landed) != len(self._buckets):
             raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(self._buckets)}")
         if any(landed > bucket.fired for bucket, landed in zip(self._buckets, event.landed, strict=True)):
@@ -232,7 +232,7 @@ class Rounds(Machine[EagerConfig]):
 
     def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Its engine still says what it has received."""
-        return self._present(rank, event) if isinstance(event, Received) else []
+        return self._present(rank, event) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
         for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
@@ -293,7 +293,7 @@ class Rounds(Machine[EagerConfig]):
             commands.append(self._fire(index, decision.initiator, decision.reason, last, now))
         return commands
 
-    def _fire(self, index: int, initiator: int, reason: str, by: int, now: float) -> Go:
+    def _fire(self, index: int, initiator: int, reason: str, by: int, now: float) -> StartRound:
         """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step."""
         bucket = self._buckets[index]
         arrivals, bucket.waiting = bucket.waiting, {}
@@ -314,7 +314,9 @@ class Rounds(Machine[EagerConfig]):
             if self._auto is not None:
                 self._auto.fired(now)
         first = min(arrivals.values(), default=now)
-        return Go(self._optimizer, index, number, round_.hyper, Firing(reason, by, len(arrivals), first, now, held))
+        return StartRound(
+            self._optimizer, index, number, round_.hyper, RoundTrigger(reason, by, len(arrivals), first, now, held)
+        )
 
     def _settle(self, number: int, hyper: Hyper) -> None:
         self._rounds[number].hyper = self._last_hyper = hyper
@@ -333,7 +335,7 @@ class Rounds(Machine[EagerConfig]):
                 commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
         for number, round_ in sorted(self._rounds.items()):
             if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
-                commands.append(Settle(self._optimizer, number, self._last_hyper))
+                commands.append(SetHyperparameters(self._optimizer, number, self._last_hyper))
         for bucket in self._buckets:
             bucket.position = dict.fromkeys(self.ranks, last)
         self._in_step.clear()

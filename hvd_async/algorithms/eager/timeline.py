@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.eager.messages import Firing
-from hvd_async.runtime.log import notice
+from hvd_async.algorithms.eager.messages import RoundTrigger
+from hvd_async.runtime.log import warn
 
 PROCESS = 1_000_000
 """The trace's process number of our rows; Horovod numbers its own, one a tensor, from 0."""
@@ -36,7 +36,7 @@ class Record(NamedTuple):
     optimizer: int
     bucket: int
     round: int
-    firing: Firing
+    firing: RoundTrigger
     submitted: float
     landed: float
     staleness: tuple[int, ...]
@@ -61,7 +61,7 @@ class Timeline:
         optimizer: int,
         bucket: int,
         round: int,
-        firing: Firing,
+        firing: RoundTrigger,
         submitted: float,
         landed: float,
         staleness: Iterable[int] = (),
@@ -89,9 +89,9 @@ class Timeline:
         try:
             merge_into(self._path, records, applied, self._epoch)
         except (OSError, ValueError) as error:
-            notice(f"rounds are missing from the timeline: {error}")
+            warn(f"rounds are missing from the timeline: {error}")
         if self._left_out:
-            notice(f"the timeline has the first {MOST} buckets of rounds; {self._left_out} later ones are left out")
+            warn(f"the timeline has the first {MOST} buckets of rounds; {self._left_out} later ones are left out")
             self._left_out = 0
 
 

@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from hvd_async.algorithms.eager.counters import Counters
-from hvd_async.algorithms.eager.gradient_format import Held, Round, Wire
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import (
-    Arrived,
     EagerConfig,
-    Go,
-    Received,
+    GradientReady,
     ReportReceived,
-    Settle,
-    Stepped,
-    Took,
+    RoundsReceived,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
 )
 from hvd_async.algorithms.eager.round_inbox import RoundInbox
-from hvd_async.algorithms.eager.rounds_in_flight import Transit
+from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Drained, Hyper, OptimizerCommand
-from hvd_async.runtime.uninterrupted import Whole
+from hvd_async.runtime.uninterrupted import Uninterrupted
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import Stats
 
-Apply = Callable[[Round], None]
+Apply = Callable[[ReducedRound], None]
 
 
 class EagerWorker(Worker):
@@ -55,7 +55,7 @@ class EagerWorker(Worker):
         self,
         engine: Engine,
         config: EagerConfig,
-        wire: Wire,
+        wire: GradientFormat,
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
         emptied: Callable[[], Sequence[int]] = tuple,
@@ -64,13 +64,13 @@ class EagerWorker(Worker):
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
         self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
         self._tally = Counters(wire.members or range(engine.size))
-        self._transit = Transit(engine, wire, inbox.deliver, self._tally)
+        self._transit = RoundsInFlight(engine, wire, inbox.deliver, self._tally)
         # Training thread's:
         self._steps = self._base = 0
         """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
         self._handed: set[int] = set()
         """Buckets of the step after this that have been handed over."""
-        self.whole = Whole()
+        self.whole = Uninterrupted()
         self._empty = False
         """Whether one of them was empty."""
         self._version = 0
@@ -82,7 +82,7 @@ class EagerWorker(Worker):
         """Steps at the last drain or cut."""
         self.mend: int | None = None
         """Of the last drain or cut: the rank whose weights all take over, since it was shown most rounds; or None."""
-        self._at_cut: list[Held] | None = None
+        self._at_cut: list[PendingGradient] | None = None
         """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
 
     # -- where it stands -----------------------------------------------------------------------------------------
@@ -144,7 +144,9 @@ class EagerWorker(Worker):
         self._apply_all(rounds, apply or self._apply)
         return count
 
-    def finish_step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None) -> list[Round]:
+    def finish_step(
+        self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
+    ) -> list[ReducedRound]:
         """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
 
         After a step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that one. What it is given is the same
@@ -163,7 +165,7 @@ class EagerWorker(Worker):
         number = self._opened_number()
         self._check_able()
         if self._behind > 0:
-            notice(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
+            warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
         elif sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
         else:
@@ -174,7 +176,7 @@ class EagerWorker(Worker):
             self._uncount()
             rounds = self._inbox.waiting(most)
             if self.config.pace == "rounds":
-                taken = Took(number, self._version + len(rounds))
+                taken = VersionTaken(number, self._version + len(rounds))
                 self._base = taken.version - self._steps
                 self.engine.post(lambda: self.engine.send(taken))
         return rounds
@@ -191,7 +193,7 @@ class EagerWorker(Worker):
         told, self._told = None if hyper == self._told else hyper, hyper
 
         def hand_over() -> None:
-            self.engine.send(Stepped(number, step, told))
+            self.engine.send(StepEntered(number, step, told))
             for bucket, vector in vectors.items():
                 self._arrive(number, bucket, vector, version, step)
 
@@ -214,14 +216,14 @@ class EagerWorker(Worker):
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
-    def _apply_all(self, rounds: list[Round], apply: Apply) -> None:
+    def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
         rounds.reverse()
         while rounds:  # (one that is applied need not be held while the others are)
             with self.applying(rounds[-1]):
                 apply(rounds.pop())
 
     @contextlib.contextmanager
-    def applying(self, round_: Round) -> Iterator[None]:
+    def applying(self, round_: ReducedRound) -> Iterator[None]:
         """Around the application of the round that is next: afterwards it counts as applied."""
         self.begin(round_)
         try:
@@ -231,7 +233,7 @@ class EagerWorker(Worker):
             raise
         self.end()
 
-    def begin(self, round_: Round) -> None:
+    def begin(self, round_: ReducedRound) -> None:
         """As the beginning of ``applying``, where it is no block of code. ``end`` follows."""
         self.whole.begin(f"round {round_.index} could not be applied")
 
@@ -304,7 +306,7 @@ class EagerWorker(Worker):
     def announce(self, flush: bool) -> None:
         """As the worker's; at the process's end also between backward() and step()."""
         if self._handed:
-            notice(
+            warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
                 f"were handed over to the last round"
             )
@@ -331,13 +333,13 @@ class EagerWorker(Worker):
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
-    def pending(self) -> list[Held]:
+    def pending(self) -> list[PendingGradient]:
         """What no round has carried yet, by bucket; complete after a cut."""
         if self._at_cut is not None and self.settled:
             return self._at_cut
         if self.engine.replaced and self.settled:  # it was shut down, and drained before
-            return [Held(None, [])] * self.config.buckets
-        found: Future[list[Held]] = Future()
+            return [PendingGradient(None, [])] * self.config.buckets
+        found: Future[list[PendingGradient]] = Future()
 
         def look() -> None:
             found.set_result(self._transit.pending())
@@ -348,7 +350,7 @@ class EagerWorker(Worker):
         self.engine.wait(found.done)
         return found.result()
 
-    def restore(self, held: list[Held]) -> None:
+    def restore(self, held: list[PendingGradient]) -> None:
         """Begin with what an earlier run has left pending (before ``open``); versions as they were at its cut."""
         self._transit.restore(held)
         self._restored = any(vector is not None for vector, _ in held)
@@ -373,23 +375,23 @@ class EagerWorker(Worker):
     def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
         if vector is not None:
             self._transit.add(bucket, vector, version)
-        self.engine.send(Arrived(number, bucket, step))
+        self.engine.send(GradientReady(number, bucket, step))
 
     def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case Go():
+            case StartRound():
                 self._transit.go(command)
-            case Settle(_, round_, hyper):
+            case SetHyperparameters(_, round_, hyper):
                 self._transit.settle(round_, hyper)
             case ReportReceived():
-                self.engine.send(Received(command.optimizer, command.call, list(self._transit.landed)))
+                self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._transit.landed)))
             case Drained():
                 held = [] if command.flushed else self._transit.pending()
-                self._keep([Held(None if v is None else v + 0, at) for v, at in held] or None)
+                self._keep([PendingGradient(None if v is None else v + 0, at) for v, at in held] or None)
         super().obey(command)
 
-    def _keep(self, held: list[Held] | None) -> None:
+    def _keep(self, held: list[PendingGradient] | None) -> None:
         """Hold what was pending at a cut, or no more of it."""
         for sign, kept in ((-1, self._at_cut), (1, held)):
             lengths = zip(kept or [], self.wire.nbytes, strict=False)

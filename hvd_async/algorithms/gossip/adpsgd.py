@@ -11,17 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvd_async.algorithms.gossip.error_feedback import Kept
-from hvd_async.algorithms.gossip.message_exchange import Post
-from hvd_async.algorithms.gossip.messages import Exchange, Retired, Wanted
-from hvd_async.algorithms.gossip.plan import Plan
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
 
 
-class PairWorker(GossipWorker):
+class ADPSGDWorker(PushSumWorker):
     """One optimizer of one rank under AD-PSGD.
 
     Attributes:
@@ -29,7 +29,7 @@ class PairWorker(GossipWorker):
             ("landed", exchange, partner's place).
     """
 
-    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
         self._lock = threading.Lock()
         """Held while the shadow changes, and while the log does."""
@@ -47,8 +47,8 @@ class PairWorker(GossipWorker):
         self._local = 0
         """Steps since the last averaging."""
 
-    def restore(self, kept: Kept) -> None:
-        """As ``GossipWorker.restore``.
+    def restore(self, kept: SavedState) -> None:
+        """As ``PushSumWorker.restore``.
 
         Raises:
             ValueError: this rank's weights count for more or less than others', which only push-sum knows what to do
@@ -66,7 +66,7 @@ class PairWorker(GossipWorker):
         self._shadow, self._shown = weights, weights + 0
 
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step, as ``GossipWorker.mix``; waits only after ``max_local_steps`` without an averaging."""
+        """End a step, as ``PushSumWorker.mix``; waits only after ``max_local_steps`` without an averaging."""
         self._opened_number()
         self._check_drained()
         limit = self.config.max_local_steps
@@ -91,7 +91,7 @@ class PairWorker(GossipWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """In a drain or cut: the average of all ranks with ``flush``, else this rank's own; as ``GossipWorker``."""
+        """In a drain or cut: the average of all ranks with ``flush``, else this rank's own; as ``PushSumWorker``."""
         with self._lock:
             z, self._together = self._changed(weights), flush
         if flush:
@@ -113,16 +113,16 @@ class PairWorker(GossipWorker):
     def _want(self) -> None:
         if self._owed > 0 and not self._asked and self._left and not self._announced:
             self._asked = True
-            self.engine.send(Wanted(self._opened_number()))
+            self.engine.send(PairRequested(self._opened_number()))
 
     def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case Exchange(_, _, _, pairs):
+            case StartExchange(_, _, _, pairs):
                 if any(self.engine.rank in pair for pair in pairs):
                     self._asked = False
                 super().obey(command)
-            case Retired(_, rank, _):
+            case RankFinished(_, rank, _):
                 super().obey(command)
                 with self.engine.changed:
                     self._left.discard(self._ranks.index(rank))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.message_exchange import Post
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.runtime.interfaces import Vector
 
-EVERYWHERE = "everywhere"
+SHARED = "everywhere"
 """What all ranks know: the weights that they began with, or that the last drain gave them."""
 
 
-class Kept(NamedTuple):
+class SavedState(NamedTuple):
     """What of a rank's gossip a checkpoint after ``cut()`` holds, beside its weights z."""
 
     weight: float
@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """Steps since the last drain, of the rank that took most."""
 
 
-class Knowledge:
+class ErrorFeedback:
     """One optimizer's. Where messages are no differences, it only codes them.
 
     Args:
@@ -33,7 +33,7 @@ class Knowledge:
         graph: on another one both ends begin anew.
     """
 
-    def __init__(self, post: Post, graph: str) -> None:
+    def __init__(self, post: MessageFormat, graph: str) -> None:
         self._post, self._graph = post, graph
         self._copies: dict[str, Vector] = {}
 
@@ -41,7 +41,7 @@ class Knowledge:
         """All ranks know these now, and nothing else."""
         self._copies.clear()
         if self._post.differences:
-            self._copies[EVERYWHERE] = weights + 0
+            self._copies[SHARED] = weights + 0
 
     @property
     def begun(self) -> bool:
@@ -51,7 +51,7 @@ class Knowledge:
     def forget_edges(self) -> None:
         """Go on from what all ranks know."""
         if self._copies:
-            self._copies = {EVERYWHERE: self._copies[EVERYWHERE]}
+            self._copies = {SHARED: self._copies[SHARED]}
 
     def encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
         """Bytes to send over an edge, and what the receiver makes of them."""
@@ -69,7 +69,7 @@ class Knowledge:
 
     def _known(self, edge: str) -> Vector:
         name = self._name(edge)
-        return self._copies[name] if name in self._copies else self._copies[EVERYWHERE]
+        return self._copies[name] if name in self._copies else self._copies[SHARED]
 
     def _add(self, edge: str, known: Vector, data: Vector) -> Vector:
         copy = self._copies[self._name(edge)] = known + self._post.decode(data)
@@ -86,5 +86,5 @@ class Knowledge:
 
     def restore(self, copies: dict[str, Vector]) -> None:
         """Take back what ``kept`` gave, as far as it is of this graph."""
-        here = (EVERYWHERE, self._name(""))
+        here = (SHARED, self._name(""))
         self._copies = {name: copy for name, copy in copies.items() if name.startswith(here)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.message_exchange import NAMES_IN_RING, Post
-from hvd_async.algorithms.gossip.messages import Average, Averaged
+from hvd_async.algorithms.gossip.message_exchange import NAMES_IN_RING, MessageFormat
+from hvd_async.algorithms.gossip.messages import AverageEntered, StartAverage
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
@@ -18,7 +18,7 @@ class _Summed(NamedTuple):
     ranks: int
 
 
-class Averages:
+class GlobalAverages:
     """One optimizer's.
 
     Args:
@@ -26,7 +26,7 @@ class Averages:
         post: how vectors travel.
     """
 
-    def __init__(self, engine: Engine, post: Post) -> None:
+    def __init__(self, engine: Engine, post: MessageFormat) -> None:
         self._engine, self._post = engine, post
         self._brought: dict[int, Vector] = {}
         """This rank's x for those that have not gone yet (engine thread)."""
@@ -41,7 +41,7 @@ class Averages:
 
         def send() -> None:
             self._brought[index] = x
-            self._engine.send(Averaged(optimizer, index, weight))
+            self._engine.send(AverageEntered(optimizer, index, weight))
 
         self._engine.post(send)
         return index
@@ -59,7 +59,7 @@ class Averages:
         """Count from 1 again."""
         self._index = 0
 
-    def submit(self, command: Average) -> None:
+    def submit(self, command: StartAverage) -> None:
         """Submit this rank's part, or nothing if it is done (engine thread)."""
         name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
         own = self._brought.pop(command.index, None)

@@ -15,22 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.gossip.error_feedback import Kept
-from hvd_async.algorithms.gossip.message_exchange import Letter, Post
-from hvd_async.algorithms.gossip.messages import Retired
-from hvd_async.algorithms.gossip.plan import Plan
-from hvd_async.algorithms.gossip.push_sum import LEAST_WEIGHT
-from hvd_async.algorithms.gossip.worker import GossipWorker
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
+from hvd_async.algorithms.gossip.messages import RankFinished
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.push_sum import MIN_WEIGHT
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
 
 STAGES = 3
-GIVE, MIX, RETURN = range(STAGES)
+REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 
 
-class _Mass(NamedTuple):
+class _Shard(NamedTuple):
     """A part of the weights, times how much it counts, and that."""
 
     x: Vector
@@ -41,18 +41,18 @@ class _Mass(NamedTuple):
 class _Step:
     """A step of the host, as the owner of a part sees it."""
 
-    given: dict[int, _Mass] = field(default_factory=dict)
+    given: dict[int, _Shard] = field(default_factory=dict)
     """By the ranks of the host that have given theirs."""
     before: Vector = None
     """The owner's part before its update, of D-PSGD."""
-    mass: _Mass | None = None
+    mass: _Shard | None = None
     """The host's, once all have given and other hosts were sent their share."""
 
 
-class HostWorker(GossipWorker):
+class HierarchicalWorker(PushSumWorker):
     """One optimizer of one rank whose host gossips."""
 
-    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
         size = plan.config.local_size
         self._host, self._own = divmod(self._place, size)
@@ -69,26 +69,29 @@ class HostWorker(GossipWorker):
         """The last step that was sent back."""
         self._had: set[tuple[int, int]] = set()
         """Messages that were taken in before they had to be: (host, its step)."""
-        self._parts: dict[int, dict[int, _Mass]] = {}
+        self._parts: dict[int, dict[int, _Shard]] = {}
         """What came back, by step and owner."""
         self._ended: Drained[Any] | None = None
         """An end that this rank, whose optimizer is gone, has to come to by itself."""
 
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step, as ``GossipWorker.mix``; z is that of the whole host."""
+        """End a step, as ``PushSumWorker.mix``; z is that of the whole host."""
         number = self._opened_number()
         self._check_drained()
         self._step += 1
         step, weights = self._step, self._weights
         parts = self._post.split(self._with_excess(after))
         own_before = self._post.split(self._with_excess(before))[self._own] if self.wants_before else None
-        letters = [Letter(to, self._post.encode(parts[part]), weights[part]) for part, to in enumerate(self._locals)
-                   if to != self._place]  # fmt: skip
+        letters = [
+            OutgoingMessage(to, self._post.encode(parts[part]), weights[part])
+            for part, to in enumerate(self._locals)
+            if to != self._place
+        ]
 
         def give() -> None:
-            self._mail.offer(number, step * STAGES + GIVE, letters, 0.0)
+            self._mail.offer(number, step * STAGES + REDUCE_SCATTER, letters, 0.0)
             self._at(step).before = own_before
-            self._take_part(step, self._place, _Mass(parts[self._own] + 0, weights[self._own]))
+            self._take_part(step, self._place, _Shard(parts[self._own] + 0, weights[self._own]))
 
         self.engine.post(give)
         self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
@@ -98,7 +101,7 @@ class HostWorker(GossipWorker):
     def _with_excess(self, x: Vector) -> Vector:
         return x if self._excess is None else self._post.add(x, self._excess, 1.0)
 
-    def _settle(self, parts: list[_Mass]) -> Vector:
+    def _settle(self, parts: list[_Shard]) -> Vector:
         """Take these parts for x and their weights; returns z."""
         weights = self._weights = [weight for _, weight in parts]
         mean = self._weight = weights[0] if len(set(weights)) == 1 else sum(weights) / len(weights)
@@ -110,7 +113,7 @@ class HostWorker(GossipWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """As ``GossipWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
+        """As ``PushSumWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
         self._count_anew()
         if not flush:
             self._together = False
@@ -159,7 +162,7 @@ class HostWorker(GossipWorker):
         return x
 
     def consensus(self, x: Vector) -> Vector:
-        """As ``GossipWorker.consensus``."""
+        """As ``PushSumWorker.consensus``."""
         weight = self._weight
         x = self._with_leftover(x, keep=True)
         mean = super().consensus(x)
@@ -181,8 +184,8 @@ class HostWorker(GossipWorker):
         self._taken += 0 if keep else len(come)
         return self._post.join(parts)
 
-    def kept(self) -> Kept | None:
-        """As ``GossipWorker.kept``.
+    def kept(self) -> SavedState | None:
+        """As ``PushSumWorker.kept``.
 
         Raises:
             ReplicaStateError: after a cut, while messages of other hosts wait to be taken in, or have been by the
@@ -195,8 +198,8 @@ class HostWorker(GossipWorker):
             )
         return super().kept()
 
-    def restore(self, kept: Kept) -> None:
-        """As ``GossipWorker.restore``."""
+    def restore(self, kept: SavedState) -> None:
+        """As ``PushSumWorker.restore``."""
         super().restore(kept)
         self._weights = [self._weight] * len(self._locals)
 
@@ -206,7 +209,7 @@ class HostWorker(GossipWorker):
         """Carry out a command."""
         super().obey(command)
         match command:
-            case Retired():
+            case RankFinished():
                 self._progress()
             case Drained() if self.deleted:
                 self._mail.pause(command.rounds)
@@ -221,11 +224,11 @@ class HostWorker(GossipWorker):
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         step, stage = divmod(key, STAGES)
         x = self._post.decode(data)
-        self._taken += stage != MIX
-        if stage == GIVE:
-            self._take_part(step, sender, _Mass(x, weight))
-        elif stage == RETURN:
-            self._returned(step, sender - self._locals[0], _Mass(x, weight))
+        self._taken += stage != GOSSIP
+        if stage == REDUCE_SCATTER:
+            self._take_part(step, sender, _Shard(x, weight))
+        elif stage == ALL_GATHER:
+            self._returned(step, sender - self._locals[0], _Shard(x, weight))
         else:
             host = sender // len(self._locals)
             self._giving.short |= weight == 0.0
@@ -237,11 +240,11 @@ class HostWorker(GossipWorker):
     def _at(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())
 
-    def _take_part(self, step: int, giver: int, mass: _Mass) -> None:
+    def _take_part(self, step: int, giver: int, mass: _Shard) -> None:
         self._at(step).given[giver] = mass
         self._progress()
 
-    def _returned(self, step: int, place: int, mass: _Mass) -> None:
+    def _returned(self, step: int, place: int, mass: _Shard) -> None:
         with self.engine.changed:
             self._parts.setdefault(step, {})[place] = mass
             self.engine.changed.notify_all()
@@ -272,7 +275,7 @@ class HostWorker(GossipWorker):
             del self._steps[number]
             self._mixed = number
 
-    def _share(self, number: int, step: _Step) -> _Mass:
+    def _share(self, number: int, step: _Step) -> _Shard:
         """Add up what the ranks of the host have given, and send other hosts their share; OSGP: also of what they have
         sent at earlier steps."""
         masses = [step.given[place] for place in sorted(step.given)]
@@ -280,7 +283,7 @@ class HostWorker(GossipWorker):
         for mass in masses[1:]:
             x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
         if self.config.max_staleness:
-            x, weight = self._with_others(_Mass(x, weight), number, number - 1)
+            x, weight = self._with_others(_Shard(x, weight), number, number - 1)
         size = len(self._locals)
         receivers = [
             (host, p) for host, p in self.plan.out(self._host, self._base + number) if self._goes_on(host, number)
@@ -291,14 +294,14 @@ class HostWorker(GossipWorker):
             message = step.before * float(len(masses))
         sent, given = weight, sum(p for _, p in receivers)
         short = self._giving.short or not all(self._goes_on(host, number) for host in self.plan.senders(self._host))
-        if short and weight < LEAST_WEIGHT * len(masses):
+        if short and weight < MIN_WEIGHT * len(masses):
             message, sent, given = message * 0.0, 0.0, 0.0
         data = self._post.encode(message)
-        letters = [Letter(host * size + self._own, data) for host, _ in receivers]
-        self._mail.offer(self._opened_number(), number * STAGES + MIX, letters, sent)
+        letters = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
+        self._mail.offer(self._opened_number(), number * STAGES + GOSSIP, letters, sent)
         if given:
             x = self._post.add(x, message, -given)
-        return _Mass(x, weight * (1.0 - given))
+        return _Shard(x, weight * (1.0 - given))
 
     def _lacks(self, number: int) -> bool:
         """Whether a message is missing that a step has to wait for."""
@@ -308,7 +311,7 @@ class HostWorker(GossipWorker):
             for host, _ in (self._into(self._host, last) if last > 0 else ())
         )
 
-    def _with_others(self, mass: _Mass, number: int, until: int) -> _Mass:
+    def _with_others(self, mass: _Shard, number: int, until: int) -> _Shard:
         """With what other hosts have sent, of their steps up to ``until``."""
         with self.engine.changed:
             here = sorted(key for key in self._letters.come if key[1] <= until)
@@ -319,13 +322,13 @@ class HostWorker(GossipWorker):
             self._staleness[max(0, number - past)] += 1
         self._had = {(host, past) for host, past in self._had.union(here) if past >= number - self.config.max_staleness}
         self._taken += len(come)
-        return _Mass(x, weight)
+        return _Shard(x, weight)
 
-    def _give_back(self, number: int, step: _Step, mass: _Mass) -> None:
+    def _give_back(self, number: int, step: _Step, mass: _Shard) -> None:
         share = 1.0 / len(step.given)
         x, weight = mass.x * share, mass.weight * share
         data = self._post.encode(x)
-        letters = [Letter(place, data) for place in sorted(step.given) if place != self._place]
-        self._mail.offer(self._opened_number(), number * STAGES + RETURN, letters, weight)
+        letters = [OutgoingMessage(place, data) for place in sorted(step.given) if place != self._place]
+        self._mail.offer(self._opened_number(), number * STAGES + ALL_GATHER, letters, weight)
         if self._place in step.given:
-            self._returned(number, self._own, _Mass(x, weight))
+            self._returned(number, self._own, _Shard(x, weight))

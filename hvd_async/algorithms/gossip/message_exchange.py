@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.gossip.messages import Exchange, ExchangeDone, Offered, Passed
+from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, NoMessage, StartExchange
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Rows, Vector
 
@@ -19,7 +19,7 @@ HEADER = struct.Struct("<qd")
 """Of a message: its key, the sender's push-sum weight."""
 
 
-class Letter(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message to a rank (by its place): encoded, as bytes; and its push-sum weight, if it is not the sender's."""
 
     to: int
@@ -28,7 +28,7 @@ class Letter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Post:
+class MessageFormat:
     """How a binding's messages look and travel.
 
     Attributes:
@@ -68,12 +68,12 @@ class Post:
     process_set_id: int = 0
 
 
-class _Outgoing(NamedTuple):
-    letters: list[Letter]
+class _QueuedStep(NamedTuple):
+    letters: list[OutgoingMessage]
     weight: float
 
 
-class Mail:
+class MessageExchange:
     """One optimizer's.
 
     Args:
@@ -87,7 +87,7 @@ class Mail:
     def __init__(
         self,
         engine: Engine,
-        post: Post,
+        post: MessageFormat,
         deliver: Callable[[int, int, float, Vector], None],
         snapshot: Callable[[int, int], Vector],
         after: Callable[[], None],
@@ -96,9 +96,9 @@ class Mail:
         self._deliver, self._snapshot, self._after = deliver, snapshot, after
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
-        self._outbox: dict[int, _Outgoing] = {}
+        self._outbox: dict[int, _QueuedStep] = {}
         self._busy: set[str] = set()
-        self._held: deque[Exchange] = deque()
+        self._held: deque[StartExchange] = deque()
         self._last: int | None = None
         """The last exchange before a drain that this rank has not ended yet; those after it wait."""
         self.landed = self.gone = 0
@@ -107,13 +107,13 @@ class Mail:
         self.seconds = 0.0
         """Of all exchanges here."""
 
-    def offer(self, optimizer: int, key: int, letters: list[Letter], weight: float) -> None:
+    def offer(self, optimizer: int, key: int, letters: list[OutgoingMessage], weight: float) -> None:
         """Have an exchange carry messages, one to a receiver, soon; without any, only say that there are none."""
         if not letters:
-            self._engine.send(Passed(optimizer, key))
+            self._engine.send(NoMessage(optimizer, key))
             return
-        self._outbox[key] = _Outgoing(letters, weight)
-        self._engine.send(Offered(optimizer, key))
+        self._outbox[key] = _QueuedStep(letters, weight)
+        self._engine.send(MessageQueued(optimizer, key))
 
     def pause(self, last: int) -> None:
         """Submit nothing of the exchanges after number ``last``, until ``resume``."""
@@ -124,7 +124,7 @@ class Mail:
         self._last = None
         self._try_held()
 
-    def exchange(self, command: Exchange) -> None:
+    def exchange(self, command: StartExchange) -> None:
         """Submit this rank's part of an exchange."""
         self._held.append(command)
         self._try_held()
@@ -135,10 +135,10 @@ class Mail:
                 return
             self._submit(self._held.popleft())
 
-    def _name(self, command: Exchange) -> str:
+    def _name(self, command: StartExchange) -> str:
         return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
 
-    def _submit(self, command: Exchange) -> None:
+    def _submit(self, command: StartExchange) -> None:
         name, own, started = self._name(command), self._engine.rank, time.monotonic()
         self._busy.add(name)
         rows: list[tuple[int, Vector, bytes]] = []

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, Post
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
+from hvd_async.runtime.process_sets import RankGroup
 
 Array = np.ndarray[Any, Any]
 CHUNK = 2048
@@ -62,8 +62,8 @@ def dequantize(data: Array, elements: int) -> Array:
 
 
 def make_post(
-    elements: int, dtype: Any, compression: str, rows: int, sharers: Sharers | None = None, parts: int = 1
-) -> Post:
+    elements: int, dtype: Any, compression: str, rows: int, sharers: RankGroup | None = None, parts: int = 1
+) -> MessageFormat:
     """How NumPy vectors of weights travel.
 
     Args:
@@ -110,7 +110,7 @@ def make_post(
         x += y if a == 1.0 else y * kind.type(a)
         return x
 
-    return Post(
+    return MessageFormat(
         encode=encode,
         decode=decode,
         pack=pack,

@@ -31,29 +31,29 @@ class GossipConfig(Config, frozen=True, tag=True):
     local_size: int = 1
 
 
-class Offered(OptimizerEvent, frozen=True, tag=True):
+class MessageQueued(OptimizerEvent, frozen=True, tag=True):
     """This rank has a message for other ranks, ``key`` of its own; its engine holds it until an exchange takes it."""
 
     key: int
 
 
-class Passed(OptimizerEvent, frozen=True, tag=True):
+class NoMessage(OptimizerEvent, frozen=True, tag=True):
     """This rank has no message of its step ``key``, in which others may have some."""
 
     key: int
 
 
-class Wanted(OptimizerEvent, frozen=True, tag=True):
+class PairRequested(OptimizerEvent, frozen=True, tag=True):
     """This rank wants to be averaged with a neighbour (AD-PSGD)."""
 
 
-class Starved(OptimizerEvent, frozen=True, tag=True):
+class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
     """This rank waits for a message that was in none of the first ``seen`` exchanges, and has none to offer."""
 
     seen: int
 
 
-class Averaged(OptimizerEvent, frozen=True, tag=True):
+class AverageEntered(OptimizerEvent, frozen=True, tag=True):
     """This rank is in its average number ``index`` over all ranks, with this push-sum weight, and waits for it."""
 
     index: int
@@ -66,7 +66,7 @@ class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
     round: int
 
 
-class Exchange(OptimizerCommand, frozen=True, tag=True):
+class StartExchange(OptimizerCommand, frozen=True, tag=True):
     """Submit an exchange, with this rank's part of it: ``mail`` as (sender, key), ``pairs`` of ranks to be averaged."""
 
     round: int
@@ -74,7 +74,7 @@ class Exchange(OptimizerCommand, frozen=True, tag=True):
     pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
-class Average(OptimizerCommand, frozen=True, tag=True):
+class StartAverage(OptimizerCommand, frozen=True, tag=True):
     """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others bring
     nothing."""
 
@@ -83,12 +83,12 @@ class Average(OptimizerCommand, frozen=True, tag=True):
     weight: float
 
 
-class Retired(OptimizerCommand, frozen=True, tag=True):
+class RankFinished(OptimizerCommand, frozen=True, tag=True):
     """A rank is done: nothing of its steps after ``step`` (since the last drain) will come."""
 
     rank: int
     step: int
 
 
-EVENTS = (Offered, Passed, Wanted, Starved, Averaged, ExchangeDone)
-COMMANDS = (Exchange, Average, Retired)
+EVENTS = (MessageQueued, NoMessage, PairRequested, WaitingForMessage, AverageEntered, ExchangeDone)
+COMMANDS = (StartExchange, StartAverage, RankFinished)

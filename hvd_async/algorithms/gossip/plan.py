@@ -19,7 +19,7 @@ from hvd_async.topology import Topology
 DIRECTED = ("sgp", "osgp")
 SYMMETRIC = ("dpsgd", "adpsgd")
 ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
-LEAST_WEIGHT, LOW_WEIGHT = 0.025, 0.1
+MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 """Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
 MOST_COPIES = 32
@@ -59,7 +59,7 @@ _NO_USE = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class GossipPlan:
     """Who sends to whom at each step, and what the receiver multiplies by.
 
     Attributes:
@@ -152,7 +152,7 @@ def make_plan(
     average_every: int = 0,
     compression: str = "none",
     local_size: int = 1,
-) -> Plan:
+) -> GossipPlan:
     """Check how ranks are to gossip, and lay it out.
 
     Args:
@@ -204,7 +204,7 @@ def make_plan(
         compression=compression,
         local_size=local_size,
     )
-    plan = Plan(config, chosen, tuple(matrices))
+    plan = GossipPlan(config, chosen, tuple(matrices))
     _check_weight(plan)
     if compression == "int8" and plan.copies > MOST_COPIES:
         raise ValueError(
@@ -215,7 +215,7 @@ def make_plan(
     return plan
 
 
-def _check_weight(plan: Plan) -> None:
+def _check_weight(plan: GossipPlan) -> None:
     """Refuse, or warn of, push-sum weights so low that z = x / w runs away."""
     algorithm, least = plan.config.algorithm, plan.least_weight if plan.config.algorithm in DIRECTED else 1.0
     if least >= LOW_WEIGHT:
@@ -227,7 +227,7 @@ def _check_weight(plan: Plan) -> None:
     hint = "take a topology on which ranks get as much as they give, such as 'exponential'"
     if algorithm == "osgp":
         hint += ", with few receivers a step"
-    if least < LEAST_WEIGHT:
+    if least < MIN_WEIGHT:
         raise ValueError(f"{text}, which lets weights run away; {hint}")
     warnings.warn(f"{text}; lower that, or {hint}", stacklevel=3)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.error_feedback import Knowledge
-from hvd_async.algorithms.gossip.message_exchange import Letter, Mail, Post
-from hvd_async.algorithms.gossip.plan import Plan
-from hvd_async.algorithms.gossip.receive_buffer import Letters
+from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback
+from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat, OutgoingMessage
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
-LEAST_WEIGHT = 0.75
+MIN_WEIGHT = 0.75
 """Push-sum weight below which a rank gives nothing away where senders to it are done, or have nothing to give: it would
 go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
 
 
-class Gift(NamedTuple):
+class SentShare(NamedTuple):
     """What a step's messages take with them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Gift(NamedTuple):
     weight: float
 
 
-class Giving:
+class Sender:
     """One optimizer's, on the training thread.
 
     Args:
@@ -48,14 +48,21 @@ class Giving:
     """
 
     def __init__(
-        self, engine: Engine, plan: Plan, place: int, post: Post, mail: Mail, known: Knowledge, letters: Letters
+        self,
+        engine: Engine,
+        plan: GossipPlan,
+        place: int,
+        post: MessageFormat,
+        mail: MessageExchange,
+        known: ErrorFeedback,
+        letters: ReceiveBuffer,
     ) -> None:
         self._engine, self._plan, self._place, self._post = engine, plan, place, post
         self._mail, self._known, self._letters = mail, known, letters
         self.offered = 0
         self.short = False
 
-    def offer(self, optimizer: int, step: int, phase: int, message: Vector, weight: float) -> Gift | None:
+    def offer(self, optimizer: int, step: int, phase: int, message: Vector, weight: float) -> SentShare | None:
         """Offer a step's messages, if any rank has some then; None if they take nothing with them.
 
         Args:
@@ -68,12 +75,12 @@ class Giving:
             return None
         out = [(to, p) for to, p in self._plan.out(self._place, phase) if step <= self._letters.last(to, step)]
         gift, data = None, None
-        if out and weight < LEAST_WEIGHT and self._is_short(step):
+        if out and weight < MIN_WEIGHT and self._is_short(step):
             data, weight = self._post.encode(self._post.zeros()), 0.0
         elif out:
             data, sent = self._known.encode(edge("out", self._plan, phase), message)
-            gift = Gift(sent, sum(p for _, p in out), weight)
-        letters = [Letter(to, data) for to, _ in out]
+            gift = SentShare(sent, sum(p for _, p in out), weight)
+        letters = [OutgoingMessage(to, data) for to, _ in out]
         self.offered += bool(letters)
         self._engine.post(lambda: self._mail.offer(optimizer, step, letters, weight))
         return gift
@@ -84,6 +91,6 @@ class Giving:
         return self.short or any(step > self._letters.last(sender, step) for sender in senders)
 
 
-def edge(end: int | str, plan: Plan, phase: int) -> str:
+def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
     """The name of what a sender is known by ("out": this rank itself)."""
     return f"{end} {plan.phase(phase)}"

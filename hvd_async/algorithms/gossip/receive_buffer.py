@@ -9,7 +9,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """One that has come.
 
     Attributes:
@@ -25,7 +25,7 @@ class Message(NamedTuple):
     data: Vector
 
 
-class Letters:
+class ReceiveBuffer:
     """One optimizer's. The engine delivers, the training thread takes.
 
     Args:
@@ -98,7 +98,7 @@ class Letters:
         self._step = step
         self._due = self._due | {(sender, step) for sender in senders}
 
-    def take(self, until: int | None) -> list[Message]:
+    def take(self, until: int | None) -> list[ReceivedMessage]:
         """Those of senders' steps up to this one, or all, in one order."""
         with self._engine.changed:  # (else the engine might miss what was just taken)
             found = self._pop(lambda step: until is None or step <= until)
@@ -106,14 +106,14 @@ class Letters:
             self._due = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
         return found
 
-    def take_after(self, last: int) -> list[Message]:
+    def take_after(self, last: int) -> list[ReceivedMessage]:
         """Those of later steps than ``last``."""
         with self._engine.changed:
             return self._pop(lambda step: step > last)
 
-    def _pop(self, wanted: Callable[[int], bool]) -> list[Message]:
+    def _pop(self, wanted: Callable[[int], bool]) -> list[ReceivedMessage]:
         keys = sorted(key for key in self.come if wanted(key[1]))
-        return [Message(*key, *self.come.pop(key)) for key in keys]
+        return [ReceivedMessage(*key, *self.come.pop(key)) for key in keys]
 
     def restart(self) -> None:
         """Steps are counted anew, and none calls for anything."""

@@ -32,20 +32,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_async.algorithms.gossip.messages import (
-    Average,
-    Averaged,
-    Exchange,
+    AverageEntered,
     ExchangeDone,
     GossipConfig,
-    Offered,
-    Passed,
-    Retired,
-    Starved,
-    Wanted,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
 )
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Command, Opened, OptimizerEvent
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
+from hvd_async.runtime.state_machine import StateMachine
 
 SMOOTHING = 0.2
 """Of the running mean of how long an exchange takes."""
@@ -65,7 +65,7 @@ class _Flight:
     started: float
 
 
-class Exchanges(Machine[GossipConfig]):
+class GossipStateMachine(StateMachine[GossipConfig]):
     """Gossip of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class Exchanges(Machine[GossipConfig]):
             return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
         return None
 
-    def _open(self, rank: int, event: Opened[Any], now: float) -> list[Command]:
+    def _open(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
         commands = super()._open(rank, event, now)
         if self._config is not None:  # ranks that were done before know others only now
             commands[1:1] = [self._retired(done) for done in sorted(self._done)]
@@ -125,21 +125,21 @@ class Exchanges(Machine[GossipConfig]):
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
-            case Offered(_, key):
+            case MessageQueued(_, key):
                 self._check_offer(rank, event, key)
                 self._offers[rank].append(_Offer(key, now))
                 self._told[rank] = key
                 self._starved.pop(rank, None)
-            case Passed(_, key):
+            case NoMessage(_, key):
                 self._check_offer(rank, event, key)
                 self._told[rank] = self._gone[rank] = key
                 self._starved.pop(rank, None)
-            case Wanted():
+            case PairRequested():
                 self._wanted(rank, event, now)
-            case Starved(_, seen):
+            case WaitingForMessage(_, seen):
                 self._running(rank, event)
                 self._starved[rank] = seen
-            case Averaged(_, index, weight):
+            case AverageEntered(_, index, weight):
                 self._running(rank, event)
                 if index != self._average + 1 or rank in self._averages.get(index, {}):
                     raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
@@ -228,10 +228,10 @@ class Exchanges(Machine[GossipConfig]):
                 # (in one order, so that sums are the same to the bit)
                 there = sorted(self._averages.pop(index).items())
                 ranks, weights = [rank for rank, _ in there], [weight for _, weight in there]
-                due.append(Average(self._optimizer, index, ranks, sum(weights)))
+                due.append(StartAverage(self._optimizer, index, ranks, sum(weights)))
         return due
 
-    def _next(self, now: float) -> Exchange | None:
+    def _next(self, now: float) -> StartExchange | None:
         """The next exchange, of all that waits; None if nobody that waits has a partner."""
         mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
         self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in mail}
@@ -243,7 +243,7 @@ class Exchanges(Machine[GossipConfig]):
             for rank in pair:
                 self._wants.pop(rank, None)
                 self._met[rank] = self._round
-        return Exchange(self._optimizer, self._round, mail, pairs)
+        return StartExchange(self._optimizer, self._round, mail, pairs)
 
     def _pair(self) -> list[tuple[int, int]]:
         """Law 3; of several neighbours the one whose last average is longest ago."""
@@ -275,7 +275,7 @@ class Exchanges(Machine[GossipConfig]):
 
     def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Its engine still ends exchanges, and serves its host."""
-        serves = isinstance(event, ExchangeDone) or (isinstance(event, Offered) and self._of_hosts)
+        serves = isinstance(event, ExchangeDone) or (isinstance(event, MessageQueued) and self._of_hosts)
         return self._hear(rank, event, now) if serves else []
 
     @property
@@ -289,8 +289,8 @@ class Exchanges(Machine[GossipConfig]):
         self._starved.pop(rank, None)
         return [self._retired(rank), *self._advance(now)]
 
-    def _retired(self, rank: int) -> Retired:
-        return Retired(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
+    def _retired(self, rank: int) -> RankFinished:
+        return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
 
     def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Send what has been offered."""

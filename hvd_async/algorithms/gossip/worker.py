@@ -16,13 +16,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.algorithms.gossip.error_feedback import Kept, Knowledge
-from hvd_async.algorithms.gossip.global_average import Averages
-from hvd_async.algorithms.gossip.message_exchange import Mail, Post
-from hvd_async.algorithms.gossip.messages import Average, Exchange, GossipConfig, Retired, Starved
-from hvd_async.algorithms.gossip.plan import Plan
-from hvd_async.algorithms.gossip.push_sum import Gift, Giving, edge
-from hvd_async.algorithms.gossip.receive_buffer import Letters, Message
+from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
+from hvd_async.algorithms.gossip.global_average import GlobalAverages
+from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat
+from hvd_async.algorithms.gossip.messages import (
+    GossipConfig,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
+)
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.push_sum import Sender, SentShare, edge
+from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer, ReceivedMessage
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -34,7 +40,7 @@ WEIGHT_TOLERANCE = 1e-6
 """Relative, of the sum of push-sum weights."""
 
 
-class GossipWorker(Worker):
+class PushSumWorker(Worker):
     """One optimizer of one rank that gossips by push-sum: SGP, OSGP, D-PSGD, or only averages ("allreduce").
 
     Args:
@@ -48,17 +54,17 @@ class GossipWorker(Worker):
         log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
     """
 
-    def __init__(self, engine: Engine, plan: Plan, post: Post, finish: Callable[[bool], object]) -> None:
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
         self.config: GossipConfig = plan.config
         self.plan, self._post = plan, post
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
-        self._mail = Mail(engine, post, self._deliver, self._snapshot, self._tell_starved)
-        self._averages = Averages(engine, post)
-        self._known = Knowledge(post, plan.config.graph)
-        self._letters = Letters(engine, plan.config.max_staleness, self._sends_ahead)
-        self._giving = Giving(engine, plan, self._place, post, self._mail, self._known, self._letters)
+        self._mail = MessageExchange(engine, post, self._deliver, self._snapshot, self._tell_starved)
+        self._averages = GlobalAverages(engine, post)
+        self._known = ErrorFeedback(post, plan.config.graph)
+        self._letters = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_ahead)
+        self._giving = Sender(engine, plan, self._place, post, self._mail, self._known, self._letters)
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
@@ -68,7 +74,7 @@ class GossipWorker(Worker):
         """Messages taken in, and left aside."""
         self._ahead = 0
         """The step whose messages were offered before it was taken; 0 if there is none."""
-        self._gift: Gift | None = None
+        self._gift: SentShare | None = None
         """What these messages take with them, once that step is taken."""
         self._averagings = 0
         self._stepped = 0
@@ -159,14 +165,14 @@ class GossipWorker(Worker):
         return self.config.algorithm == "dpsgd" and self.config.local_size == 1
 
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
-        """As ``Plan.into``, of a step since the last drain or cut."""
+        """As ``GossipPlan.into``, of a step since the last drain or cut."""
         return self.plan.into(place, self._base + step)
 
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages, if they have not gone ahead; returns x without what is given away."""
         return self._give(x, self._gift if self._ahead else self._offer(self._step, message))
 
-    def _give(self, x: Vector, gift: Gift | None) -> Vector:
+    def _give(self, x: Vector, gift: SentShare | None) -> Vector:
         """x without what has been given away."""
         if gift is None:
             return x
@@ -174,7 +180,7 @@ class GossipWorker(Worker):
         # (the message must stay as it is until it has gone: x may share its memory)
         return x * (1.0 - gift.share) if gift.x is x else self._post.add(x, gift.x, -gift.share)
 
-    def _offer(self, step: int, message: Vector) -> Gift | None:
+    def _offer(self, step: int, message: Vector) -> SentShare | None:
         return self._giving.offer(self._opened_number(), step, self._base + step, message, self._weight)
 
     def _await_messages(self) -> None:
@@ -278,7 +284,7 @@ class GossipWorker(Worker):
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
         self._together = flush
-        left: list[Message] = []
+        left: list[ReceivedMessage] = []
         if self._sends_ahead:
             weights, left = self._end_ahead(weights)
         if not flush:
@@ -297,7 +303,7 @@ class GossipWorker(Worker):
         self._known.begin(z)
         return z
 
-    def _end_ahead(self, weights: Vector) -> tuple[Vector, list[Message]]:
+    def _end_ahead(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
         """Take leave of z of what has gone ahead for a step that other ranks took; returns z, and the messages that
         have come for a step that none took."""
         if self._ahead and self._ahead <= self._longest:
@@ -308,7 +314,7 @@ class GossipWorker(Worker):
         self._aside += len(left)
         return weights, left
 
-    def _leave_aside(self, left: list[Message]) -> None:
+    def _leave_aside(self, left: list[ReceivedMessage]) -> None:
         """Decode, after all that came before on the same edges, what is for no step: its sender counts on that."""
         for sender, step, weight, data in left:
             if weight:
@@ -333,11 +339,11 @@ class GossipWorker(Worker):
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> SavedState | None:
         """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
-        return None if self._together else Kept(self._weight, self._known.kept(), self._base)
+        return None if self._together else SavedState(self._weight, self._known.kept(), self._base)
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: SavedState) -> None:
         """Begin with what an earlier run's cut has left (before ``open``)."""
         self._known.restore(kept.copies)
         self._weight = kept.weight
@@ -366,11 +372,11 @@ class GossipWorker(Worker):
     def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case Exchange():
+            case StartExchange():
                 self._mail.exchange(command)
-            case Average():
+            case StartAverage():
                 self._averages.submit(command)
-            case Retired(_, rank, step):
+            case RankFinished(_, rank, step):
                 self._letters.retire(self._ranks.index(rank), step)
             case Drained():
                 if not self.deleted:
@@ -391,7 +397,7 @@ class GossipWorker(Worker):
         with self.engine.changed:
             starved = bool(self._letters.missing())
         if starved:
-            self.engine.send(Starved(self._opened_number(), self._mail.landed))
+            self.engine.send(WaitingForMessage(self._opened_number(), self._mail.landed))
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")

@@ -13,7 +13,7 @@ REMEMBERED = 10_000
 """Pulls of which each is told; of earlier ones how many."""
 
 
-class PullRecord:
+class PullCounters:
     """Of one optimizer.
 
     Attributes:

@@ -7,7 +7,7 @@ import msgspec
 from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
 
 
-class Standing(msgspec.Struct, frozen=True):
+class PullProgress(msgspec.Struct, frozen=True):
     """How it stands between ranks that follow a leader, at a drain or cut.
 
     Attributes:
@@ -45,10 +45,10 @@ class LeaderConfig(Config, frozen=True, tag=True):
     loss_window: int = 10
     local: bool = True
     whole: bool = True
-    standing: Standing | None = None
+    standing: PullProgress | None = None
 
 
-class Iterated(OptimizerEvent, frozen=True, tag=True):
+class StepTaken(OptimizerEvent, frozen=True, tag=True):
     """This rank has taken a step; ``loss`` is the mean of its last training losses, None before it has recorded one."""
 
     loss: float | None
@@ -60,7 +60,7 @@ class PullDone(OptimizerEvent, frozen=True, tag=True):
     round: int
 
 
-class Pull(OptimizerCommand, frozen=True, tag=True):
+class StartPull(OptimizerCommand, frozen=True, tag=True):
     """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the centre: -1).
 
     ``leader`` -2: nobody has ever told a loss, so there is no pull, and ranks are to say so.
@@ -71,5 +71,5 @@ class Pull(OptimizerCommand, frozen=True, tag=True):
     leader: int
 
 
-EVENTS = (Iterated, PullDone)
-COMMANDS = (Pull,)
+EVENTS = (StepTaken, PullDone)
+COMMANDS = (StartPull,)

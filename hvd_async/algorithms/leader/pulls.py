@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hvd_async.algorithms.leader import equations
-from hvd_async.algorithms.leader.counters import PullRecord
+from hvd_async.algorithms.leader.counters import PullCounters
 from hvd_async.algorithms.leader.equations import Strengths
-from hvd_async.algorithms.leader.messages import LeaderConfig, Pull, PullDone
-from hvd_async.algorithms.leader.state_machine import ALL, CENTRE, NOBODY
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull
+from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.process_sets import Sharers
+from hvd_async.runtime.process_sets import RankGroup
 
 Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
 """Of three vectors: the first, between the other two, element by element."""
 
 
 @dataclass
-class Come:
+class PullResults:
     """What pulls have brought, until the training thread takes it up. Vectors are never changed.
 
     Attributes:
@@ -32,7 +32,7 @@ class Come:
         fresh: groups whose target is new: the number of the pull, and who leads.
         force: EASGD: what has to be added to the weights.
         statistics: batch-norm statistics, averaged.
-        sent: those of this rank that are in that average, as of ``Receiver.settle``.
+        sent: those of this rank that are in that average, as of ``PullExecutor.settle``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Come:
     statistics: Vector = None
     sent: Vector = None
 
-    def copy(self) -> Come:
+    def copy(self) -> PullResults:
         """Another with the same vectors."""
         return replace(self, targets=dict(self.targets), fresh=dict(self.fresh))
 
 
-class Receiver:
+class PullExecutor:
     """Of one optimizer.
 
     Args:
@@ -66,7 +66,7 @@ class Receiver:
     """
 
     def __init__(
-        self, engine: Engine, config: LeaderConfig, strengths: Strengths, sharers: Sharers, group_set: Any
+        self, engine: Engine, config: LeaderConfig, strengths: Strengths, sharers: RankGroup, group_set: Any
     ) -> None:
         self._engine, self._config, self._strengths, self._sharers = engine, config, strengths, sharers
         self._group_set = group_set
@@ -78,19 +78,19 @@ class Receiver:
         self._statistics: Vector = None
         """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
         ranks if they do not travel; that must not change, as ranks would wait for each other's."""
-        self._come = Come()
+        self._come = PullResults()
         self.centre: Vector = None
         self.commanded = 0
         self._flying: set[int] = set()
         """Pulls that this rank takes part in and that are not over."""
-        self._waiting: list[Pull] = []
+        self._waiting: list[StartPull] = []
         """Pulls to submit, in order."""
         self._busy: set[int] = set()
         """Groups of which one is submitted and not over."""
         self._last: int | None = None
         """The last pull before a drain or cut that this rank has not ended yet; those after it wait."""
         self._restored = False
-        self.record = PullRecord()
+        self.record = PullCounters()
         self.log: list[Any] | None = None
 
     # -- training thread --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Receiver:
             self._note("averaged", step)
         return averaged
 
-    def take(self, step: int) -> Come:
+    def take(self, step: int) -> PullResults:
         """What has come, at a step."""
         with self._lock:
             come, self._shown = self._come.copy(), self._position()
@@ -146,7 +146,7 @@ class Receiver:
     def start_from(self, weights: Vector) -> None:
         """All ranks have these weights; what has come is of no more use."""
         with self._lock:
-            self._shown, self._come, self.centre = weights, Come(), weights
+            self._shown, self._come, self.centre = weights, PullResults(), weights
             self._note("drained")
 
     @property
@@ -154,7 +154,7 @@ class Receiver:
         """The weights after the last step."""
         return self._shown
 
-    def come(self) -> Come:
+    def come(self) -> PullResults:
         """What has come and was not taken, at a cut; EASGD's centre as a target of all."""
         with self._lock:
             come = self._come.copy()
@@ -162,7 +162,7 @@ class Receiver:
             come.targets = {ALL: self.centre}
         return come
 
-    def restore(self, come: Come) -> None:
+    def restore(self, come: PullResults) -> None:
         """What ``come`` gave, in an earlier run."""
         self._come, self._restored = come.copy(), True
         if self._config.algorithm == "easgd":
@@ -184,10 +184,10 @@ class Receiver:
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def pull(self, command: Pull) -> None:
+    def pull(self, command: StartPull) -> None:
         """Take part in a pull, soon."""
         self.commanded += 1
-        if command.leader != NOBODY and command.group in (ALL, self.group):
+        if command.leader != NO_LEADER and command.group in (ALL, self.group):
             with self._engine.changed:
                 self._flying.add(command.round)
             self._waiting.append(command)
@@ -213,7 +213,7 @@ class Receiver:
                 self._busy.add(command.group)
                 self._submit(command)
 
-    def _submit(self, command: Pull) -> None:
+    def _submit(self, command: StartPull) -> None:
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
         process_set = self._sharers.process_set if command.group == ALL else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
@@ -245,22 +245,22 @@ class Receiver:
 
         if statistics is not None:
             self._engine.submit(lambda: collectives.sum(statistics + 0, f"{name}.statistics", process_set), averaged)
-        if command.leader == CENTRE:
+        if command.leader == CENTER:
             self._engine.submit(lambda: collectives.sum(shown + 0, name, process_set), summed)
         else:
             vector = shown if own else collectives.blank(shown)
             self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
 
-    def _ring(self, command: Pull, total: Vector) -> float:
+    def _ring(self, command: StartPull, total: Vector) -> float:
         """Bytes that a rank receives in a ring of the pull's ranks that adds up."""
         ranks = len(self._places(command))
         return float(2 * (ranks - 1) / ranks * total.nbytes)
 
-    def _places(self, command: Pull) -> Sequence[int]:
+    def _places(self, command: StartPull) -> Sequence[int]:
         """Of the pull's ranks, among the sharers."""
         return range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
 
-    def _move_centre(self, command: Pull, shown: Vector, total: Vector) -> None:
+    def _move_centre(self, command: StartPull, shown: Vector, total: Vector) -> None:
         """EASGD, by the weights ``shown`` that this rank had when the pull was submitted, and their ``total``."""
         apart = self.centre - shown
         self.record.distance(apart)
@@ -272,7 +272,7 @@ class Receiver:
             self._come.force = force if self._come.force is None else self._come.force + force
             self._fresh(command)
 
-    def _keep(self, command: Pull, own: bool, vector: Vector) -> None:
+    def _keep(self, command: StartPull, own: bool, vector: Vector) -> None:
         """LSGD: a leader's weights."""
         with self._lock:
             if own:
@@ -281,11 +281,11 @@ class Receiver:
                 self._come.targets[command.group] = vector
             self._fresh(command)
 
-    def _fresh(self, command: Pull) -> None:
+    def _fresh(self, command: StartPull) -> None:
         self._come.fresh[command.group] = (command.round, command.leader)
         self._note("landed", command.round)
 
-    def _over(self, command: Pull, started: float) -> None:
+    def _over(self, command: StartPull, started: float) -> None:
         self._busy.discard(command.group)
         self.record.landed(command.group, command.leader, started)
         with self._engine.changed:

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_async.algorithms.leader import equations
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, PullDone, Standing
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent
-from hvd_async.runtime.state_machine import Machine
+from hvd_async.runtime.state_machine import StateMachine
 
 ALL = -1
 """In place of a group: all ranks."""
-CENTRE = -1
+CENTER = -1
 """In place of a leader: EASGD's centre."""
-NOBODY = -2
+NO_LEADER = -2
 """In place of a leader: no rank of the group has told a loss."""
 
 
@@ -55,7 +55,7 @@ class _Group:
     flight: int | None = None
 
 
-class Pulls(Machine[LeaderConfig]):
+class LeaderStateMachine(StateMachine[LeaderConfig]):
     """LSGD or EASGD of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class Pulls(Machine[LeaderConfig]):
 
     def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
-            case Iterated(_, loss):
+            case StepTaken(_, loss):
                 self._running(rank, event)
                 self._clock += 1 / len(self._active())
                 if loss is not None:
@@ -133,14 +133,14 @@ class Pulls(Machine[LeaderConfig]):
             if group.flight is not None or not 0 < needed <= group.steps or not self._is_pulled(number):
                 continue
             group.steps %= needed
-            leader = CENTRE if self._of_centre else equations.leader(self._means, self._recent(group.ranks))
+            leader = CENTER if self._of_centre else equations.leader(self._means, self._recent(group.ranks))
             if leader is None and self._means.keys() & set(group.ranks):
                 self._leaderless += 1
                 continue
             self._round += 1
             if leader is not None:
                 group.flight = self._round
-            commands.append(Pull(self._optimizer, self._round, number, NOBODY if leader is None else leader))
+            commands.append(StartPull(self._optimizer, self._round, number, NO_LEADER if leader is None else leader))
         return commands
 
     def _is_pulled(self, number: int) -> bool:
@@ -186,7 +186,7 @@ class Pulls(Machine[LeaderConfig]):
             group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
         return [], self._round
 
-    def _details(self) -> Standing:
+    def _details(self) -> PullProgress:
         present = [rank for rank in self.ranks if rank in self.present]
         leader = equations.leader(self._means, self._recent(present))
         if leader is None:
@@ -195,7 +195,7 @@ class Pulls(Machine[LeaderConfig]):
             leader = equations.leader(self._means, [rank for rank, at in heard.items() if at == latest])
         known = {leader, *self._recent(self.ranks)}  # (who was too old to lead stays so in another job)
         means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
-        return Standing(
+        return PullProgress(
             leader=present[0] if leader is None else leader,
             steps=[group.steps for group in self._groups.values()],
             means=[None if mean is None or not math.isfinite(mean) else mean for mean in means],

@@ -14,19 +14,19 @@ import msgspec
 
 from hvd_async.algorithms.leader import equations
 from hvd_async.algorithms.leader.equations import LossWindow, Strengths
-from hvd_async.algorithms.leader.messages import Iterated, LeaderConfig, Pull, Standing
-from hvd_async.algorithms.leader.pulls import Clip, Come, Receiver
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.pulls import Clip, PullExecutor, PullResults
 from hvd_async.algorithms.leader.state_machine import ALL
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
-from hvd_async.runtime.process_sets import Alone, Sharers
+from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import LeaderStats
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedState:
     """What of a rank's following a checkpoint after ``cut()`` holds, beside its weights.
 
     Attributes:
@@ -36,13 +36,13 @@ class Kept:
         standing: between the ranks.
     """
 
-    come: Come
+    come: PullResults
     losses: list[float]
     steps: int
-    standing: Standing
+    standing: PullProgress
 
 
-class FollowWorker(Worker):
+class LeaderWorker(Worker):
     """One optimizer of one rank that follows a leader (LSGD) or a centre (EASGD).
 
     Args:
@@ -66,18 +66,18 @@ class FollowWorker(Worker):
         engine: Engine,
         config: LeaderConfig,
         strengths: Strengths,
-        sharers: Sharers,
+        sharers: RankGroup,
         group_set: Any,
         window: int,
         finish: Callable[[bool], object],
-        kept: Kept | None = None,
+        kept: SavedState | None = None,
         brought: int = 0,
     ) -> None:
         if kept is not None:
             config = msgspec.structs.replace(config, standing=kept.standing)
         super().__init__(engine, config, sharers.members, sharers.process_set, sharers.id, finish)
         self.config, self._strengths, self._sharers = config, strengths, sharers
-        self.receiver = Receiver(engine, config, strengths, sharers, group_set)
+        self.receiver = PullExecutor(engine, config, strengths, sharers, group_set)
         self._losses, self._window = LossWindow(window), window
         self._centre: Vector = None
         """EASGD's at the last drain or cut, before anybody went on."""
@@ -144,7 +144,7 @@ class FollowWorker(Worker):
             self._done_at = time.perf_counter()
 
     def _check_loss(self) -> None:
-        if isinstance(self._sharers.process_set, Alone):
+        if isinstance(self._sharers.process_set, SingleRank):
             return
         if self.config.algorithm == "lsgd" and self.steps > self._brought and self._losses.mean is None:
             raise ValueError(
@@ -185,10 +185,10 @@ class FollowWorker(Worker):
             x = self._pulled(x, come, strengths) if come.fresh else self._near(x, come, strengths)
         self.receiver.show(x, step)
         old = step - self._recorded > self._window  # (what is not told again grows old at the coordinator)
-        self.send(Iterated(self._opened_number(), None if old else self._losses.mean))
+        self.send(StepTaken(self._opened_number(), None if old else self._losses.mean))
         return x
 
-    def _pulled(self, x: Vector, come: Come, strengths: dict[str, float]) -> Vector:
+    def _pulled(self, x: Vector, come: PullResults, strengths: dict[str, float]) -> Vector:
         """First towards the group's leader, then towards that of all."""
         for group, strength in ((self.receiver.group, strengths["local_pull"]), (ALL, strengths["global_pull"])):
             if group in come.fresh and group in come.targets:
@@ -196,7 +196,7 @@ class FollowWorker(Worker):
                 x = equations.pulled(x, (come.targets[group], strength))
         return x
 
-    def _near(self, x: Vector, come: Come, strengths: dict[str, float]) -> Vector:
+    def _near(self, x: Vector, come: PullResults, strengths: dict[str, float]) -> Vector:
         """Between pulls: towards both at once, by their part of a period."""
         local, whole = strengths["local_prox"], strengths["global_prox"]
         parts = {self.receiver.group: local / self.config.local_period, ALL: whole / self.config.global_period}
@@ -251,7 +251,7 @@ class FollowWorker(Worker):
             self._end(True)
             self._total, self.keep, self._kept = total, None, None
         elif moved:
-            self._kept = Kept(self.receiver.come(), self._losses.recorded, self._before, drained.details)
+            self._kept = SavedState(self.receiver.come(), self._losses.recorded, self._before, drained.details)
         self.engine.post(self.receiver.resume)
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
@@ -286,7 +286,7 @@ class FollowWorker(Worker):
         """The rank whose mean loss was the lowest at the last end."""
         return self._leader
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> SavedState | None:
         """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
         return self._kept
 
@@ -299,7 +299,7 @@ class FollowWorker(Worker):
     def obey(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case Pull():
+            case StartPull():
                 self.receiver.pull(command)
             case Drained():
                 if not self.deleted:

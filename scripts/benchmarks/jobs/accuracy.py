@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from hvd_async.algorithms.eager.messages import Go
+from hvd_async.algorithms.eager.messages import StartRound
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
@@ -34,7 +34,7 @@ class Forgetful(EagerWorker):
 
     def obey(self, command: Command) -> None:
         """Note which round has gone."""
-        if isinstance(command, Go):
+        if isinstance(command, StartRound):
             self._gone[command.bucket] = command.round
         super().obey(command)
 

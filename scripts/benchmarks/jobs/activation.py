@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_async.algorithms.eager.messages import Arrived, EagerConfig, Go, Stepped
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.messages import Agreed, Command, Done, Drained, Opened
+from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
 from . import arms
@@ -39,7 +39,7 @@ class Listener:
         self._agreed = self._drained = self.deleted = False
         self.went: dict[int, tuple[float, float]] = {}
         config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
-        self._send(Opened(self._number, config, ["nothing"], [0]))
+        self._send(Registered(self._number, config, ["nothing"], [0]))
         self._wait(lambda: self._agreed)
 
     def arrive(self, step: int) -> None:
@@ -47,8 +47,8 @@ class Listener:
         number = self._number
 
         def say() -> None:
-            self._engine.send(Stepped(number, step, []))
-            self._engine.send(Arrived(number, 0, step))
+            self._engine.send(StepEntered(number, step, []))
+            self._engine.send(GradientReady(number, 0, step))
 
         self._engine.post(say)
 
@@ -58,7 +58,7 @@ class Listener:
 
     def close(self, rounds: int) -> None:
         """Meet the others once more and be forgotten by the engine."""
-        self._send(Done(self._number, [rounds]))
+        self._send(Finished(self._number, [rounds]))
         self._wait(lambda: self._drained)
         self._engine.unregister(self._number)
 
@@ -69,9 +69,9 @@ class Listener:
         now = time.monotonic()
         with self._changed:
             match command:
-                case Go():
+                case StartRound():
                     self.went[command.round] = (now, command.firing.first)
-                case Agreed():
+                case Accepted():
                     self._agreed = True
                 case Drained():
                     self._drained = True

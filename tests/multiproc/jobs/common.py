@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.algorithms.eager.state_machine import Rounds
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.runner.stragglers import parse_inject
-from hvd_async.runtime.messages import Command, Done, OptimizerEvent
+from hvd_async.runtime.messages import Command, Finished, OptimizerEvent
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
 
@@ -62,16 +62,16 @@ class Baton:
 
     def lay_when_done(self, rank: int) -> None:
         """Lay it when the coordinator, which is in this process, has heard that ``rank`` is done."""
-        handle = Rounds.handle
+        handle = EagerStateMachine.handle
 
-        def watched(rounds: Rounds, sender: int, event: OptimizerEvent, now: float) -> list[Command]:
+        def watched(rounds: EagerStateMachine, sender: int, event: OptimizerEvent, now: float) -> list[Command]:
             commands = handle(rounds, sender, event, now)
-            if sender == rank and isinstance(event, Done):
-                Rounds.handle = handle  # type: ignore[method-assign]
+            if sender == rank and isinstance(event, Finished):
+                EagerStateMachine.handle = handle  # type: ignore[method-assign]
                 self.lay()
             return commands
 
-        Rounds.handle = watched  # type: ignore[method-assign]
+        EagerStateMachine.handle = watched  # type: ignore[method-assign]
 
     def wait(self, timeout: float = 60.0) -> None:
         """Until it is laid.

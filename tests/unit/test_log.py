@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from hvd_async.runtime.log import LONGEST, notice, printable
+from hvd_async.runtime.log import LONGEST, printable, warn
 
 FULL = """
 import os, sys
-from hvd_async.runtime.log import notice
+from hvd_async.runtime.log import warn
 os.set_blocking(2, False)
 try:
     while True:
@@ -21,7 +21,7 @@ except BlockingIOError:
     pass
 os.set_blocking(2, True)
 for number in range({lines}):
-    notice(f"line {{number}}")
+    warn(f"line {{number}}")
 print("went on", flush=True)
 """
 
@@ -53,36 +53,36 @@ def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted(
     assert told[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: nobody read stderr"
 
 
-def test_a_line_is_out_when_notice_returns(capfd):
+def test_a_line_is_out_when_warn_returns(capfd):
     for number in range(100):
-        notice(f"line {number}")
+        warn(f"line {number}")
         assert capfd.readouterr().err == f"hvd_async: line {number}\n"
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_line_is_out_if_the_process_is_killed_right_after_it(end):
-    code = f"import os\nfrom hvd_async.runtime.log import notice\nnotice('last words')\n{end}"
+    code = f"import os\nfrom hvd_async.runtime.log import warn\nwarn('last words')\n{end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.stderr == b"hvd_async: last words\n"
 
 
 def test_a_line_is_out_from_an_exit_hook():
-    code = "import atexit\nfrom hvd_async.runtime.log import notice\natexit.register(lambda: notice('last words'))"
+    code = "import atexit\nfrom hvd_async.runtime.log import warn\natexit.register(lambda: warn('last words'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.stderr == b"hvd_async: last words\n"
 
 
 def test_a_forked_process_says_its_own(capfd):
-    notice("parent")
+    warn("parent")
     if (child := os.fork()) == 0:
-        notice("child")
+        warn("child")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert capfd.readouterr().err == "hvd_async: parent\nhvd_async: child\n"
 
 
 def test_no_stderr_is_no_error():
-    code = "import os\nfrom hvd_async.runtime.log import notice\nos.close(2)\nnotice('anybody?')"
+    code = "import os\nfrom hvd_async.runtime.log import warn\nos.close(2)\nwarn('anybody?')"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
