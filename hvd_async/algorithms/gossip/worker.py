@@ -136,8 +136,7 @@ class PushSumWorker(Worker):
         Returns:
             z, shape (n,).
         """
-        self._opened_number()
-        self._check_drained()
+        self.check_step()
         late, sends_before, x = self.config.max_staleness > 0, self.wants_before, after
         self._step += 1
         if self.plan.moves(self._base + self._step):
@@ -239,7 +238,6 @@ class PushSumWorker(Worker):
 
     @property
     def served(self) -> bool:
-        """Whether ``serve`` would do something, or has done all."""
         return self._inbox.refused is not None or self._whole()
 
     def serve(self) -> bool:
@@ -304,8 +302,7 @@ class PushSumWorker(Worker):
         return z
 
     def _end_ahead(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
-        """Take leave of z of what has gone ahead for a step that other ranks took; returns z, and the messages that
-        have come for a step that none took."""
+        """Subtract from z what went ahead for a step that others took; also returns messages of a step none took."""
         if self._ahead and self._ahead <= self._longest:
             x = self._give(weights * self._weight, self._gift)
             weights = x * (1.0 / self._weight)
@@ -370,7 +367,6 @@ class PushSumWorker(Worker):
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def obey(self, command: OptimizerCommand) -> None:
-        """Carry out a command."""
         match command:
             case StartExchange():
                 self._mail.exchange(command)
