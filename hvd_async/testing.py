@@ -181,7 +181,7 @@ class _MemoryHandle:
     def result(self) -> Any:
         return self._part(self._meeting.result)
 
-    def poll_in(self) -> float | None:
+    def seconds_to_poll(self) -> float | None:
         return None
 
 
@@ -205,7 +205,9 @@ class MemoryCollectives:
     def stop(self) -> None:
         self._board.wakes.pop(self.rank, None)
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:
@@ -214,7 +216,7 @@ class MemoryCollectives:
 
         return _MemoryHandle(self._board.join(self.rank, name, vector, add, _members(process_set)))
 
-    def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
+    def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         def pick(parts: list[Any]) -> Any:
             best = np.stack([np.asarray(part) for part in parts])
             return best.max(axis=0) if largest else best.min(axis=0)
@@ -232,10 +234,10 @@ class MemoryCollectives:
     def zeros(self, length: int, kind: str) -> Vector:
         return 0.0  # (whatever the framework of the other ranks' arrays: it adds to all)
 
-    def blank(self, vector: Vector) -> Vector:
+    def empty_like(self, vector: Vector) -> Vector:
         return vector * float("nan")  # (so that a test sees it if it is used)
 
-    def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
         members = _members(process_set) or list(range(self.size))
         place = members.index(self.rank)
 
@@ -252,10 +254,10 @@ class MemoryCollectives:
         meeting = self._board.join(self.rank, name, (rows, splits), deal, members)
         return _MemoryHandle(meeting, lambda result: result[place])
 
-    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return next((list(ranks) for ranks in groups if self.rank in ranks), None)
 
-    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         meeting = self._board.join(self.rank, name, payload, list, tensor=False)
         if not meeting.complete.wait(60.0):
             raise InjectedError(f"{name}: not all ranks came")

@@ -83,7 +83,7 @@ class LeaderState(LocalState):
         self.given = {name: given[name] for name in names}
         """Strengths, by name."""
         self.strengths = Strengths(**self.given)
-        self.window, self.spread = given.get("loss_window", 1), equations.spread(lr_spread, sharers.index)
+        self.window, self.spread = given.get("loss_window", 1), equations.lr_factor(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
@@ -141,7 +141,7 @@ def _checked(name: str, value: Any, callables: bool) -> None:
     if callable(value) and not callables:
         raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
     try:
-        equations.at(value, 1)
+        equations.value_at(value, 1)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -189,7 +189,7 @@ class LeaderWrapped(LocalWrapped):
             self._async_compare_groups(engine)
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]
-            group_set = engine.collectives.subset(several, make=group_set is None) if several else None
+            group_set = engine.collectives.process_set_of(several, make=group_set is None) if several else None
         return LeaderWorker(
             engine,
             state.config,
@@ -209,7 +209,7 @@ class LeaderWrapped(LocalWrapped):
             ReplicaMismatchError: the ranks do not have the same groups.
         """
         own = json.dumps(self._async.config.groups).encode()
-        everyone = engine.collectives.gather_bytes(own, "hvd_async.follow.groups")
+        everyone = engine.collectives.allgather_bytes(own, "hvd_async.follow.groups")
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise ReplicaMismatchError(

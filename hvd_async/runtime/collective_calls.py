@@ -71,7 +71,7 @@ class CollectiveCalls:
             self._engine.send(event)
 
         self._result = None
-        self._engine.post(begin)
+        self._engine.call_soon(begin)
         self._wait(lambda: self._result is not None or self.cancelled)
         result, self._result = self._result, None
         if result is None:
@@ -103,7 +103,7 @@ class CollectiveCalls:
 
         def start() -> Any:
             if command.kind == "sum":
-                return collectives.sum(vector, name, self._process_set)
+                return collectives.allreduce_sum(vector, name, self._process_set)
             return collectives.broadcast(vector, command.root, name, self._process_set)
 
         def landed(result: Vector) -> None:

@@ -107,7 +107,7 @@ class Coordinator:
                 item = self._hub.receive(self._timeout())
                 now = self._clock()
                 if item is not None:
-                    self._take(*item, now)
+                    self._on_event(*item, now)
                 for machine in self._machines.values():
                     deadline = machine.deadline()
                     if deadline is not None and deadline <= now:
@@ -128,10 +128,10 @@ class Coordinator:
         longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
         return max(0.0, min(until, longest))
 
-    def _take(self, rank: int, event: Event | Gone, now: float) -> None:
+    def _on_event(self, rank: int, event: Event | Gone, now: float) -> None:
         match event:
             case Gone(reason):
-                self._end_of(rank, reason)
+                self._on_connection_ended(rank, reason)
             case Failed(error, horovod):
                 if horovod:
                     self._call_roll(rank, error, now)
@@ -157,9 +157,9 @@ class Coordinator:
             case Registered() if (fault := fault_of(rank, event, self._size)) is not None:
                 self._lose(rank, f"broke the protocol: {fault}")
             case _:
-                self._hear(rank, event, now)
+                self._on_optimizer_event(rank, event, now)
 
-    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
+    def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event of one of the optimizers; its first one says who shares it, and what it is."""
         machine = self._machines.get(event.optimizer)
         if event.optimizer in self._ended:
@@ -197,14 +197,14 @@ class Coordinator:
                 self._ended.add(event.optimizer)
             self._ask_for_missing()
             self._check_left()
-            if (news := machine.news()) is not None:
-                warn(f"optimizer {event.optimizer}, {news}")
+            if (notice := machine.take_notice()) is not None:
+                warn(f"optimizer {event.optimizer}, {notice}")
 
     def _ask_to_open(self, rank: int, drained: StateMachine[Any]) -> None:
         """Before ``rank`` is done with an optimizer: those that others are done with already, and it has not opened."""
         for machine in self._machines.values():
             if machine.ranks == drained.ranks and machine.only_drains:
-                self._send(machine.ask(rank), machine.ranks)
+                self._send(machine.ask_to_register(rank), machine.ranks)
 
     def _ask_for_missing(self) -> None:
         """Ranks that wait in a drain for ranks that wait for them to open another optimizer: they open it now."""
@@ -212,13 +212,13 @@ class Coordinator:
             for sibling in self._machines.values():
                 if sibling.ranks == machine.ranks and sibling.computing and sibling.computing <= machine.opening:
                     for rank in sorted(sibling.draining):
-                        self._send(machine.ask(rank), machine.ranks)
+                        self._send(machine.ask_to_register(rank), machine.ranks)
 
     def _check_left(self) -> None:
         """A rank that has left will never open what others wait for."""
         for number, machine in self._machines.items():
             for rank in self._left:
-                if machine.lacks(rank) and not self._over:
+                if machine.awaits_registration_of(rank) and not self._over:
                     self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
 
     def _send_all(self, commands: list[Command]) -> None:
@@ -229,7 +229,7 @@ class Coordinator:
             for rank in ranks:
                 self._hub.send(rank, command)
 
-    def _end_of(self, rank: int, reason: str) -> None:
+    def _on_connection_ended(self, rank: int, reason: str) -> None:
         """A rank's connection has ended. Of one that has left it matters only if Horovod fails."""
         if self._roll is not None and rank in self._roll.errors:
             return
@@ -286,7 +286,7 @@ class Coordinator:
 
     @staticmethod
     def _waiting_text(machine: StateMachine[Any]) -> str | None:
-        waiting = machine.waiting_for()
+        waiting = machine.blocked_on()
         return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
 
     def _warn(self, now: float) -> None:
@@ -300,7 +300,7 @@ class Coordinator:
         self._looked_at = now
         for machine in self._machines.values():
             self._send(machine.roll_call(now - self._warn_after / 8), machine.ranks)
-        waits = {f" of optimizer {number}": machine.waiting_for() for number, machine in self._machines.items()}
+        waits = {f" of optimizer {number}": machine.blocked_on() for number, machine in self._machines.items()}
         waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
         for whose, waiting in waits.items():
             seen, since = self._waits.get(whose, (None, now))

@@ -56,26 +56,26 @@ class Participant(Protocol):
     last_done: int
     deleted: bool
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command for this optimizer (engine thread)."""
 
     def delete(self) -> None:
         """The optimizer is gone (any thread)."""
 
-    def check_done(self) -> None:
+    def check_finished(self) -> None:
         """Raise, if this rank cannot be done now (training thread)."""
 
-    def announce(self, flush: bool) -> None:
+    def announce_finished(self, flush: bool) -> None:
         """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
 
-    def serve(self) -> bool:
+    def apply_available(self) -> bool:
         """Apply what has come, without waiting; whether that is all (training thread, as the rest)."""
 
     @property
-    def served(self) -> bool:
-        """Whether ``serve`` would do something, or has done all."""
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
 
-    def conclude(self) -> None:
+    def complete_drain(self) -> None:
         """All has come: end the drain or cut."""
 
 
@@ -99,7 +99,7 @@ class Engine:
         self._connect = connect
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()
-        self._flights: list[tuple[Handle, Callable[[Vector], None]]] = []
+        self._in_flight: list[tuple[Handle, Callable[[Vector], None]]] = []
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self._asked: list[RegisterOptimizer] = []
@@ -142,25 +142,25 @@ class Engine:
         ]
         if not leaving:
             for participant in live:
-                participant.check_done()
+                participant.check_finished()
         for participant in live:
-            participant.announce(flush)
+            participant.announce_finished(flush)
         left = list(live)
         while True:
             found = self._open_what_is_asked()
             for participant in found:
-                participant.announce(flush)
+                participant.announce_finished(flush)
             live, left = live + found, left + found
-            left = [participant for participant in left if not (participant.deleted or participant.serve())]
+            left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
             if not left:
                 break
             self.wait(functools.partial(self._may_go_on, left))
         for participant in live:
             if not participant.deleted:
-                participant.conclude()
+                participant.complete_drain()
 
     def _may_go_on(self, left: list[Participant]) -> bool:
-        return bool(self._asked) or any(participant.served or participant.deleted for participant in left)
+        return bool(self._asked) or any(participant.has_available or participant.deleted for participant in left)
 
     def _open_what_is_asked(self) -> list[Participant]:
         found: list[Participant] = []
@@ -171,7 +171,7 @@ class Engine:
             participant = self.find(asked)
             if participant is None:
                 self._count(asked.optimizer)
-                self.post(lambda number=asked.optimizer: self.send(NoSuchOptimizer(number)))  # type: ignore[misc]
+                self.call_soon(lambda number=asked.optimizer: self.send(NoSuchOptimizer(number)))  # type: ignore[misc]
             else:
                 found.append(participant)
         return found
@@ -198,7 +198,7 @@ class Engine:
         """All that are registered, in order."""
         return list(self._participants.values())
 
-    def post(self, action: Callable[[], None]) -> None:
+    def call_soon(self, action: Callable[[], None]) -> None:
         """Have the engine thread run ``action``, after all posted before it.
 
         Raises:
@@ -306,7 +306,7 @@ class Engine:
 
     def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None]) -> None:
         """Start a collective and have ``done`` called with its result (engine thread)."""
-        self._flights.append((start(), done))
+        self._in_flight.append((start(), done))
 
     def _say_leaving(self) -> None:
         self._leaving = True
@@ -319,12 +319,12 @@ class Engine:
         try:
             self.collectives.start(self._wake)
             self._channel = self._connect()
-            while not (self._stopping or (self._closing and not self._flights)):
+            while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(self._next_look())
                 if message is not None:
-                    self._obey(message)
+                    self._on_command(message)
                 self._run_posts()
-                self._land()
+                self._complete_collectives()
         except Exception as error:  # noqa: BLE001  it comes home: raised in the caller's next call
             asked = self._channel if isinstance(error, self.collectives.failure) else None
             self._fail(error if asked is None else cause_of(error, asked))
@@ -346,20 +346,22 @@ class Engine:
         """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
         if self._posts:
             return 0.0
-        return min((t for t in (handle.poll_in() for handle, _ in self._flights) if t is not None), default=None)
+        return min(
+            (t for t in (handle.seconds_to_poll() for handle, _ in self._in_flight) if t is not None), default=None
+        )
 
-    def _land(self) -> None:
+    def _complete_collectives(self) -> None:
         """Hand over the results of the collectives that are done."""
-        landed = [flight for flight in self._flights if flight[0].done()]
+        landed = [flight for flight in self._in_flight if flight[0].done()]
         if not landed:
             return
-        self._flights = [flight for flight in self._flights if flight not in landed]
+        self._in_flight = [flight for flight in self._in_flight if flight not in landed]
         for handle, done in landed:
             done(handle.result())
         with self.changed:
             self.changed.notify_all()
 
-    def _obey(self, message: Command | Gone) -> None:
+    def _on_command(self, message: Command | Gone) -> None:
         match message:
             case Welcome():
                 pass
@@ -381,7 +383,7 @@ class Engine:
             case _:
                 participant = self._participants.get(message.optimizer)
                 if participant is not None:  # (else it was refused)
-                    participant.obey(message)
+                    participant.on_command(message)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

@@ -73,7 +73,7 @@ class Handle(Protocol):
     def result(self) -> Vector:
         """The collective's result, or the framework's error if it failed. Call once, when ``done``."""
 
-    def poll_in(self) -> float | None:
+    def seconds_to_poll(self) -> float | None:
         """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
 
 
@@ -95,7 +95,7 @@ class CompletedHandle:
         """As given."""
         return self._vector
 
-    def poll_in(self) -> float:
+    def seconds_to_poll(self) -> float:
         """At once."""
         return 0.0
 
@@ -112,11 +112,13 @@ class Collectives(Protocol):
     failure: type[Exception]
     """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
-    def sum(self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
         """Start the sum of ``vector`` over all ranks, x ``scale``; ``vector`` belongs to the collective from now on,
         unless it is to be kept as it is."""
 
-    def extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
+    def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
@@ -128,10 +130,10 @@ class Collectives(Protocol):
     def zeros(self, length: int, kind: str) -> Vector:
         """Zeros of a kind that ``describe`` told, here or on another rank."""
 
-    def blank(self, vector: Vector) -> Vector:
+    def empty_like(self, vector: Vector) -> Vector:
         """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""
 
-    def exchange(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
         """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.
 
         The result is a pair: what has come, shape (messages, bytes), in the order of the senders, and how many of each.
@@ -139,7 +141,7 @@ class Collectives(Protocol):
         of responses wants.
         """
 
-    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         """That of these groups of ranks in which this rank is, as ``process_set=`` takes it; None if it is in none.
 
         Ranks of all groups call it, and with ``make`` all ranks of the job: it may wait for them, to make what is not
@@ -149,7 +151,7 @@ class Collectives(Protocol):
             ValueError: a group is not known, and cannot be made; the message says what to do.
         """
 
-    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """All ranks' payloads, in rank order; blocks until every rank has called it."""
 
     def start(self, wake: Any) -> None:

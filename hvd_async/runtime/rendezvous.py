@@ -95,7 +95,7 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> tuple[Ch
 def _exchange_cards(collectives: Collectives, public: bytes, hub: ZmqHub | None) -> list[_Card]:
     server, port, addresses = (b"", 0, []) if hub is None else (hub.public, hub.port, own_addresses())
     card = _Card(public, collectives.host, server, port, addresses, _place(), hvd_async.__version__)
-    gathered = collectives.gather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
+    gathered = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
     cards: list[_Card] = []
     versions: dict[str, list[int]] = {}
     for rank, data in enumerate(gathered):

@@ -83,23 +83,23 @@ class StateMachine(abc.ABC, Generic[C]):
         if rank not in self.ranks:
             raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
         if isinstance(event, Registered):
-            return self._open(rank, event, now)
+            return self._on_registered(rank, event, now)
         if isinstance(event, NoSuchOptimizer):
-            return self._missing(rank)
+            return self._on_no_such_optimizer(rank)
         if rank not in self._opened:
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
         if rank in self._absent:  # of what its engine had begun before
-            return [] if self._refused else self._serve(rank, event, now)
+            return [] if self._refused else self._on_event_of_absent(rank, event, now)
         if isinstance(event, OptimizerDeleted):
-            return self._delete(rank, event, now)
+            return self._on_deleted(rank, event, now)
         if self._refused:
             return []
         if isinstance(event, CollectiveReady):
             self._collectives.add(rank, event)
             return self._due_collectives()
         if isinstance(event, Finished):
-            return self._finish(rank, event, now)
-        return self._hear(rank, event, now)
+            return self._on_finished(rank, event, now)
+        return self._on_event(rank, event, now)
 
     @property
     def over(self) -> bool:
@@ -131,9 +131,9 @@ class StateMachine(abc.ABC, Generic[C]):
         """Whether all ranks that have opened are done, and wait for others to open."""
         return self._config is None and bool(self._opened) and self._opened.keys() <= self._done.keys()
 
-    def ask(self, rank: int) -> list[Command]:
+    def ask_to_register(self, rank: int) -> list[Command]:
         """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
-        if rank in self._asked or not self.lacks(rank) or self._refused:
+        if rank in self._asked or not self.awaits_registration_of(rank) or self._refused:
             return []
         self._asked.add(rank)
         opened = self._opened[min(self._opened)]
@@ -147,7 +147,7 @@ class StateMachine(abc.ABC, Generic[C]):
     def deadline(self) -> float | None:
         """When ``tick`` should be called next, None if there is nothing to wait for."""
 
-    def news(self) -> str | None:
+    def take_notice(self) -> str | None:
         """What people should know and were not told yet."""
         return None
 
@@ -155,13 +155,13 @@ class StateMachine(abc.ABC, Generic[C]):
         """What finds out who holds up a collective that was commanded before that time, if there is one."""
         return []
 
-    def lacks(self, rank: int) -> bool:
+    def awaits_registration_of(self, rank: int) -> bool:
         """Whether ranks wait for ``rank`` to open."""
         if self._refused or not self._opened.keys() - self._absent:
             return False
         return rank in self.ranks and rank not in self._opened
 
-    def waiting_for(self) -> tuple[str, frozenset[int]] | None:
+    def blocked_on(self) -> tuple[str, frozenset[int]] | None:
         """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
         everyone = frozenset(self.ranks)
         if self._refused or not self._opened:
@@ -171,7 +171,7 @@ class StateMachine(abc.ABC, Generic[C]):
         collective = self._collectives.waiting(self.present)
         if collective is not None:
             return collective
-        inside = self._waiting()
+        inside = self._blocked_on()
         if inside is None and self.draining:
             return "drain", everyone - self._done.keys()
         return inside
@@ -179,33 +179,33 @@ class StateMachine(abc.ABC, Generic[C]):
     # -- what a subclass supplies -----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _begin(self, config: Any) -> C:
+    def _on_all_registered(self, config: Any) -> C:
         """All ranks fit together; returns the configuration as the subclass knows it."""
 
     @abc.abstractmethod
-    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """An event that is neither ``Registered`` nor ``Finished``."""
 
     @abc.abstractmethod
-    def _waiting(self) -> tuple[str, frozenset[int]] | None:
-        """As ``waiting_for``, between opening and the end."""
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        """As ``blocked_on``, between opening and the end."""
 
-    def _check_done(self, rank: int) -> None:
+    def _check_finished(self, rank: int) -> None:
         """Raise ProtocolError, if ``rank`` cannot be done now."""
 
     def _forget(self, rank: int) -> None:
         """``rank`` is gone: it waits for nothing any more."""
 
-    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """An event of a rank that is gone; what its engine may still say is the subclass's to know."""
         return []
 
     @abc.abstractmethod
-    def _retire(self, rank: int, now: float) -> list[Command]:
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         """``rank`` is done, others are not; also called before all have opened."""
 
     @abc.abstractmethod
-    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
 
     def _details(self) -> Any:
@@ -214,7 +214,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     # -- opening and ends -------------------------------------------------------------------------------------
 
-    def _open(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
+    def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
         self._opened[rank] = event
@@ -224,7 +224,7 @@ class StateMachine(abc.ABC, Generic[C]):
         if problem is not None:
             self._refused = True
             return [Rejected(self._optimizer, problem)]
-        self._config = self._begin(event.config)
+        self._config = self._on_all_registered(event.config)
         finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
         return [Accepted(self._optimizer), *finished]
 
@@ -238,17 +238,17 @@ class StateMachine(abc.ABC, Generic[C]):
     def _active(self) -> set[int]:
         return set(self.ranks) - self._done.keys()
 
-    def _finish(self, rank: int, event: Finished, now: float) -> list[Command]:
+    def _on_finished(self, rank: int, event: Finished, now: float) -> list[Command]:
         if rank in self._done:
             raise ProtocolError(f"rank {rank} sent Finished although it is done")
-        self._check_done(rank)
+        self._check_finished(rank)
         self._check_produced(rank, event.produced)
         self._done[rank] = None
         self._flush = self._flush or event.flush
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
         if len(self._done) < len(self.ranks) or self._config is None:
-            return [*self._retire(rank, now), *self._due_collectives()]
+            return [*self._on_rank_finished(rank, now), *self._due_collectives()]
         return self._drain(rank, now)
 
     def _check_produced(self, rank: int, produced: list[int]) -> None:
@@ -257,7 +257,7 @@ class StateMachine(abc.ABC, Generic[C]):
         if len(produced) != counts or any(a < b for a, b in zip(produced, before, strict=True)):
             raise ProtocolError(f"rank {rank} has produced {produced} gradients a bucket, earlier {before}")
 
-    def _delete(self, rank: int, event: OptimizerDeleted, now: float) -> list[Command]:
+    def _on_deleted(self, rank: int, event: OptimizerDeleted, now: float) -> list[Command]:
         """Law 2."""
         self._check_produced(rank, event.produced)
         if event.produced != self._drained.get(rank, [0] * len(event.produced)):
@@ -276,15 +276,15 @@ class StateMachine(abc.ABC, Generic[C]):
             return commands
         if len(self._done) == len(self.ranks):
             return commands if was_done else [*commands, *self._drain(rank, now)]
-        return [*commands, *([] if was_done else self._retire(rank, now))]
+        return [*commands, *([] if was_done else self._on_rank_finished(rank, now))]
 
     def _due_collectives(self) -> list[Command]:
         return [*self._collectives.due(self.present, self.draining)]
 
-    def _missing(self, rank: int) -> list[Command]:
+    def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
             raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
-        if not self.lacks(rank):  # who waited for it has gone meanwhile
+        if not self.awaits_registration_of(rank):  # who waited for it has gone meanwhile
             return []
         self._refused = True
         others = ranks_text(self._opened)
@@ -297,7 +297,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def _drain(self, rank: int, now: float) -> list[Command]:
         """All are done, ``rank`` last: end it, and begin anew with the ranks that are gone done already."""
-        commands, rounds = self._conclude(rank, now)
+        commands, rounds = self._on_all_finished(rank, now)
         last = next((r for r in reversed(self._done) if r not in self._absent), rank)
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
         gone = sorted(self._absent)
@@ -313,5 +313,5 @@ class StateMachine(abc.ABC, Generic[C]):
         self._flush = False
         self._done = dict.fromkeys(gone)
         for rank in gone:
-            commands += self._retire(rank, now)
+            commands += self._on_rank_finished(rank, now)
         return commands

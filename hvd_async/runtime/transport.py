@@ -189,10 +189,10 @@ class ZmqHub(_Endpoint):
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         if not self._ready:
             self._poll(timeout)
-            self._hear()
+            self._read_all()
         return self._ready.popleft() if self._ready else None
 
-    def _hear(self) -> None:
+    def _read_all(self) -> None:
         """Take in what the socket and its monitor have: all of it, or so much that it is time to look at it.
 
         Each lags behind the other. A rank's probe of the port, or a stranger, may have had a descriptor just before the
@@ -220,7 +220,7 @@ class ZmqHub(_Endpoint):
             self._ready.append((rank, event))
         unread = {connection.rank for connection in self._gone[before:]} | {rank for rank, *_ in heard} | {None}
         self._tell_gone(unread if len(heard) == most else set())
-        self._mind_the_door()
+        self._open_or_shut()
 
     def _tell_gone(self, unread: Collection[int | None]) -> None:
         """Tell whose connections have ended, after what they said before that.
@@ -237,7 +237,7 @@ class ZmqHub(_Endpoint):
         if not self._gone:
             self._ended.clear()
 
-    def _mind_the_door(self) -> None:
+    def _open_or_shut(self) -> None:
         """Let nobody in once all ranks have spoken, nor while many are there that have not said whose they are."""
         if not self._ranks:
             return

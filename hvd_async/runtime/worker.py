@@ -136,11 +136,11 @@ class Worker(abc.ABC):
                 f"{self.label}: a drain() or cut() was broken off: call it again before the next step"
             )
 
-    def check_done(self) -> None:  # noqa: B027  most have nothing to check
+    def check_finished(self) -> None:  # noqa: B027  most have nothing to check
         """Raise, if this rank cannot be done now."""
 
-    def announce(self, flush: bool) -> None:
-        """Say "done" to the coordinator, once, whatever ``check_done`` thinks of it."""
+    def announce_finished(self, flush: bool) -> None:
+        """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""
         if not self._announced:
             self._say_done(flush)
 
@@ -151,11 +151,11 @@ class Worker(abc.ABC):
     def wind_up(self, flush: bool) -> None:
         """Say "done", serve until all ranks are, and conclude. (Of a process with several optimizers, ``Engine.drain``
         ends all at once.)"""
-        self.check_done()
-        self.announce(flush)
-        while not self.serve():
-            self._await(lambda: self.served)
-        self.conclude()
+        self.check_finished()
+        self.announce_finished(flush)
+        while not self.apply_available():
+            self._await(lambda: self.has_available)
+        self.complete_drain()
 
     def _take_drained(self) -> Drained[Any]:
         drained = self._inbox.take_drained()
@@ -169,11 +169,11 @@ class Worker(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def served(self) -> bool:
-        """Whether ``serve`` would do something, or has done all."""
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
 
     @abc.abstractmethod
-    def serve(self) -> bool:
+    def apply_available(self) -> bool:
         """Apply what has come, without waiting; whether all ranks are done and all of it is applied.
 
         Raises:
@@ -181,7 +181,7 @@ class Worker(abc.ABC):
         """
 
     @abc.abstractmethod
-    def conclude(self) -> None:
+    def complete_drain(self) -> None:
         """All ranks are done, and all has come: start afresh, and let the binding end it, by what was agreed."""
 
     # -- collectives at ends ----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Worker(abc.ABC):
 
     def send(self, event: OptimizerEvent) -> None:
         """Have the engine send an event, after all that was posted before."""
-        self.engine.post(lambda: self.engine.send(event))
+        self.engine.call_soon(lambda: self.engine.send(event))
 
     def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         started = time.perf_counter()
@@ -249,7 +249,7 @@ class Worker(abc.ABC):
         finally:
             self._wait_s += time.perf_counter() - started
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""
         match command:
             case RunCollective():

@@ -49,7 +49,7 @@ class _Handle:
     def result(self) -> tf.Tensor:
         return self._future.result()
 
-    def poll_in(self) -> None:
+    def seconds_to_poll(self) -> None:
         return None
 
 
@@ -122,7 +122,7 @@ class _Graph:
             return tf.experimental.dlpack.from_dlpack(result.__dlpack__())  # nobody else has it: no copy either
         return tf.convert_to_tensor(result)
 
-    def exchange(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
+    def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
         """An alltoall of NumPy rows; what has come, as NumPy, and how much of whom."""
         key = ("exchange", name)
         with self._lock:
@@ -193,7 +193,9 @@ class HorovodCollectives:
     def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> _Handle:
         return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Handle:
+    def allreduce_sum(
+        self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
         # (a tensor, or a NumPy vector: the result is the same)
         if isinstance(process_set, SingleRank):
             return CompletedHandle(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
@@ -208,7 +210,7 @@ class HorovodCollectives:
 
         return self._run(("sum", name, scale), build, vector)
 
-    def extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
+    def allreduce_extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
         op = hvd.Max if largest else hvd.Min
         return self._run(("extreme", name, largest), lambda fed: hvd.allreduce(fed, op=op, name=name), vector)
 
@@ -226,19 +228,19 @@ class HorovodCollectives:
     def zeros(self, length: int, kind: str) -> Any:
         return np.zeros(length, tf.as_dtype(kind).as_numpy_dtype)
 
-    def blank(self, vector: Any) -> Any:
+    def empty_like(self, vector: Any) -> Any:
         return np.empty_like(vector)
 
-    def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, SingleRank):
             return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
-        return _Handle(self._threads.run(lambda: self._graph.exchange(name, ranks, rows, splits)))
+        return _Handle(self._threads.run(lambda: self._graph.alltoall(name, ranks, rows, splits)))
 
-    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return process_set_among(process_sets, groups, self.rank, make)
 
-    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))
         handle = self._run(("gather", name), lambda fed: hvd.allgather(fed, name=name), data)
         return unpack(handle.result().numpy().tobytes())

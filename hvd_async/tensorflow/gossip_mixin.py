@@ -24,4 +24,4 @@ class GossipMixin(LocalMixin, GossipWrapped):
         flat, config, sharers = self._async.flat, plan.config, self._async.sharers
         assert flat is not None
         dtype = flat.dtype.as_numpy_dtype
-        return make_post(flat.elements, dtype, config.compression, plan.most, sharers, config.local_size)
+        return make_post(flat.elements, dtype, config.compression, plan.max_messages, sharers, config.local_size)

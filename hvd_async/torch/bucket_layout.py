@@ -11,7 +11,7 @@ import torch
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.torch.streams import mark
+from hvd_async.torch.streams import record_ready
 
 MIB = 2**20
 
@@ -183,7 +183,7 @@ class Zeros:
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._made[index] = torch.frombuffer(memory, dtype=dtype)
             else:
-                self._made[index] = mark(torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype))
+                self._made[index] = record_ready(torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype))
         return self._made[index]
 
 

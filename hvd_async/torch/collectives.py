@@ -60,9 +60,13 @@ class _HorovodHandle:
     def result(self) -> Any:
         self._durations[self._kind] = self._not_yet
         result = hvd.synchronize(self._handle)
-        return tuple(map(streams.landed, result)) if isinstance(result, tuple) else streams.landed(result)
+        return (
+            tuple(map(streams.record_received, result))
+            if isinstance(result, tuple)
+            else streams.record_received(result)
+        )
 
-    def poll_in(self) -> float:
+    def seconds_to_poll(self) -> float:
         left = self._durations.get(self._kind, 0.0) - (time.monotonic() - self._started)
         # (the last one may have been slow for once: do not sleep for all that is left; nor is this one to be much later
         # than it was when it is late)
@@ -113,8 +117,8 @@ class _BFloat16Sum:
         gathered: torch.Tensor = self._stage.result()
         return gathered.view(torch.bfloat16)[: self._elements]
 
-    def poll_in(self) -> float | None:
-        return self._stage.poll_in()
+    def seconds_to_poll(self) -> float | None:
+        return self._stage.seconds_to_poll()
 
 
 class _Staged:
@@ -129,7 +133,7 @@ class _Staged:
         self._device, self._begin = tensor.device, begin
         self._handle: Handle | None = None
         self._result: tuple[Any, ...] | None = None
-        with streams.beside(tensor):
+        with streams.on_engine_stream_after(tensor):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.current_stream(self._device).record_event()
@@ -147,7 +151,7 @@ class _Staged:
     def _up(self, brought: Any) -> tuple[Any, ...]:
         """The result on the GPU, once ``_copied`` says so; of an exchange with its counts."""
         tensor, *counts = brought if isinstance(brought, tuple) else (brought,)
-        with streams.apart(self._device):
+        with streams.on_engine_stream(self._device):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             there.copy_(tensor, non_blocking=True)
             self._host = tensor  # (it must stay until it has been copied)
@@ -157,12 +161,12 @@ class _Staged:
     def result(self) -> Any:
         assert self._result is not None
         tensor, *counts = self._result
-        return (streams.landed(tensor), *counts) if counts else streams.landed(tensor)
+        return (streams.record_received(tensor), *counts) if counts else streams.record_received(tensor)
 
-    def poll_in(self) -> float:
+    def seconds_to_poll(self) -> float:
         if self._handle is None or self._result is not None:
             return FINEST_POLL_OF_GPU
-        return self._handle.poll_in() or FINEST_POLL_OF_GPU
+        return self._handle.seconds_to_poll() or FINEST_POLL_OF_GPU
 
 
 class HorovodCollectives:
@@ -207,10 +211,10 @@ class HorovodCollectives:
         self._cuda = tensor.device if tensor.is_cuda else self._cuda
         if tensor.is_cuda and not self._nccl:
             return _Staged(tensor, begin)
-        with streams.beside(tensor):
+        with streams.on_engine_stream_after(tensor):
             return begin(tensor)
 
-    def sum(
+    def allreduce_sum(
         self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Handle:
         if isinstance(process_set, SingleRank):
@@ -232,7 +236,7 @@ class HorovodCollectives:
 
         return _BFloat16Sum(vector, ranks.size(), scale, begin, gather)
 
-    def extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
+    def allreduce_extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
         op = hvd.Max if largest else hvd.Min
         return self._start(vector, name, lambda there: hvd.allreduce_async_(there, op=op, name=name))
 
@@ -250,10 +254,10 @@ class HorovodCollectives:
         where = self._cuda if device == "cuda" and self._cuda is not None else torch.device(device)
         return torch.zeros(length, dtype=getattr(torch, dtype), device=where)
 
-    def blank(self, vector: torch.Tensor) -> torch.Tensor:
+    def empty_like(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(vector)
 
-    def exchange(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, SingleRank):
             return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
@@ -262,16 +266,16 @@ class HorovodCollectives:
             rows, name, lambda there: hvd.alltoall_async(there, counts, name=name, process_set=ranks), _Received
         )
 
-    def subset(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return process_set_among(process_sets, groups, self.rank, make)
 
-    def gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))
         handle = self._start(
             torch.frombuffer(data, dtype=torch.uint8), name, lambda there: hvd.allgather_async(there, name=name)
         )
         while not handle.done():
-            time.sleep(handle.poll_in() or FINEST_POLL)
+            time.sleep(handle.seconds_to_poll() or FINEST_POLL)
         gathered: bytes = handle.result().numpy().tobytes()
         return unpack(gathered)
 

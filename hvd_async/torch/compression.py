@@ -67,18 +67,18 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: RankGr
     limit = largest_summand(sharers.size)
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
-        with streams.beside(vector):
+        with streams.on_engine_stream_after(vector):
             cut = vector
             if wire_dtype(compression, vector.dtype) == torch.float16:
                 cut = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
                 cut[-slot_count:] = vector[-slot_count:]
             compressed: torch.Tensor = compression.compress(cut)[0]
-            return compressed if compressed is vector else streams.mark(compressed)
+            return compressed if compressed is vector else streams.record_ready(compressed)
 
     def decode(vector: torch.Tensor, bucket: int) -> torch.Tensor:
-        with streams.beside(vector):
+        with streams.on_engine_stream_after(vector):
             decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
-        return streams.adopt(decompressed)
+        return streams.use_here(decompressed)
 
     widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
     return GradientFormat(
@@ -87,7 +87,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: RankGr
         slots=slot_count,
         encode=encode,
         decode=decode,
-        peek=lambda sums, count: streams.fetch(sums[-count:]).tolist(),
+        peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
         process_set=sharers.process_set,
         members=sharers.members,

@@ -21,4 +21,4 @@ class GossipMixin(LocalMixin, GossipWrapped):
     def _async_post(self, plan: GossipPlan) -> MessageFormat:
         self._async_check_parameters()  # groups may have been added since the wrapper was made
         config, sharers = plan.config, self._async.sharers
-        return make_post(self._async_read(), config.compression, plan.most, sharers, config.local_size)
+        return make_post(self._async_read(), config.compression, plan.max_messages, sharers, config.local_size)

@@ -9,7 +9,7 @@ import torch
 
 from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
-from hvd_async.torch.streams import follow
+from hvd_async.torch.streams import bind_training_stream
 from hvd_async.torch.tensors import checksum, consensus_distance, signature, unify_buffers
 
 MIXED = {torch.float32, torch.float64}
@@ -120,12 +120,12 @@ class LocalMixin(LocalWrapped, TorchWrapped):
 
     def _async_worker(self) -> Any:
         worker = super()._async_worker()
-        follow(worker.engine, self._async_parameters())
+        bind_training_stream(worker.engine, self._async_parameters())
         return worker
 
     def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        follow(engine, self._async_parameters())
+        bind_training_stream(engine, self._async_parameters())
         return super()._async_make(engine, finish)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
 from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.torch.streams import fetch
+from hvd_async.torch.streams import copy_to_host
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -71,7 +71,7 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: RankGrou
         return packed
 
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[:nbytes], fetch(row[-HEADER.size :]).numpy().tobytes()
+        return row[:nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))

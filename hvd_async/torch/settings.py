@@ -16,7 +16,7 @@ from hvd_async.torch.compression import slots
 from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
-from hvd_async.torch.streams import mark
+from hvd_async.torch.streams import record_ready
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 
@@ -76,11 +76,11 @@ class Settings(EagerState):
         """
         if vector.is_cuda and self.nonfinite == "skip" and self.config["quorum"] == "all":
             self.checks.empty_unless_finite(index, vector)
-            return mark(vector)
+            return record_ready(vector)
         # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
         # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
         if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
-            return mark(vector)
+            return record_ready(vector)
         if self.nonfinite == "raise":
             every = self.names(self.layout.parameters)
             names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _finite(p.grad)]

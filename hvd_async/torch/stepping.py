@@ -22,7 +22,7 @@ from hvd_async.torch.base import TorchWrapped, refuse_a_step_for_state
 from hvd_async.torch.bucket_layout import memory_order
 from hvd_async.torch.compression import make_wire
 from hvd_async.torch.settings import Settings
-from hvd_async.torch.streams import follow
+from hvd_async.torch.streams import bind_training_stream
 from hvd_async.torch.tensors import checksum, consensus_distance, signature, take_over, unify_buffers
 
 SCALING = ("grad_scale", "found_inf")
@@ -48,7 +48,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         if state.overlap is not None:
             state.overlap.disarm()
             if (met := state.met) is not None:
-                follow(met.engine, state.layout.parameters)
+                bind_training_stream(met.engine, state.layout.parameters)
                 state.overlap.arm(met.gone)
                 state.watch.clear()
         super().zero_grad(set_to_none)
@@ -267,7 +267,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
 
     def _async_worker(self) -> EagerWorker:
         worker: EagerWorker = super()._async_worker()
-        follow(worker.engine, self._async_parameters())
+        bind_training_stream(worker.engine, self._async_parameters())
         return worker
 
     def _async_new_worker(
@@ -277,7 +277,7 @@ class EagerMixin(EagerWrapped, TorchWrapped):
         state = self._async
         config = state.config_for(state.layout.nbytes)
         wire = make_wire(state.layout, state.compression, state.slots, state.sharers)
-        follow(engine, state.layout.parameters)
+        bind_training_stream(engine, state.layout.parameters)
         return EagerWorker(engine, config, wire, finish, apply, state.checks.emptied)
 
     def _async_lay_out_if_new(self) -> None:

@@ -1,9 +1,10 @@
 """CUDA streams: how the engine works beside the training thread without either waiting for the device.
 
-The engine's kernels go to the training thread's stream (``follow``), so whatever both touch is in order. But a
-collective must not wait for all that the training thread has queued since its vector was computed. So it is submitted
-from a stream of the engine's own, that waits for the vector's event alone (``mark``, ``beside``); and what a collective
-has brought is read from there too (``fetch``). On a CPU all of this does nothing.
+The engine's kernels go to the training thread's stream (``bind_training_stream``), so whatever both touch is in order.
+But a collective must not wait for all that the training thread has queued since its vector was computed. So it is
+submitted from a stream of the engine's own, that waits for the vector's event alone (``record_ready``,
+``on_engine_stream_after``); and what a collective has brought is read from there too (``copy_to_host``). On a CPU all
+of this does nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def _own_stream(device: torch.device) -> Any:
     return _own[device]
 
 
-def mark(vector: torch.Tensor) -> torch.Tensor:
+def record_ready(vector: torch.Tensor) -> torch.Tensor:
     """Say that the vector is computed by what this thread's stream holds so far; returns it."""
     if vector.is_cuda:
         _mark(vector, torch.cuda.current_stream(vector.device).record_event())
     return vector
 
 
-def landed(tensor: torch.Tensor) -> torch.Tensor:
+def record_received(tensor: torch.Tensor) -> torch.Tensor:
     """Say that a collective has brought this tensor, for this thread's stream to go on with; returns it."""
     if tensor.is_cuda:
         current = torch.cuda.current_stream(tensor.device)
@@ -59,8 +60,8 @@ def _mark(tensor: torch.Tensor, event: Any) -> None:
 
 
 @contextlib.contextmanager
-def beside(vector: torch.Tensor) -> Iterator[None]:
-    """``apart``, for kernels that read a vector: they wait for it alone, if it was marked and not changed since."""
+def on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
+    """``on_engine_stream`` for kernels that read a vector: they wait for it alone, if it was not changed since."""
     if vector.is_cuda:
         own = _own_stream(vector.device)
         event, version = getattr(vector, READY, (None, None))
@@ -69,14 +70,14 @@ def beside(vector: torch.Tensor) -> Iterator[None]:
         elif event is not None:
             own.wait_event(event)
         vector.record_stream(own)
-    with apart(vector.device):
+    with on_engine_stream(vector.device):
         yield
 
 
 @contextlib.contextmanager
-def apart(device: torch.device) -> Iterator[None]:
+def on_engine_stream(device: torch.device) -> Iterator[None]:
     """In it kernels go to the engine's own stream, and wait for nothing else. Afterwards this thread's stream waits for
-    them; ``adopt`` what they have made."""
+    them; ``use_here`` what they have made."""
     if device.type != "cuda":
         yield
         return
@@ -86,14 +87,14 @@ def apart(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(own)
 
 
-def adopt(tensor: torch.Tensor) -> torch.Tensor:
+def use_here(tensor: torch.Tensor) -> torch.Tensor:
     """This thread's stream goes on with a tensor that was made on another one; returns it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
 
-def fetch(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU of something small that a collective has brought; waits for that alone."""
     if not tensor.is_cuda:
         return tensor
@@ -121,7 +122,7 @@ class Later:
         return float(self._there)
 
 
-def follow(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
+def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
     """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on."""
     devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
     if not devices:
@@ -131,7 +132,7 @@ def follow(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
     others = [stream for device, stream in streams.items() if known.get(device) != stream]
     if others:
         known.update(streams)
-        engine.post(lambda: _follow(others))
+        engine.call_soon(lambda: _follow(others))
 
 
 def _follow(streams: Sequence[Any]) -> None:

@@ -200,7 +200,7 @@ def test_a_process_set_averages_over_its_ranks_alone(graph):
 def test_horovods_collectives_leave_a_lonely_rank_alone():
     collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
     given = tf.constant([1.0, 2.0])
-    halved = collectives.sum(given, "mine", SingleRank(3), scale=0.5)
+    halved = collectives.allreduce_sum(given, "mine", SingleRank(3), scale=0.5)
     assert halved.done()
     assert halved.result().numpy().tolist() == [0.5, 1.0]
     assert collectives.broadcast(given, 3, "mine", SingleRank(3)).result().numpy().tolist() == [1.0, 2.0]

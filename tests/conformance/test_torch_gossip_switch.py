@@ -131,7 +131,7 @@ def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
         opt = GossipTrainer(least_squares(4, MOMENTUM), rank, schedule={0: "allreduce", 3: "sgp"}, peers={3: 3}).opt
         opt.set_epoch(7)  # before the first step: nobody else hears of it
         plan = opt._async.plan
-        return [plan.most, len(plan.matrices)]
+        return [plan.max_messages, len(plan.matrices)]
 
     assert Cluster(4).run(train) == [[3, 1]] * 4
 

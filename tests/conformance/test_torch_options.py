@@ -238,11 +238,13 @@ def test_a_rank_outside_the_process_set_steps_by_itself(quorum, compression):
 def test_horovods_collectives_leave_a_lonely_rank_alone():
     collectives = object.__new__(HorovodCollectives)  # (nothing of Horovod is needed for one rank)
     given = torch.tensor([1.0, 2.0])
-    halved = collectives.sum(given, "mine", SingleRank(3), keep=True, scale=0.5)
+    halved = collectives.allreduce_sum(given, "mine", SingleRank(3), keep=True, scale=0.5)
     assert halved.done()
     assert halved.result().tolist() == [0.5, 1.0]
     assert given.tolist() == [1.0, 2.0]
-    assert collectives.sum(given, "mine", SingleRank(3), keep=True).result() is not given  # it is going to be changed
+    assert (
+        collectives.allreduce_sum(given, "mine", SingleRank(3), keep=True).result() is not given
+    )  # it is going to be changed
     assert collectives.broadcast(given, 3, "mine", SingleRank(3)).result().tolist() == [1.0, 2.0]
 
 

@@ -24,11 +24,11 @@ BUSY = 2**31
 
 def test_on_a_cpu_a_vector_is_as_it_was():
     vector = torch.ones(3)
-    assert streams.mark(vector) is vector
-    assert streams.landed(vector) is vector
-    assert streams.adopt(vector) is vector
-    assert streams.fetch(vector) is vector
-    with streams.beside(vector):
+    assert streams.record_ready(vector) is vector
+    assert streams.record_received(vector) is vector
+    assert streams.use_here(vector) is vector
+    assert streams.copy_to_host(vector) is vector
+    with streams.on_engine_stream_after(vector):
         vector += 1
     assert vector.tolist() == [2.0, 2.0, 2.0]
     assert not hasattr(vector, streams.READY)
@@ -69,15 +69,15 @@ def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[thread[0]])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.update(engine=stream))
     engine = RecordingEngine(thread)
-    streams.follow(engine, [torch.ones(3)])
+    streams.bind_training_stream(engine, [torch.ones(3)])
     assert engine.posts == 0, "nothing is on a GPU"
     for stream, posts in ((first, 1), (first, 1), (second, 2), (second, 2), (first, 3)):
         current["training"] = stream
         before = current["engine"]
-        streams.follow(engine, [OnDevice(), OnDevice()])
+        streams.bind_training_stream(engine, [OnDevice(), OnDevice()])
         assert (engine.posts, current["engine"]) == (posts, stream)
         assert before is stream or stream.waited_for[-1] is before, "what the engine has left there comes first"
-    streams.follow(another := RecordingEngine(thread), [OnDevice()])
+    streams.bind_training_stream(another := RecordingEngine(thread), [OnDevice()])
     assert another.posts == 1, "each engine is told"
 
 
@@ -124,28 +124,28 @@ class TestOnAGpu:
     @pytest.fixture(autouse=True, scope="class")
     def kernels(self) -> None:
         """A kernel is loaded, a stream made and its memory allocated at their first use, which waits for the device."""
-        vector = streams.mark(torch.ones(1000, device="cuda"))
-        with streams.beside(vector):
+        vector = streams.record_ready(torch.ones(1000, device="cuda"))
+        with streams.on_engine_stream_after(vector):
             total = vector.sum()
-        streams.adopt(total).add_(1).item()
+        streams.use_here(total).add_(1).item()
         Checks().empty_unless_finite(0, vector)
-        streams.fetch(vector[-2:].clone())
+        streams.copy_to_host(vector[-2:].clone())
 
     def test_a_marked_vector_is_read_while_the_device_is_busy(self):
-        vector = streams.mark(torch.full((1000,), 3.0, device="cuda"))
+        vector = streams.record_ready(torch.full((1000,), 3.0, device="cuda"))
         end = busy_after(vector)
-        with streams.beside(vector):
+        with streams.on_engine_stream_after(vector):
             total = vector.sum()
             read = torch.cuda.current_stream().record_event()
         read.synchronize()
         assert not end.query(), "it waited for what was queued afterwards"
-        assert streams.adopt(total).item() == 3000.0
+        assert streams.use_here(total).item() == 3000.0
 
     def test_a_vector_that_was_changed_since_is_waited_for(self):
-        vector = streams.mark(torch.zeros(1000, device="cuda"))
+        vector = streams.record_ready(torch.zeros(1000, device="cuda"))
         torch.cuda._sleep(BUSY)
         vector += 1
-        with streams.beside(vector):
+        with streams.on_engine_stream_after(vector):
             total = vector.sum()
         assert total.item() == 1000.0
 
@@ -153,7 +153,7 @@ class TestOnAGpu:
         vector = torch.arange(10.0, device="cuda")
         torch.cuda.current_stream().record_event().synchronize()  # (it is there)
         end = busy_after(vector)
-        assert streams.fetch(vector[-2:]).tolist() == [8.0, 9.0]
+        assert streams.copy_to_host(vector[-2:]).tolist() == [8.0, 9.0]
         assert not end.query()
 
     def test_gradients_are_handed_over_and_rounds_shown_while_the_device_is_busy(self):
@@ -173,8 +173,8 @@ class TestOnAGpu:
         assert [p.grad.sum().item() for p in parameters] == [200.0, 10.0, 1.0]
 
     def test_memory_is_not_given_away_while_the_other_stream_reads_it(self):
-        vector = streams.mark(torch.full((1_000_000,), 5.0, device="cuda"))
-        with streams.beside(vector):
+        vector = streams.record_ready(torch.full((1_000_000,), 5.0, device="cuda"))
+        with streams.on_engine_stream_after(vector):
             torch.cuda._sleep(BUSY)
             copy = vector.clone()
         del vector

@@ -71,7 +71,7 @@ def seen_after(clock: Clock, durations: dict[str, float], seconds: float, busy: 
     started, ends = clock.now, clock.now + seconds
     clock.now += busy
     while not handle.done():
-        clock.now += handle.poll_in()
+        clock.now += handle.seconds_to_poll()
     handle.result()
     assert clock.now >= ends
     return clock.now - started

@@ -217,7 +217,7 @@ class _Held:
     def result(self) -> Any:
         return self._handle.result()
 
-    def poll_in(self) -> float | None:
+    def seconds_to_poll(self) -> float | None:
         return 0.002  # (nobody says when ``open_`` would)
 
 

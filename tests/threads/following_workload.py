@@ -119,7 +119,7 @@ def gated(
                 begun.put(own)
                 if rank in (None, own):
                     handle.done = lambda: gate.is_set() and done()
-                    handle.poll_in = lambda: None if gate.is_set() else 0.002
+                    handle.seconds_to_poll = lambda: None if gate.is_set() else 0.002
             return handle
 
         return late

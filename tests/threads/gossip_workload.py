@@ -60,7 +60,7 @@ class Job:
         engine, ranks, config = local_engine(), self.sharers, self.plan.config
         assert engine is not None
         sharers = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
-        post = make_post(self.elements, np.float64, config.compression, self.plan.most, sharers)
+        post = make_post(self.elements, np.float64, config.compression, self.plan.max_messages, sharers)
         kind = ADPSGDWorker if config.algorithm == "adpsgd" else PushSumWorker
         return kind(engine, self.plan, post, finish)
 
@@ -335,11 +335,11 @@ class Held(MemoryCollectives):
 
     gate: threading.Event
 
-    def exchange(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
-        handle = super().exchange(rows, splits, name, process_set)
+    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
+        handle = super().alltoall(rows, splits, name, process_set)
         done = handle.done
         handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
-        handle.poll_in = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
+        handle.seconds_to_poll = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
         return handle
 
 

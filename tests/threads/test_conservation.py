@@ -139,7 +139,7 @@ def test_majority_has_about_half_of_the_ranks_in():
     reasons: list[str] = []
 
     def tweak(worker: EagerWorker) -> None:
-        step, send, obey, rank = worker.step, worker.engine.send, worker.obey, worker.engine.rank
+        step, send, on_command, rank = worker.step, worker.engine.send, worker.on_command, worker.engine.rank
 
         def step_in_turn(*args: Any) -> list[ReducedRound]:
             assert turns[rank].acquire(timeout=30)
@@ -153,9 +153,9 @@ def test_majority_has_about_half_of_the_ranks_in():
         def listen(command: Command) -> None:
             if isinstance(command, StartRound) and rank == 0:
                 reasons.append(command.firing.reason)
-            obey(command)
+            on_command(command)
 
-        worker.step, worker.obey = step_in_turn, listen  # type: ignore[method-assign, assignment]
+        worker.step, worker.on_command = step_in_turn, listen  # type: ignore[method-assign, assignment]
         worker.engine.send = send_and_pass_on  # type: ignore[method-assign]
 
     one = plan("majority", 10**6, [steps] * size)
@@ -204,10 +204,12 @@ class _Lagging(MemoryCollectives):
         self._release, self._in_flight = release, set[str]()
         self._first = inner.rank == 1
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Any:
+    def allreduce_sum(
+        self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Any:
         assert name not in self._in_flight, f"{name} is in flight already"
         self._in_flight.add(name)
-        handle, first = super().sum(vector, name, process_set, keep, scale), self._first
+        handle, first = super().allreduce_sum(vector, name, process_set, keep, scale), self._first
         self._first = False
         done, result = handle.done, handle.result
 

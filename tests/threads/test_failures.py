@@ -191,12 +191,14 @@ class _Broken(MemoryCollectives):
     sums = 0
     on: Callable[[], object] = staticmethod(lambda: None)
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Any:
+    def allreduce_sum(
+        self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Any:
         self.sums += 1
         if self.sums > 1:
             self.on()
             raise InjectedError("the network is down")
-        return super().sum(vector, name, process_set, keep, scale)
+        return super().allreduce_sum(vector, name, process_set, keep, scale)
 
 
 def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[[MemoryCollectives], MemoryCollectives]:
@@ -292,7 +294,7 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
     def train(rank: int) -> None:
         engine = local_engine()
         assert engine is not None
-        engine.post(begun.set)
+        engine.call_soon(begun.set)
         engine.wait(begun.is_set)
         assert said.is_set()
 

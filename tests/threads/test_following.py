@@ -222,7 +222,7 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
         together.wait(TIMEOUT)
         own.step()
         seen.path.append(own.weights())
-        pull, conclude, landed = worker.receiver.pull, worker.conclude, [0]
+        pull, complete_drain, landed = worker.receiver.pull, worker.complete_drain, [0]
 
         def watched(command: StartPull) -> None:
             pull(command)
@@ -235,13 +235,13 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
             if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
                 pass_gate(told)
                 assert worker.receiver._waiting
-            conclude()
+            complete_drain()
 
         if rank == 1:
-            worker.receiver.pull, worker.conclude = watched, late  # type: ignore[method-assign]
+            worker.receiver.pull, worker.complete_drain = watched, late  # type: ignore[method-assign]
         own.drain()
         if rank == 1:
-            worker.conclude = conclude  # type: ignore[method-assign]
+            worker.complete_drain = complete_drain  # type: ignore[method-assign]
             wait_for_pulls(worker, landed[0] + 1)
         for _ in range(4):
             own.step()

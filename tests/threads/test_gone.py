@@ -30,7 +30,7 @@ class Rank:
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
-        post = make_post(WEIGHTS, np.float64, plan.config.compression, plan.most, None, plan.config.local_size)
+        post = make_post(WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size)
         kind = HierarchicalWorker if plan.config.local_size > 1 else PushSumWorker
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)

@@ -63,7 +63,7 @@ def test_a_worker_is_used_in_its_order():
             with pytest.raises(ReplicaStateError, match="before it was opened"):
                 worker.mix(z.copy(), z.copy())
             worker.open(["w"], [1])
-            worker.announce(True)
+            worker.announce_finished(True)
             with pytest.raises(ReplicaStateError, match="was broken off: call it again"):
                 worker.mix(z.copy(), z.copy())
             worker.wind_up(True)
@@ -85,8 +85,8 @@ def test_a_rank_may_be_done_before_others_have_opened():
         model = {"z": one.problem.start[0].copy()}
         worker.begin(model["z"].copy())
         worker.offer(["w"], [1])
-        worker.announce(True)
-        worker.engine.post(early.set)
+        worker.announce_finished(True)
+        worker.engine.call_soon(early.set)
         worker.meet()
         worker.wind_up(True)
         return model["z"]

@@ -126,13 +126,13 @@ def test_a_rank_that_is_done_holds_nobody_up():
     def tweak(worker: PushSumWorker) -> None:
         watch.tweak(worker)
         if worker._place == 0:
-            announce = worker.announce
+            announce_finished = worker.announce_finished
 
             def late(flush: bool) -> None:
                 watch.until({1: (3, {0}), 2: (4, {1, 3}), 3: (3, {0})}, missing)
-                announce(flush)
+                announce_finished(flush)
 
-            worker.announce = late  # type: ignore[method-assign]
+            worker.announce_finished = late  # type: ignore[method-assign]
 
     records = run(one, tweak=tweak)
     check(one, records)
@@ -176,7 +176,12 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
     def tweak(worker: PushSumWorker) -> None:
         if worker._place == 0:
             return
-        told, conclude, exchange, mail = threading.Event(), worker.conclude, worker._mail.exchange, worker._mail
+        told, complete_drain, exchange, mail = (
+            threading.Event(),
+            worker.complete_drain,
+            worker._mail.exchange,
+            worker._mail,
+        )
 
         def watched(command: StartExchange) -> None:
             exchange(command)
@@ -185,13 +190,13 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
                 told.set()
 
         def late() -> None:
-            worker.conclude = conclude  # type: ignore[method-assign]
+            worker.complete_drain = complete_drain  # type: ignore[method-assign]
             before = mail.landed
             pass_gate(told)
             worker.engine.wait(lambda: bool(mail._held) or mail.landed > before)
-            conclude()
+            complete_drain()
 
-        worker.conclude, mail.exchange = late, watched  # type: ignore[method-assign]
+        worker.complete_drain, mail.exchange = late, watched  # type: ignore[method-assign]
 
     check_sums(one, run(one, tweak=tweak))
 
@@ -242,13 +247,13 @@ def finishing(count: threading.Semaphore) -> Callable[[PushSumWorker], None]:
     """A ``tweak``: a rank says when it has taken all its steps."""
 
     def tweak(worker: PushSumWorker) -> None:
-        announce = worker.announce
+        announce_finished = worker.announce_finished
 
         def told(flush: bool) -> None:
             count.release()
-            announce(flush)
+            announce_finished(flush)
 
-        worker.announce = told  # type: ignore[method-assign]
+        worker.announce_finished = told  # type: ignore[method-assign]
 
     return tweak
 

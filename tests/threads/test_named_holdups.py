@@ -22,7 +22,7 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
         worker, _ = make_worker(one.config, one)
         worker.open(["w"], [1])
         if rank == 2:
-            worker.engine.post(lambda: said.wait(30))
+            worker.engine.call_soon(lambda: said.wait(30))
             ready.set()
         else:
             assert ready.wait(30)

@@ -176,7 +176,7 @@ def meet_with(other: bytes) -> list[Any]:
 
     def meet(collectives: Any) -> Channel | None:
         if collectives.rank == 2:
-            collectives.gather_bytes(other, "hvd_async.rendezvous")
+            collectives.allgather_bytes(other, "hvd_async.rendezvous")
             return None
         return rendezvous(collectives, FAMILIES)[0]
 
@@ -225,7 +225,7 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
 
     def meet(collectives: Any) -> Any:
         if collectives.rank == 1:  # it tells its card, and never comes
-            collectives.gather_bytes(msgspec.msgpack.encode(meeting._Card(
+            collectives.allgather_bytes(msgspec.msgpack.encode(meeting._Card(
                 zmq.curve_keypair()[0], "away", b"", 0, [], meeting._place(), meeting.hvd_async.__version__)),
                 "hvd_async.rendezvous")  # fmt: skip
             return None

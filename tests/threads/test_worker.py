@@ -56,7 +56,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
             with pytest.raises(ReplicaStateError, match="lacks buckets"):
                 one.step(rows, HYPER)
         with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
-            one.check_done()
+            one.check_finished()
         rounds: list[ReducedRound] = []
         one.step({0: vector(1)}, HYPER, rounds.append)
         assert [round_.counts for round_ in rounds] == [(2, 2)]
@@ -68,8 +68,10 @@ def test_a_bucket_is_handed_over_once_and_all_are():
 class Overwriting(MemoryCollectives):
     """As Horovod's, whose sums are in place: what was given away is gone, unless it is to be kept."""
 
-    def sum(self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0) -> Any:
-        handle = super().sum(vector.copy(), name, process_set, keep, scale)
+    def allreduce_sum(
+        self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Any:
+        handle = super().allreduce_sum(vector.copy(), name, process_set, keep, scale)
         if not keep:
             vector[:] = np.nan
         return handle
@@ -290,7 +292,7 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
             for one in (own, every):
                 one.step({0: vector(10.0**rank)}, HYPER, rest[one].append)
         for one in workers:
-            one.announce(True)
+            one.announce_finished(True)
 
         for one in workers:
             one.drain(rest[one].append)

@@ -156,7 +156,7 @@ class Simulation:
         if self.config.algorithm != "allreduce":
             if not late and (step == 1 or not self.ahead):
                 self._offer(rank, end, step)
-            rank.owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.into(rank.index, k)]
+            rank.owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.in_edges(rank.index, k)]
             self._tell_starved(rank)
             yield from self._until(rank, lambda: self._is_fed(rank))
             rank.owed = []
@@ -172,7 +172,7 @@ class Simulation:
     def _offer(self, rank: Rank, end: int, step: int) -> None:
         if not self.plan.moves(step):
             return
-        out = [to for to, _ in self.plan.out(rank.index, step) if step <= self._last(rank, to, step)]
+        out = [to for to, _ in self.plan.out_edges(rank.index, step) if step <= self._last(rank, to, step)]
         if not out:
             rank.outbox.append(NoMessage(0, step))
             return
@@ -219,7 +219,7 @@ class Simulation:
         while not all(rank.finished for rank in self.ranks):
             if not self._move():
                 waiting = [rank.number for rank in self.ranks if not rank.finished]
-                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.machine.waiting_for()}")
+                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.machine.blocked_on()}")
         for rank in self.ranks:
             assert not rank.held
             while rank.outbox:  # tidings of the last exchanges
@@ -229,7 +229,7 @@ class Simulation:
 
     def _move(self) -> bool:
         self._probe()
-        kinds = {"deliver": self._deliver, "obey": self._obey, "land": self._land}
+        kinds = {"deliver": self._deliver, "obey": self._on_command, "land": self._land}
         moves = [(rank, kinds[kind]) for rank in self.ranks for kind in kinds if self._can(rank, kind)]
         trains = [rank for rank in self.ranks if not rank.finished and (rank.waits is None or rank.waits())]
         weights = [self.job.speeds[rank.index] for rank in trains]
@@ -286,7 +286,7 @@ class Simulation:
         first = self.job.ranks.index(exchange.mail[0][0])
         return any(rank.index in there for sender, _, there in self.carried.get(exchange.round, []) if sender == first)
 
-    def _obey(self, rank: Rank) -> None:
+    def _on_command(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
         match command:
             case Accepted():

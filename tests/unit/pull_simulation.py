@@ -113,7 +113,7 @@ class Simulation:
             self.now, _, action = heapq.heappop(self._agenda)
             action()
         waiting = [rank.number for rank in self.ranks if not rank.finished]
-        assert not waiting, f"deadlock: ranks {waiting} wait for {self.machine.waiting_for()}"
+        assert not waiting, f"deadlock: ranks {waiting} wait for {self.machine.blocked_on()}"
         assert not any(rank.flying or rank.waiting for rank in self.ranks)
         return self
 
@@ -162,7 +162,7 @@ class Simulation:
     def _send(self, rank: Rank, event: OptimizerEvent) -> None:
         rank.heard = self._in(self.job.latency, lambda: self._deliver(rank, event), rank.heard)
 
-    def _obey(self, rank: Rank, command: Command) -> None:
+    def _on_command(self, rank: Rank, command: Command) -> None:
         match command:
             case Accepted():
                 rank.agreed = True
@@ -212,7 +212,7 @@ class Simulation:
         self.log += commands
         for each in self.ranks:
             for command in commands:
-                each.told = self._in(self.job.latency, lambda c=command, e=each: self._obey(e, c), each.told)  # type: ignore[misc]
+                each.told = self._in(self.job.latency, lambda c=command, e=each: self._on_command(e, c), each.told)  # type: ignore[misc]
 
     # -- illegal moves ----------------------------------------------------------------------------------------
 

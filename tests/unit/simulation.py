@@ -233,7 +233,7 @@ class Simulation:
         while not all(rank.finished for rank in self.ranks):
             if not self._move():
                 waiting = [r.number for r in self.ranks if not r.finished]
-                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.rounds.waiting_for()}")
+                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.rounds.blocked_on()}")
         assert all(not rank.outbox and not rank.inbox for rank in self.ranks)
         return self
 
@@ -282,7 +282,7 @@ class Simulation:
     def _land(self, rank: Rank) -> None:
         rank.ready += 1
 
-    def _obey(self, rank: Rank) -> None:
+    def _on_command(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
         match command:
             case Accepted():

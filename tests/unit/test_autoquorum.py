@@ -92,18 +92,18 @@ class Teacher:
 
 def test_it_is_synchronous_until_it_has_learned():
     teacher = Teacher(3)
-    assert teacher.auto.news() == "auto: learning how long the ranks take"
+    assert teacher.auto.take_notice() == "auto: learning how long the ranks take"
     for _ in range(LEARN):  # the first round says nothing: nobody was free before it
         teacher.round(1.0, 1.0, 9.0)
         assert teacher.auto.choose(1).quorum == 3
-        assert teacher.auto.news() is None
+        assert teacher.auto.take_notice() is None
     teacher.round(1.0, 1.0, 9.0)
     choice = teacher.auto.choose(1)
     assert choice.quorum == 2
-    news = teacher.auto.news()
+    news = teacher.auto.take_notice()
     assert news == choice.why
     assert news.startswith(f"auto: 2 of 3 ranks; fresh gradients per second by the last {LEARN} steps are 1: ")
-    assert teacher.auto.news() is None
+    assert teacher.auto.take_notice() is None
 
 
 def test_a_choice_lasts_some_rounds_and_follows_the_ranks():
@@ -111,13 +111,13 @@ def test_a_choice_lasts_some_rounds_and_follows_the_ranks():
     for _ in range(LEARN + 1):
         teacher.round(1.0, 1.0)
     assert teacher.auto.choose(1).quorum == 2
-    assert teacher.auto.news() is not None
+    assert teacher.auto.take_notice() is not None
     for _ in range(48):
         teacher.round(1.0, 9.0)
     assert teacher.auto.choose(RENEW).quorum == 2
-    assert teacher.auto.news() is None
+    assert teacher.auto.take_notice() is None
     assert teacher.auto.choose(1 + RENEW).quorum == 1
-    assert "1 of 2 ranks" in str(teacher.auto.news())
+    assert "1 of 2 ranks" in str(teacher.auto.take_notice())
 
 
 @pytest.mark.parametrize(("seconds", "quorum"), [(2.04, 2), (2.1, 1)])

@@ -184,7 +184,7 @@ def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
         (0.0, 0, MessageQueued(7, 3)),
     )
     assert machine.handle(0, Finished(7, [3], False), 0.0) == [RankFinished(7, 0, 3)]
-    assert machine.waiting_for() == ("drain", {1})
+    assert machine.blocked_on() == ("drain", {1})
     assert machine.handle(1, Finished(7, [1], False), 0.0) == [
         StartExchange(7, 2, [(1, 1)]),
         StartExchange(7, 3, [(0, 2)]),
@@ -205,7 +205,7 @@ def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
         for event in (Registered(7, SGP, ["w"], [1]), Finished(7, [0]))
     ]
     assert told == [[], [], [], []]
-    assert machine.waiting_for() == ("the first step or drain", {1})
+    assert machine.blocked_on() == ("the first step or drain", {1})
     assert machine.handle(1, Registered(7, SGP, ["w"], [1]), 0.0) == [
         Accepted(7),
         RankFinished(7, 0, 0),
@@ -287,9 +287,9 @@ def test_leaves_of_a_star_take_turns():
 def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
     machine = opened()
     assert play(machine, (0.0, 2, AverageEntered(7, 1, 0.5)), (0.0, 0, AverageEntered(7, 1, 1.0))) == [[], []]
-    assert machine.waiting_for() == ("average 1 over all ranks", {1})
+    assert machine.blocked_on() == ("average 1 over all ranks", {1})
     assert machine.handle(1, AverageEntered(7, 1, 1.5), 0.0) == [StartAverage(7, 1, [0, 1, 2], 3.0)]
-    assert machine.waiting_for() is None
+    assert machine.blocked_on() is None
     assert play(machine, (0.0, 2, AverageEntered(7, 2, 1.0)), (0.0, 0, AverageEntered(7, 2, 0.25))) == [[], []]
     assert machine.handle(1, Finished(7, [1]), 0.0) == [RankFinished(7, 1, 1), StartAverage(7, 2, [0, 2], 1.25)]
     play(machine, (0.0, 0, Finished(7, [2])), (0.0, 2, Finished(7, [2])))
@@ -366,7 +366,7 @@ def test_ranks_that_gossip_differently_are_refused():
     assert isinstance(refused, Rejected)
     assert "wrapped their optimizers differently" in refused.problem
     assert machine.handle(0, MessageQueued(7, 1), 0.0) == []  # on its way when the refusal went out
-    assert machine.waiting_for() is None
+    assert machine.blocked_on() is None
 
 
 def test_where_hosts_gossip_engines_serve_ranks_that_are_done():

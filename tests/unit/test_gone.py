@@ -58,7 +58,7 @@ def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
     assert machine.roll_call(5.0)
     for rank in (0, 1):
         machine.handle(rank, RoundsReceived(0, 1, [0]), 5.0)
-    waiting = machine.waiting_for()
+    waiting = machine.blocked_on()
     assert waiting is not None
     assert waiting[1] == {2}
 
@@ -75,8 +75,8 @@ def test_a_rank_in_a_collective_and_one_in_a_drain_are_told_that_they_will_never
 def test_an_answer_that_comes_when_nobody_waits_any_more_blames_nobody():
     machine = EagerStateMachine(0, [0, 1])
     machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
-    assert machine.ask(0)
-    assert not machine.ask(0), "once is enough"
+    assert machine.ask_to_register(0)
+    assert not machine.ask_to_register(0), "once is enough"
     machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
     assert machine.handle(0, NoSuchOptimizer(0), 0.0) == []
 
@@ -92,6 +92,6 @@ def test_a_refused_optimizer_is_lacked_by_nobody():
     """The rank that had none like it may leave."""
     machine = EagerStateMachine(0, [0, 1])
     machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
-    machine.ask(0)
+    machine.ask_to_register(0)
     machine.handle(0, NoSuchOptimizer(0), 0.0)
-    assert not machine.lacks(0)
+    assert not machine.awaits_registration_of(0)

@@ -47,7 +47,7 @@ def test_a_window_keeps_plain_numbers():
 @given(st.dictionaries(st.integers(0, 6), st.one_of(NUMBERS, st.just(math.nan), st.just(math.inf))), st.data())
 def test_the_leader_has_the_lowest_finite_mean_and_of_several_the_lowest_number(means, data):
     ranks = data.draw(st.lists(st.integers(0, 6), unique=True, max_size=5))
-    led = equations.leader(means, ranks)
+    led = equations.pick_leader(means, ranks)
     finite = {rank: means[rank] for rank in ranks if rank in means and math.isfinite(means[rank])}
     if not finite:
         assert led is None
@@ -57,11 +57,11 @@ def test_the_leader_has_the_lowest_finite_mean_and_of_several_the_lowest_number(
 
 
 def test_ties_nan_and_infinities_by_hand():
-    assert equations.leader({0: 2.0, 1: 1.0, 2: 1.0}, (0, 1, 2)) == 1
-    assert equations.leader({0: math.nan, 1: -math.inf, 2: 5.0}, (0, 1, 2)) == 2
-    assert equations.leader({0: 0.5, 1: 1.0}, (1, 2)) == 1
-    assert equations.leader({0: math.nan}, (0, 1)) is None
-    assert equations.leader({}, (0, 1)) is None
+    assert equations.pick_leader({0: 2.0, 1: 1.0, 2: 1.0}, (0, 1, 2)) == 1
+    assert equations.pick_leader({0: math.nan, 1: -math.inf, 2: 5.0}, (0, 1, 2)) == 2
+    assert equations.pick_leader({0: 0.5, 1: 1.0}, (1, 2)) == 1
+    assert equations.pick_leader({0: math.nan}, (0, 1)) is None
+    assert equations.pick_leader({}, (0, 1)) is None
 
 
 # -- pulls ----------------------------------------------------------------------------------------------------
@@ -70,29 +70,29 @@ def test_ties_nan_and_infinities_by_hand():
 @given(NUMBERS, NUMBERS, NUMBERS, PARTS, PARTS)
 def test_pulls_at_once_add_up_and_one_after_the_other_do_not(x, local, whole, one, two):
     both = x + one * (local - x) + two * (whole - x)
-    assert equations.pulled(x, (local, one), (whole, two)) == pytest.approx(both, rel=1e-9, abs=1e-6)
+    assert equations.pull_towards(x, (local, one), (whole, two)) == pytest.approx(both, rel=1e-9, abs=1e-6)
     first = x + one * (local - x)
-    in_turn = equations.pulled(equations.pulled(x, (local, one)), (whole, two))
+    in_turn = equations.pull_towards(equations.pull_towards(x, (local, one)), (whole, two))
     assert in_turn == pytest.approx(first + two * (whole - first), rel=1e-9, abs=1e-6)
 
 
 def test_pulled_by_nobody_and_of_whole_vectors():
     x, target = np.array([0.0, 4.0]), np.array([8.0, -4.0])
-    assert equations.pulled(x) is x
-    assert equations.pulled(x, (target, 0.25)).tolist() == [2.0, 2.0]
+    assert equations.pull_towards(x) is x
+    assert equations.pull_towards(x, (target, 0.25)).tolist() == [2.0, 2.0]
     assert x.tolist() == [0.0, 4.0]  # as it was
-    assert equations.pulled(1.0, (1.0, 0.9)) == 1.0
+    assert equations.pull_towards(1.0, (1.0, 0.9)) == 1.0
 
 
 def test_easgd_by_hand():
-    assert equations.elastic(8.0, 4.0, 0.25) == 8.0 - 0.25 * (8.0 - 4.0)
-    assert equations.centred(4.0, 8.0, 0.5) == 4.0 + 0.5 * (8.0 - 4.0)
+    assert equations.pull_to_center(8.0, 4.0, 0.25) == 8.0 - 0.25 * (8.0 - 4.0)
+    assert equations.move_center(4.0, 8.0, 0.5) == 4.0 + 0.5 * (8.0 - 4.0)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=6), NUMBERS, PARTS)
 def test_easgd_with_alpha_beta_over_p_keeps_the_sum_of_ranks_and_centre(ranks, centre, beta):
-    moved = [equations.elastic(x, centre, beta / len(ranks)) for x in ranks]
-    after = equations.centred(centre, sum(ranks) / len(ranks), beta)
+    moved = [equations.pull_to_center(x, centre, beta / len(ranks)) for x in ranks]
+    after = equations.move_center(centre, sum(ranks) / len(ranks), beta)
     assert sum(moved) + after == pytest.approx(sum(ranks) + centre, rel=1e-9, abs=1e-5)
 
 
@@ -101,16 +101,16 @@ def test_easgd_with_alpha_beta_over_p_keeps_the_sum_of_ranks_and_centre(ranks, c
 
 @pytest.mark.parametrize("value", [0, 0.0, 0.43, 0.999])
 def test_a_strength_is_a_number_from_0_up_to_1_or_such_a_function_of_the_step(value):
-    assert equations.at(value, 3) == value
-    assert isinstance(equations.at(value, 3), float)
-    assert equations.at(lambda step: value * (step == 3), 3) == value
+    assert equations.value_at(value, 3) == value
+    assert isinstance(equations.value_at(value, 3), float)
+    assert equations.value_at(lambda step: value * (step == 3), 3) == value
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.001, math.nan, math.inf, True, False, "0.1", None, [0.1]])
 def test_what_is_no_strength_is_refused_with_the_step(value):
     for strength in (value, lambda step: value):
         with pytest.raises(ValueError, match=r"at step 7: take 0 \(no pull\) or more, and less than 1"):
-            equations.at(strength, 7)
+            equations.value_at(strength, 7)
 
 
 def test_strengths_of_a_step():
@@ -123,11 +123,11 @@ def test_strengths_of_a_step():
 
 
 def test_spreads_of_learning_rates():
-    assert [equations.spread("none", place) for place in range(4)] == [1.0, 1.0, 1.0, 1.0]
-    assert [equations.spread("linear", place) for place in range(4)] == [1.0, 2.0, 3.0, 4.0]
-    assert [equations.spread("power", place) for place in range(4)] == [1.0, 2.0, 4.0, 8.0]
+    assert [equations.lr_factor("none", place) for place in range(4)] == [1.0, 1.0, 1.0, 1.0]
+    assert [equations.lr_factor("linear", place) for place in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert [equations.lr_factor("power", place) for place in range(4)] == [1.0, 2.0, 4.0, 8.0]
     with pytest.raises(ValueError, match="lr_spread='square' is not known: take one of 'none', 'linear', 'power'"):
-        equations.spread("square", 0)
+        equations.lr_factor("square", 0)
 
 
 # -- groups ---------------------------------------------------------------------------------------------------

@@ -42,22 +42,22 @@ def test_edges_are_those_of_the_matrices(algorithm, name, size, step):
     np.testing.assert_array_equal(weights, mixing.matrices(graph, scheme)[(step - 1) % graph.period])
     again = np.diag(np.diag(weights))
     for place in range(size):
-        out, into = plan.out(place, step), plan.into(place, step)
+        out, into = plan.out_edges(place, step), plan.in_edges(place, step)
         assert [to for to, _ in out] == list(graph.out(place, step - 1))
         assert [sender for sender, _ in into] == list(graph.into(place, step - 1))
         for to, p in out:
-            assert (place, p) in plan.into(to, step)
+            assert (place, p) in plan.in_edges(to, step)
             again[to, place] = p
-        assert len(out) <= plan.most or algorithm == "adpsgd"
+        assert len(out) <= plan.max_messages or algorithm == "adpsgd"
     np.testing.assert_array_equal(again, weights)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_rank_gossips_with_nobody(algorithm):
     plan = make_plan(1, algorithm)
-    assert plan.out(0, 1) == plan.into(0, 5) == []
+    assert plan.out_edges(0, 1) == plan.in_edges(0, 5) == []
     assert [matrix.tolist() for matrix in plan.matrices] == [[[1.0]]]
-    assert plan.most == 1
+    assert plan.max_messages == 1
 
 
 def test_each_algorithm_has_its_graph_and_its_staleness():
@@ -104,24 +104,24 @@ def test_configurations_travel():
 @pytest.mark.parametrize(("peers", "most"), [(1, 1), (2, 2), (3, 3)])
 def test_peers_are_receivers_a_step(peers, most):
     plan = make_plan(4, peers=peers)
-    assert plan.most == most
-    assert [to for to, _ in plan.out(0, 1)] == list(range(1, peers + 1))
+    assert plan.max_messages == most
+    assert [to for to, _ in plan.out_edges(0, 1)] == list(range(1, peers + 1))
 
 
 def test_phases_come_in_turn_from_the_first_step():
     plan = make_plan(8)
-    assert [plan.out(0, step)[0][0] for step in range(1, 6)] == [1, 2, 4, 1, 2]
-    assert [plan.into(0, step)[0][0] for step in range(1, 5)] == [7, 6, 4, 7]
+    assert [plan.out_edges(0, step)[0][0] for step in range(1, 6)] == [1, 2, 4, 1, 2]
+    assert [plan.in_edges(0, step)[0][0] for step in range(1, 5)] == [7, 6, 4, 7]
     assert [plan.phase(step) for step in range(1, 6)] == [0, 1, 2, 0, 1]
 
 
 def test_networkx_graphs():
     petersen = make_plan(10, "dpsgd", networkx.petersen_graph())
     assert petersen.topology.symmetric
-    assert {len(petersen.out(place, 1)) for place in range(10)} == {3}
-    assert petersen.most == 3
+    assert {len(petersen.out_edges(place, 1)) for place in range(10)} == {3}
+    assert petersen.max_messages == 3
     one_way = networkx.DiGraph([(0, 1), (1, 2), (2, 0)])
-    assert [make_plan(3, "osgp", one_way).out(place, 1)[0][0] for place in range(3)] == [1, 2, 0]
+    assert [make_plan(3, "osgp", one_way).out_edges(place, 1)[0][0] for place in range(3)] == [1, 2, 0]
     with pytest.raises(ValueError, match="rank 0 sends to rank 1 at step 0 and gets no answer; adpsgd needs"):
         make_plan(3, "adpsgd", one_way)
 
@@ -130,8 +130,8 @@ def test_networkx_graphs():
 def test_a_matrix_says_who_sends_to_whom(given):
     plan = make_plan(3, "sgp", weights=given)
     assert plan.topology.phases == (frozenset({(0, 1), (1, 2), (2, 0)}),)
-    assert plan.out(1, 4) == [(2, 0.5)]
-    assert plan.into(0, 1) == [(2, 0.5)]
+    assert plan.out_edges(1, 4) == [(2, 0.5)]
+    assert plan.in_edges(0, 1) == [(2, 0.5)]
 
 
 def test_matrices_by_phase_may_be_connected_together_only():
@@ -141,7 +141,7 @@ def test_matrices_by_phase_may_be_connected_together_only():
             matrix[np.ix_([a, b], [a, b])] = 0.5
     for weights in (pairs, tuple(pairs), np.array(pairs), [pair.tolist() for pair in pairs]):
         plan = make_plan(4, "dpsgd", weights=weights)
-        assert [plan.out(0, step) for step in (1, 2, 3)] == [[(1, 0.5)], [(3, 0.5)], [(1, 0.5)]]
+        assert [plan.out_edges(0, step) for step in (1, 2, 3)] == [[(1, 0.5)], [(3, 0.5)], [(1, 0.5)]]
 
 
 def test_hosts_gossip_in_place_of_ranks():

@@ -90,8 +90,8 @@ def test_laws_hold_under_any_interleaving(job):
     flown = {pull.round: len(ledger.members[pull.group]) for pull in pulls if pull.leader != NO_LEADER}
     assert simulation.landed == flown
     assert len(simulation.ends) == len(job.steps)
-    assert (simulation.machine.news() is not None) == (ledger.leaderless > 0)
-    assert simulation.machine.news() is None
+    assert (simulation.machine.take_notice() is not None) == (ledger.leaderless > 0)
+    assert simulation.machine.take_notice() is None
     if job.config.algorithm == "easgd":
         assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL, CENTER)}
 
@@ -217,7 +217,7 @@ def test_a_group_of_one_follows_nobody_of_its_own():
 def test_the_lowest_finite_mean_leads(losses, leader):
     machine = opened(replace_config(TRIO, global_period=1), 3)
     assert play(machine, *steps(*losses)) == [StartPull(7, 1, ALL, leader)]
-    assert machine.news() is None
+    assert machine.take_notice() is None
 
 
 def test_a_rank_is_chosen_by_what_it_told_last():
@@ -231,11 +231,11 @@ def test_a_rank_is_chosen_by_what_it_told_last():
 def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     machine = opened(TRIO, 3)
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
-    news = machine.news()
+    news = machine.take_notice()
     assert news is not None
     assert "has a finite mean loss, so nobody leads it and nobody is pulled; look at what record_loss()" in news
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
-    assert machine.news() is None
+    assert machine.take_notice() is None
     assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [StartPull(7, 1, ALL, 0)]
 
 
@@ -249,7 +249,7 @@ def test_where_nobody_has_told_a_loss_the_ranks_hear_it_each_time():
     machine = opened()
     assert play(machine, (0, 1.0), *[(2, None)] * 3) == []
     assert play(machine, (3, None)) == [StartPull(7, 1, 1, NO_LEADER)]
-    assert machine.news() is None
+    assert machine.take_notice() is None
 
 
 def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
@@ -257,7 +257,7 @@ def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
     assert play(machine, *steps(None, 1.0, math.nan) * 2) == [StartPull(7, 1, ALL, CENTER)]
     assert play(machine, *steps(None, None, None) * 4) == []
     assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 2, ALL, CENTER)]
-    assert machine.news() is None
+    assert machine.take_notice() is None
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -352,4 +352,4 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     assert snapshot(machine) == state
-    assert machine.waiting_for() == ("the first step or drain", {2})
+    assert machine.blocked_on() == ("the first step or drain", {2})

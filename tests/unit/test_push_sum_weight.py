@@ -54,7 +54,7 @@ class Push:
     def _may_begin(self, rank: int, step: int) -> bool:
         """Whether the messages were sent that come in before this step: SGP's end the step before, OSGP's this one."""
         due = step - max(1, self.plan.config.max_staleness)
-        return due < 1 or all(self.steps[sender] >= due for sender, _ in self.plan.into(rank, due))
+        return due < 1 or all(self.steps[sender] >= due for sender, _ in self.plan.in_edges(rank, due))
 
     def _step(self, rank: int) -> None:
         late = self.plan.config.max_staleness
@@ -68,7 +68,7 @@ class Push:
         self.x[rank] -= LR * self.v[rank]
         self._take(rank, step - max(1, late))
         x, w = self.x[rank], self.w[rank]
-        for to, p in self.plan.out(rank, step):
+        for to, p in self.plan.out_edges(rank, step):
             self.flying[to, rank, step] = (p * x, p * w)
             self.x[rank] -= p * x
             self.w[rank] -= p * w
@@ -143,8 +143,8 @@ def test_osgp_with_many_receivers_a_step_is_refused_and_sgp_is_not():
 
 def test_osgp_sends_each_max_staleness_steps():
     plan = make_plan(4, "osgp", max_staleness=3)
-    assert [plan.out(0, step) for step in range(1, 9)] == [[(1, 0.5)], [], [], [(2, 0.5)], [], [], [(1, 0.5)], []]
-    assert [plan.into(0, step) for step in (1, 2, 4)] == [[(3, 0.5)], [], [(2, 0.5)]]
+    assert [plan.out_edges(0, step) for step in range(1, 9)] == [[(1, 0.5)], [], [], [(2, 0.5)], [], [], [(1, 0.5)], []]
+    assert [plan.in_edges(0, step) for step in (1, 2, 4)] == [[(3, 0.5)], [], [(2, 0.5)]]
     assert [plan.moves(step) for step in range(1, 5)] == [True, False, False, True]
     assert not make_plan(1).moves(1)
 

@@ -21,27 +21,27 @@ def test_a_round_that_came_back_needs_no_roll_call():
     step(rounds, 1, 1, now=20.0)
     assert rounds.roll_call(20.0) == [ReportReceived(7, 1)]  # of round 2
     assert rounds.handle(1, RoundsReceived(7, 1, [2]), 20.1) == []
-    assert rounds.waiting_for() is None
+    assert rounds.blocked_on() is None
     assert rounds.roll_call(90.0) == []  # ranks may compute as long as they like
 
 
 def test_an_engine_that_does_not_answer_is_named():
     rounds = opened(SOLO, 3)
     step(rounds, 0, 1, now=10.0)
-    assert rounds.waiting_for() is None
+    assert rounds.blocked_on() is None
     assert rounds.roll_call(11.0) == [ReportReceived(7, 1)]
     for rank in (0, 2):
         rounds.handle(rank, RoundsReceived(7, 1, [0]), 12.0)
-    assert rounds.waiting_for() == ("round 1, which has begun,", frozenset({1}))
+    assert rounds.blocked_on() == ("round 1, which has begun,", frozenset({1}))
     assert rounds.roll_call(13.0) == [ReportReceived(7, 2)]
     rounds.handle(0, RoundsReceived(7, 2, [0]), 13.0)
-    assert rounds.waiting_for() == ("round 1, which has begun,", frozenset({1}))
+    assert rounds.blocked_on() == ("round 1, which has begun,", frozenset({1}))
     rounds.handle(1, RoundsReceived(7, 1, [0]), 14.0)  # its engine runs again
-    what, whom = rounds.waiting_for() or ("", frozenset())
+    what, whom = rounds.blocked_on() or ("", frozenset())
     assert "all have begun and Horovod has not ended" in what
     assert whom == {0, 1, 2}
     rounds.handle(2, RoundsReceived(7, 2, [1]), 14.0)
-    assert rounds.waiting_for() is None
+    assert rounds.blocked_on() is None
 
 
 def test_an_answer_to_an_earlier_roll_call_says_nothing_of_a_later_round():
@@ -52,7 +52,7 @@ def test_an_answer_to_an_earlier_roll_call_says_nothing_of_a_later_round():
     assert rounds.roll_call(4.0) == [ReportReceived(7, 2)]
     rounds.handle(0, RoundsReceived(7, 2, [1]), 5.0)
     rounds.handle(1, RoundsReceived(7, 1, [0]), 5.0)
-    assert rounds.waiting_for() == ("round 2, which has begun,", frozenset({1}))
+    assert rounds.blocked_on() == ("round 2, which has begun,", frozenset({1}))
 
 
 def test_each_bucket_is_looked_after():
@@ -62,9 +62,9 @@ def test_each_bucket_is_looked_after():
         assert "StartRound" in kinds(rounds.handle(0, GradientReady(7, bucket, 1), 1.0))
     assert kinds(rounds.roll_call(2.0)) == ["ReportReceived"]
     rounds.handle(0, RoundsReceived(7, 1, [1, 0]), 2.0)
-    assert rounds.waiting_for() == ("round 1, which has begun,", frozenset({1}))
+    assert rounds.blocked_on() == ("round 1, which has begun,", frozenset({1}))
     rounds.handle(0, RoundsReceived(7, 1, [1, 1]), 2.0)
-    assert rounds.waiting_for() is None
+    assert rounds.blocked_on() is None
 
 
 def test_the_last_round_of_a_drain_too():
@@ -75,7 +75,7 @@ def test_the_last_round_of_a_drain_too():
     assert kinds(rounds.handle(1, Finished(7, [1]), 1.0)) == ["StartRound", "Drained"]
     rounds.roll_call(2.0)
     rounds.handle(1, RoundsReceived(7, 1, [1]), 2.0)
-    assert rounds.waiting_for() == ("round 2, which has begun,", frozenset({0}))
+    assert rounds.blocked_on() == ("round 2, which has begun,", frozenset({0}))
 
 
 @pytest.mark.parametrize("landed", [[], [0, 0], [2]])

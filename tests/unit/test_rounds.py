@@ -128,15 +128,15 @@ def test_a_late_gradient_keeps_its_rank_from_nothing():
     rounds = opened(SOLO, 2)
     assert kinds(step(rounds, 0, 1) + step(rounds, 0, 2)) == ["StartRound", "StartRound"]
     assert step(rounds, 0, 3) == []  # rank 1 would be 3 rounds late
-    assert rounds.waiting_for() == ("round 3", {1})
+    assert rounds.blocked_on() == ("round 3", {1})
     assert kinds(step(rounds, 1, 1)) == ["StartRound"]
-    assert rounds.waiting_for() is None
+    assert rounds.blocked_on() is None
 
 
 def test_count_fires_with_the_count_and_the_first_leads():
     rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3)
     assert step(rounds, 2, 1, 3.0) == []
-    assert rounds.waiting_for() == ("round 1", {0, 1})
+    assert rounds.blocked_on() == ("round 1", {0, 1})
     why = RoundTrigger("quorum: 2 of 3 are in, 2 needed", 0, 2, first=3.0, fired=4.5, held=1.5)
     assert step(rounds, 0, 1, 4.5) == [StartRound(7, 0, 1, [{"lr": 2}], why)]
 
@@ -243,7 +243,7 @@ def test_drains_with_nothing_to_do():
     rounds = opened(SOLO, 2)
     for _ in range(2):
         assert rounds.handle(0, Finished(7, [0]), 0.0) == []
-        assert rounds.waiting_for() == ("drain", {1})
+        assert rounds.blocked_on() == ("drain", {1})
         assert rounds.handle(1, Finished(7, [0]), 0.0) == [Drained(7, 0, [0], 1)]
 
 
@@ -258,7 +258,7 @@ def refusal(*events: Registered) -> str:
         commands = [c for rank in order for c in rounds.handle(rank, events[rank], 0.0)]
         assert kinds(commands) == ["Rejected"]
         assert isinstance(commands[0], Rejected)
-        assert rounds.waiting_for() is None
+        assert rounds.blocked_on() is None
         assert rounds.handle(0, StepEntered(7, 1, []), 0.0) == []  # on its way when the refusal went out
         told.add(commands[0].problem)
     assert len(told) == 1

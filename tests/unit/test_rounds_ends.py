@@ -30,7 +30,7 @@ def test_a_rank_that_has_taken_a_version_counts_from_there():
     assert kinds(step(rounds, 0, 5)) == ["StartRound"]
     assert rounds.handle(0, VersionTaken(7, 5), 0.0) == []
     assert step(rounds, 0, 6) == []
-    assert rounds.waiting_for() == ("round 6", {1})
+    assert rounds.blocked_on() == ("round 6", {1})
     assert kinds(step(rounds, 1, 4)) == ["StartRound"]  # one step for the three rounds that it has missed
 
 
@@ -111,12 +111,12 @@ def test_only_the_ranks_of_a_process_set_count():
     rounds = EagerStateMachine(7, (1, 3))
     config = EagerConfig("all", 2, 0.0, 0, 1)
     assert rounds.handle(3, Registered(7, config, ["w"], [1], [1, 3]), 0.0) == []
-    assert rounds.waiting_for() == ("the first step or drain", {1})
+    assert rounds.blocked_on() == ("the first step or drain", {1})
     with pytest.raises(ProtocolError, match="rank 0 does not share optimizer 7"):
         rounds.handle(0, Registered(7, config, ["w"], [1], [1, 3]), 0.0)
     assert rounds.handle(1, Registered(7, config, ["w"], [1], [1, 3]), 0.0) == [Accepted(7)]
     assert step(rounds, 3, 1) == []
-    assert rounds.waiting_for() == ("round 1", {1})
+    assert rounds.blocked_on() == ("round 1", {1})
     assert kinds(step(rounds, 1, 1)) == ["StartRound"]
     for rank in (3, 1):
         commands = rounds.handle(rank, Finished(7, [1]), 0.0)
@@ -126,11 +126,11 @@ def test_only_the_ranks_of_a_process_set_count():
 def test_auto_tells_what_it_chooses_and_why():
     """Rank 2 takes 9 s, the others 1 s: synchronous at first, then two of three."""
     rounds = opened(EagerConfig("auto", 16, 0.0, 0, 1), 3)
-    told, reasons, now = [rounds.news()], [], 0.0
+    told, reasons, now = [rounds.take_notice()], [], 0.0
     for number in range(1, 13):
         for rank, seconds in ((0, 1.0), (1, 1.0), (2, 9.0)):
             reasons += [reason for _, _, _, reason in whys(step(rounds, rank, number, now + seconds))]
-            told.append(rounds.news())
+            told.append(rounds.take_notice())
         now += 9.0
     learning, chosen, *_ = [news for news in told if news is not None]
     assert learning == "auto: learning how long the ranks take"

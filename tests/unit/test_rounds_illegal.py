@@ -66,7 +66,7 @@ def test_events_before_all_have_opened_are_illegal():
         with pytest.raises(ProtocolError, match="before all ranks had opened"):
             rounds.handle(0, event, 0.0)
     assert snapshot(rounds) == before
-    assert rounds.waiting_for() == ("the first step or drain", {1})
+    assert rounds.blocked_on() == ("the first step or drain", {1})
 
 
 def test_a_rank_may_be_done_before_the_others_have_opened():

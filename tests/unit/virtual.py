@@ -87,8 +87,8 @@ class VirtualJob:
         self._pending.append((rank, self._version[rank]))
         self.course.given[rank] += 1
         self._waiting.append(rank)
-        self._obey(self.rounds.handle(rank, StepEntered(0, step, []), now), now)
-        self._obey(self.rounds.handle(rank, GradientReady(0, 0, step), now), now)
+        self._on_command(self.rounds.handle(rank, StepEntered(0, step, []), now), now)
+        self._on_command(self.rounds.handle(rank, GradientReady(0, 0, step), now), now)
         self._go_on(rank, now)
 
     def _go_on(self, rank: int, now: float) -> None:
@@ -101,7 +101,7 @@ class VirtualJob:
         for rank in free:
             self._version[rank] = self.course.rounds
             if self.config.pace == "rounds" and self._steps[rank]:
-                self._obey(self.rounds.handle(rank, VersionTaken(0, self.course.rounds), now), now)
+                self._on_command(self.rounds.handle(rank, VersionTaken(0, self.course.rounds), now), now)
             self._steps[rank] += 1
             seconds = self.duration(rank, self._steps[rank])
             if seconds is None or (self.most is not None and self.course.rounds >= self.most):
@@ -109,7 +109,7 @@ class VirtualJob:
                 return
             heapq.heappush(self._arrivals, (now + seconds, rank))
 
-    def _obey(self, commands: list[Command], now: float) -> None:
+    def _on_command(self, commands: list[Command], now: float) -> None:
         for command in commands:
             if isinstance(command, StartRound):
                 course = self.course

@@ -78,7 +78,7 @@ class AutoQuorum:
             self._renew([list(durations)[-known:] for durations in measured])
         return self._choice
 
-    def news(self) -> str | None:
+    def take_notice(self) -> str | None:
         """What has changed since the last call, for people; None if nothing has."""
         news, self._news = self._news, None
         return news

@@ -115,7 +115,10 @@ class RoundsInFlight:
 
         wire, keep = self._wire, taken is None
         self._engine.submit(
-            lambda: self._engine.collectives.sum(wire.encode(vector), name, wire.process_set, keep, wire.scale), landed
+            lambda: self._engine.collectives.allreduce_sum(
+                wire.encode(vector), name, wire.process_set, keep, wire.scale
+            ),
+            landed,
         )
 
     def settle(self, round_: int, hyper: Hyper) -> None:

@@ -122,11 +122,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             bucket.called = bucket.called or self._calls
         return [ReportReceived(self._optimizer, self._calls)]
 
-    def news(self) -> str | None:
+    def take_notice(self) -> str | None:
         """Another quorum was chosen, and why."""
-        return None if self._auto is None else self._auto.news()
+        return None if self._auto is None else self._auto.take_notice()
 
-    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         for bucket in self._buckets:
             if bucket.waiting:
                 round_ = bucket.fired + 1
@@ -141,7 +141,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(self.ranks)
         return None
 
-    def _begin(self, config: Any) -> EagerConfig:
+    def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
         # (a rank outside of a process set is on its own, with the quorum of the others)
         most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
@@ -155,7 +155,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             bucket.loaded = any(opened.loaded for opened in self._opened.values())
         return config
 
-    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case StepEntered():
                 return self._stepped(rank, event, now)
@@ -226,11 +226,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             bucket.landed = max(bucket.landed, landed)
         return []
 
-    def _check_done(self, rank: int) -> None:
+    def _check_finished(self, rank: int) -> None:
         if any(rank in bucket.waiting for bucket in self._buckets):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
 
-    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Its engine still says what it has received."""
         return self._present(rank, event) if isinstance(event, RoundsReceived) else []
 
@@ -238,7 +238,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
             bucket.waiting.pop(rank, None)
 
-    def _retire(self, rank: int, now: float) -> list[Command]:
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         return self._advance(rank, now)
 
     # -- firing -----------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
             del self._rounds[old]
 
-    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Carry what is pending in a last round, with the last hyperparameters."""
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra

@@ -134,7 +134,7 @@ class EagerWorker(Worker):
         with self.whole(f"bucket {bucket} could not be handed over"):
             version, step = self._version, self._steps + 1 + self._base
             self._prepare(bucket, vector)
-            self.engine.post(lambda: self._arrive(number, bucket, vector, version, step))
+            self.engine.call_soon(lambda: self._arrive(number, bucket, vector, version, step))
             self._handed.add(bucket)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
@@ -178,7 +178,7 @@ class EagerWorker(Worker):
             if self.config.pace == "rounds":
                 taken = VersionTaken(number, self._version + len(rounds))
                 self._base = taken.version - self._steps
-                self.engine.post(lambda: self.engine.send(taken))
+                self.engine.call_soon(lambda: self.engine.send(taken))
         return rounds
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
@@ -197,7 +197,7 @@ class EagerWorker(Worker):
             for bucket, vector in vectors.items():
                 self._arrive(number, bucket, vector, version, step)
 
-        self.engine.post(hand_over)
+        self.engine.call_soon(hand_over)
 
     def _prepare(self, bucket: int, vector: Vector | None) -> None:
         """Count what is about to be handed over."""
@@ -250,7 +250,7 @@ class EagerWorker(Worker):
 
     # -- draining (training thread) ---------------------------------------------------------------------------
 
-    def check_done(self) -> None:
+    def check_finished(self) -> None:
         """Raise, if this rank cannot be done now.
 
         Raises:
@@ -291,28 +291,28 @@ class EagerWorker(Worker):
         self.wind_up(False)
 
     @property
-    def served(self) -> bool:
-        """Whether ``serve`` would do something, or has done all."""
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
         inbox = self._inbox
         return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
 
-    def serve(self) -> bool:
+    def apply_available(self) -> bool:
         """As the worker's."""
         self._check_refused()
         self.whole.check()
         self._apply_all(self._inbox.waiting(), self._apply)
         return self._inbox.complete(self._version)
 
-    def announce(self, flush: bool) -> None:
+    def announce_finished(self, flush: bool) -> None:
         """As the worker's; at the process's end also between backward() and step()."""
         if self._handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
                 f"were handed over to the last round"
             )
-        super().announce(flush)
+        super().announce_finished(flush)
 
-    def conclude(self) -> None:
+    def complete_drain(self) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
         binding end it."""
         with self.whole("a drain could not be ended"):
@@ -346,7 +346,7 @@ class EagerWorker(Worker):
             with self.engine.changed:
                 self.engine.changed.notify_all()
 
-        self.engine.post(look)
+        self.engine.call_soon(look)
         self.engine.wait(found.done)
         return found.result()
 
@@ -377,7 +377,7 @@ class EagerWorker(Worker):
             self._transit.add(bucket, vector, version)
         self.engine.send(GradientReady(number, bucket, step))
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartRound():
@@ -389,7 +389,7 @@ class EagerWorker(Worker):
             case Drained():
                 held = [] if command.flushed else self._transit.pending()
                 self._keep([PendingGradient(None if v is None else v + 0, at) for v, at in held] or None)
-        super().obey(command)
+        super().on_command(command)
 
     def _keep(self, held: list[PendingGradient] | None) -> None:
         """Hold what was pending at a cut, or no more of it."""

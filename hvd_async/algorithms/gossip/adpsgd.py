@@ -78,7 +78,7 @@ class ADPSGDWorker(PushSumWorker):
             z = self._changed(after)
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
-        self.engine.post(self._ask)
+        self.engine.call_soon(self._ask)
         return z
 
     def _changed(self, weights: Vector) -> Vector:
@@ -115,15 +115,15 @@ class ADPSGDWorker(PushSumWorker):
             self._asked = True
             self.engine.send(PairRequested(self._opened_number()))
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartExchange(_, _, _, pairs):
                 if any(self.engine.rank in pair for pair in pairs):
                     self._asked = False
-                super().obey(command)
+                super().on_command(command)
             case RankFinished(_, rank, _):
-                super().obey(command)
+                super().on_command(command)
                 with self.engine.changed:
                     self._left.discard(self._ranks.index(rank))
                     self.engine.changed.notify_all()
@@ -131,9 +131,9 @@ class ADPSGDWorker(PushSumWorker):
                 gone = set(map(self._ranks.index, command.gone))
                 self._left = set(self.plan.topology.neighbours(self._place)) - gone
                 self._owed, self._asked = 0, False
-                super().obey(command)
+                super().on_command(command)
             case _:
-                super().obey(command)
+                super().on_command(command)
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         with self._lock:

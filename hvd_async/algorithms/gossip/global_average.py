@@ -43,7 +43,7 @@ class GlobalAverages:
             self._brought[index] = x
             self._engine.send(AverageEntered(optimizer, index, weight))
 
-        self._engine.post(send)
+        self._engine.call_soon(send)
         return index
 
     def come(self, index: int) -> bool:
@@ -72,5 +72,6 @@ class GlobalAverages:
                     self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
 
         self._engine.submit(
-            lambda: self._engine.collectives.sum(vector, name, self._post.process_set, keep=own is None), landed
+            lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),
+            landed,
         )

@@ -93,7 +93,7 @@ class HierarchicalWorker(PushSumWorker):
             self._at(step).before = own_before
             self._take_part(step, self._place, _Shard(parts[self._own] + 0, weights[self._own]))
 
-        self.engine.post(give)
+        self.engine.call_soon(give)
         self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
         back = self._parts.pop(step)
         return self._settle([back[part] for part in range(len(self._locals))])
@@ -141,8 +141,8 @@ class HierarchicalWorker(PushSumWorker):
             self._end_without_optimizer()
 
     def _end_without_optimizer(self) -> None:
-        """Once all exchanges of an end have landed: count steps anew, as ``conclude`` does where there is an optimizer.
-        (Else its host would wait for ever for steps that it counts on.)"""
+        """Count steps anew once all exchanges of an end are done, as ``complete_drain`` does for an optimizer:
+        its host counts on it."""
         ended = self._ended
         if ended is None or self._mail.landed < ended.rounds:
             return
@@ -205,9 +205,9 @@ class HierarchicalWorker(PushSumWorker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
-        super().obey(command)
+        super().on_command(command)
         match command:
             case RankFinished():
                 self._progress()
@@ -286,7 +286,7 @@ class HierarchicalWorker(PushSumWorker):
             x, weight = self._with_others(_Shard(x, weight), number, number - 1)
         size = len(self._locals)
         receivers = [
-            (host, p) for host, p in self.plan.out(self._host, self._base + number) if self._goes_on(host, number)
+            (host, p) for host, p in self.plan.out_edges(self._host, self._base + number) if self._goes_on(host, number)
         ]
         if step.before is None or len({mass.weight for mass in masses}) > 1:  # (the owner is done; or after a cut)
             message = x + 0

@@ -181,5 +181,5 @@ class MessageExchange:
             self._try_held()
 
         self._engine.submit(
-            lambda: self._engine.collectives.exchange(packed, splits, name, self._post.process_set), landed
+            lambda: self._engine.collectives.alltoall(packed, splits, name, self._post.process_set), landed
         )

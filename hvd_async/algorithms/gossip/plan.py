@@ -100,11 +100,11 @@ class GossipPlan:
             found.append((out, into))
         return found
 
-    def out(self, place: int, step: int) -> list[tuple[int, float]]:
+    def out_edges(self, place: int, step: int) -> list[tuple[int, float]]:
         """(receiver, weight) of what ``place`` sends at ``step``, in ascending order."""
         return self._edges[self.phase(step)][0][place] if self.moves(step) else []
 
-    def into(self, place: int, step: int) -> list[tuple[int, float]]:
+    def in_edges(self, place: int, step: int) -> list[tuple[int, float]]:
         """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
         return self._edges[self.phase(step)][1][place] if self.moves(step) else []
 
@@ -126,7 +126,7 @@ class GossipPlan:
         return 1 + max(counts)
 
     @property
-    def most(self) -> int:
+    def max_messages(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""
         if self.config.algorithm == "adpsgd":
             return 1

@@ -73,7 +73,7 @@ class Sender:
         """
         if not self._plan.moves(phase):
             return None
-        out = [(to, p) for to, p in self._plan.out(self._place, phase) if step <= self._letters.last(to, step)]
+        out = [(to, p) for to, p in self._plan.out_edges(self._place, phase) if step <= self._letters.last(to, step)]
         gift, data = None, None
         if out and weight < MIN_WEIGHT and self._is_short(step):
             data, weight = self._post.encode(self._post.zeros()), 0.0
@@ -82,7 +82,7 @@ class Sender:
             gift = SentShare(sent, sum(p for _, p in out), weight)
         letters = [OutgoingMessage(to, data) for to, _ in out]
         self.offered += bool(letters)
-        self._engine.post(lambda: self._mail.offer(optimizer, step, letters, weight))
+        self._engine.call_soon(lambda: self._mail.offer(optimizer, step, letters, weight))
         return gift
 
     def _is_short(self, step: int) -> bool:

@@ -103,19 +103,19 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """When an exchange goes, whoever is in it."""
         return self._wake_at
 
-    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         if self._averages:
             number = min(self._averages)
             return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
         return None
 
-    def _open(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
-        commands = super()._open(rank, event, now)
+    def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
+        commands = super()._on_registered(rank, event, now)
         if self._config is not None:  # ranks that were done before know others only now
             commands[1:1] = [self._retired(done) for done in sorted(self._done)]
         return commands
 
-    def _begin(self, config: Any) -> GossipConfig:
+    def _on_all_registered(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
         size = len(self.ranks)
         fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
@@ -123,7 +123,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
         return config
 
-    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case MessageQueued(_, key):
                 self._check_offer(rank, event, key)
@@ -264,7 +264,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def _check_done(self, rank: int) -> None:
+    def _check_finished(self, rank: int) -> None:
         if any(rank in there for there in self._averages.values()):
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
@@ -273,16 +273,16 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             there.pop(rank, None)
         self._averages = {index: there for index, there in self._averages.items() if there}
 
-    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Its engine still ends exchanges, and serves its host."""
         serves = isinstance(event, ExchangeDone) or (isinstance(event, MessageQueued) and self._of_hosts)
-        return self._hear(rank, event, now) if serves else []
+        return self._on_event(rank, event, now) if serves else []
 
     @property
     def _of_hosts(self) -> bool:
         return self._config is not None and self._config.local_size > 1
 
-    def _retire(self, rank: int, now: float) -> list[Command]:
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # (others may not have opened: they are told when all have)
         self._wants.pop(rank, None)
@@ -292,7 +292,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _retired(self, rank: int) -> RankFinished:
         return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
 
-    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Send what has been offered."""
         self._wants.clear()
         self._starved.clear()

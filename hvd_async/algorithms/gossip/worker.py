@@ -165,7 +165,7 @@ class PushSumWorker(Worker):
 
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
         """As ``GossipPlan.into``, of a step since the last drain or cut."""
-        return self.plan.into(place, self._base + step)
+        return self.plan.in_edges(place, self._base + step)
 
     def _send(self, message: Vector, x: Vector) -> Vector:
         """Offer this step's messages, if they have not gone ahead; returns x without what is given away."""
@@ -189,7 +189,7 @@ class PushSumWorker(Worker):
         waited, missing_now = self._wait_s, self._letters.missing
         self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
         if missing_now():
-            self.engine.post(self._tell_starved)
+            self.engine.call_soon(self._tell_starved)
         while missing := missing_now():
             self._await(lambda before=missing: missing_now() != before, told)  # type: ignore[misc]
             for place in missing - missing_now():
@@ -237,15 +237,15 @@ class PushSumWorker(Worker):
         return drained is not None and self._mail.landed >= drained.rounds
 
     @property
-    def served(self) -> bool:
+    def has_available(self) -> bool:
         return self._inbox.refused is not None or self._whole()
 
-    def serve(self) -> bool:
+    def apply_available(self) -> bool:
         """Nothing to do but wait: messages are taken in at the end."""
         self._check_refused()
         return self._whole()
 
-    def conclude(self) -> None:
+    def complete_drain(self) -> None:
         """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         self._all_mass = drained.whole
@@ -260,7 +260,7 @@ class PushSumWorker(Worker):
         self._averages.restart()
         self._giving.short = False
         self._letters.restart()
-        self.engine.post(self._mail.resume)
+        self.engine.call_soon(self._mail.resume)
 
     def discard_results(self) -> None:
         """Messages that come from now on are mixed into nothing; exchanges go on for the other ranks."""
@@ -366,7 +366,7 @@ class PushSumWorker(Worker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         match command:
             case StartExchange():
                 self._mail.exchange(command)
@@ -381,9 +381,9 @@ class PushSumWorker(Worker):
                 steps = {*known, total - self._stepped - sum(known)}  # (all but the last have retired)
                 self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
                 self._letters.begin_anew(map(self._ranks.index, command.gone))
-                super().obey(command)
+                super().on_command(command)
             case _:
-                super().obey(command)
+                super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         self._letters.deliver(sender, key, weight, data)

@@ -48,7 +48,7 @@ class LossWindow:
         return math.fsum(self._losses) / len(self._losses)
 
 
-def leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
+def pick_leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
     """Of these ranks the one with the lowest mean loss, the lowest-numbered of several; None if none has a finite one.
 
     Args:
@@ -59,7 +59,7 @@ def leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
     return min(finite)[1] if finite else None
 
 
-def at(strength: Strength, step: int) -> float:
+def value_at(strength: Strength, step: int) -> float:
     """A strength at a step.
 
     Raises:
@@ -89,11 +89,11 @@ class Strengths:
     beta: float = 0.43
 
     def now(self, step: int) -> dict[str, float]:
-        """By name, at a step of this rank, from 1; raises ValueError as ``at``."""
-        return {name: at(value, step) for name, value in vars(self).items()}
+        """By name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
+        return {name: value_at(value, step) for name, value in vars(self).items()}
 
 
-def pulled(x: Any, *pulls: tuple[Any, float]) -> Any:
+def pull_towards(x: Any, *pulls: tuple[Any, float]) -> Any:
     """x + sum over (target, strength) of strength (target - x): towards all at once."""
     moved = x
     for target, strength in pulls:
@@ -101,17 +101,17 @@ def pulled(x: Any, *pulls: tuple[Any, float]) -> Any:
     return moved
 
 
-def elastic(x: Any, centre: Any, alpha: float) -> Any:
+def pull_to_center(x: Any, centre: Any, alpha: float) -> Any:
     """EASGD's x - alpha (x - centre)."""
-    return pulled(x, (centre, alpha))
+    return pull_towards(x, (centre, alpha))
 
 
-def centred(centre: Any, mean: Any, beta: float) -> Any:
+def move_center(centre: Any, mean: Any, beta: float) -> Any:
     """EASGD's centre + beta (mean - centre), ``mean`` that of the ranks before they are pulled."""
-    return pulled(centre, (mean, beta))
+    return pull_towards(centre, (mean, beta))
 
 
-def spread(kind: str, place: int) -> float:
+def lr_factor(kind: str, place: int) -> float:
     """By what the learning rate of the rank at a place is multiplied, so that some explore farther than others.
 
     Raises:

@@ -244,11 +244,13 @@ class PullExecutor:
             over(0 if own else vector.nbytes)
 
         if statistics is not None:
-            self._engine.submit(lambda: collectives.sum(statistics + 0, f"{name}.statistics", process_set), averaged)
+            self._engine.submit(
+                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set), averaged
+            )
         if command.leader == CENTER:
-            self._engine.submit(lambda: collectives.sum(shown + 0, name, process_set), summed)
+            self._engine.submit(lambda: collectives.allreduce_sum(shown + 0, name, process_set), summed)
         else:
-            vector = shown if own else collectives.blank(shown)
+            vector = shown if own else collectives.empty_like(shown)
             self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
 
     def _ring(self, command: StartPull, total: Vector) -> float:
@@ -266,7 +268,7 @@ class PullExecutor:
         self.record.distance(apart)
         force = apart * self._strengths.alpha
         mean = total * (1.0 / self._sharers.size)
-        centre = equations.centred(self.centre, mean, self._strengths.beta)
+        centre = equations.move_center(self.centre, mean, self._strengths.beta)
         with self._lock:
             self.centre = centre
             self._come.force = force if self._come.force is None else self._come.force + force

@@ -78,7 +78,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         """As ``tick``."""
         return None
 
-    def news(self) -> str | None:
+    def take_notice(self) -> str | None:
         """Pulls that had no leader, once."""
         if not self._leaderless or self._told:
             return None
@@ -88,10 +88,10 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             "what record_loss() is given (a loss of more than loss_window steps ago does not count)"
         )
 
-    def _waiting(self) -> tuple[str, frozenset[int]] | None:
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         return None
 
-    def _begin(self, config: Any) -> LeaderConfig:
+    def _on_all_registered(self, config: Any) -> LeaderConfig:
         assert isinstance(config, LeaderConfig)
         if config.algorithm == "lsgd":
             for number, places in enumerate(config.groups):
@@ -105,7 +105,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             self._heard = dict.fromkeys(self._means, 0.0)
         return config
 
-    def _hear(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case StepTaken(_, loss):
                 self._running(rank, event)
@@ -133,7 +133,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             if group.flight is not None or not 0 < needed <= group.steps or not self._is_pulled(number):
                 continue
             group.steps %= needed
-            leader = CENTER if self._of_centre else equations.leader(self._means, self._recent(group.ranks))
+            leader = CENTER if self._of_centre else equations.pick_leader(self._means, self._recent(group.ranks))
             if leader is None and self._means.keys() & set(group.ranks):
                 self._leaderless += 1
                 continue
@@ -170,17 +170,17 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def _serve(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Its engine still takes part in pulls."""
-        return self._hear(rank, event, now) if isinstance(event, PullDone) else []
+        return self._on_event(rank, event, now) if isinstance(event, PullDone) else []
 
-    def _retire(self, rank: int, now: float) -> list[Command]:
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         for group in self._groups.values():
             left = self._count(group.ranks)
             group.steps, group.active = group.steps * left // max(1, group.active), left
         return []
 
-    def _conclude(self, rank: int, now: float) -> tuple[list[Command], int]:
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """What is not due yet never will be, after a drain."""
         for group in self._groups.values():
             group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
@@ -188,11 +188,11 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
 
     def _details(self) -> PullProgress:
         present = [rank for rank in self.ranks if rank in self.present]
-        leader = equations.leader(self._means, self._recent(present))
+        leader = equations.pick_leader(self._means, self._recent(present))
         if leader is None:
             heard = {rank: at for rank, at in self._heard.items() if rank in self.present}
             latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
-            leader = equations.leader(self._means, [rank for rank, at in heard.items() if at == latest])
+            leader = equations.pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
         known = {leader, *self._recent(self.ranks)}  # (who was too old to lead stays so in another job)
         means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
         return PullProgress(

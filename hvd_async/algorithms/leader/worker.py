@@ -133,13 +133,13 @@ class LeaderWorker(Worker):
             self._check_loss()
         self._strengths.now(self.steps + 1)
 
-    def check_done(self) -> None:
+    def check_finished(self) -> None:
         """A leader is chosen at ends too."""
         self._check_loss()
 
-    def announce(self, flush: bool) -> None:
+    def announce_finished(self, flush: bool) -> None:
         """As the worker's; from now on this rank waits."""
-        super().announce(flush)
+        super().announce_finished(flush)
         if self._done_at is None:
             self._done_at = time.perf_counter()
 
@@ -193,7 +193,7 @@ class LeaderWorker(Worker):
         for group, strength in ((self.receiver.group, strengths["local_pull"]), (ALL, strengths["global_pull"])):
             if group in come.fresh and group in come.targets:
                 self.receiver.record.distance(come.targets[group] - x)
-                x = equations.pulled(x, (come.targets[group], strength))
+                x = equations.pull_towards(x, (come.targets[group], strength))
         return x
 
     def _near(self, x: Vector, come: PullResults, strengths: dict[str, float]) -> Vector:
@@ -201,7 +201,7 @@ class LeaderWorker(Worker):
         local, whole = strengths["local_prox"], strengths["global_prox"]
         parts = {self.receiver.group: local / self.config.local_period, ALL: whole / self.config.global_period}
         pulls = [(come.targets[group], part) for group, part in parts.items() if part and group in come.targets]
-        return equations.pulled(x, *pulls)
+        return equations.pull_towards(x, *pulls)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -229,16 +229,16 @@ class LeaderWorker(Worker):
         return drained is not None and self.receiver.landed_all(drained.rounds)
 
     @property
-    def served(self) -> bool:
-        """Whether ``serve`` would do something, or has done all."""
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
         return self._inbox.refused is not None or self._whole()
 
-    def serve(self) -> bool:
+    def apply_available(self) -> bool:
         """Nothing to do but wait: what pulls bring is taken up by the next step."""
         self._check_refused()
         return self._whole()
 
-    def conclude(self) -> None:
+    def complete_drain(self) -> None:
         """All ranks are done: in a drain, let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         assert drained.details is not None
@@ -252,7 +252,7 @@ class LeaderWorker(Worker):
             self._total, self.keep, self._kept = total, None, None
         elif moved:
             self._kept = SavedState(self.receiver.come(), self._losses.recorded, self._before, drained.details)
-        self.engine.post(self.receiver.resume)
+        self.engine.call_soon(self.receiver.resume)
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """In a drain: the weights of the leader of all ranks, or the centre. A collective.
@@ -296,7 +296,7 @@ class LeaderWorker(Worker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def obey(self, command: OptimizerCommand) -> None:
+    def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartPull():
@@ -304,6 +304,6 @@ class LeaderWorker(Worker):
             case Drained():
                 if not self.deleted:
                     self.receiver.pause(command.rounds)
-                super().obey(command)
+                super().on_command(command)
             case _:
-                super().obey(command)
+                super().on_command(command)

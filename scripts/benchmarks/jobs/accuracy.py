@@ -32,11 +32,11 @@ class Forgetful(EagerWorker):
         super().__init__(*args, **kwargs)
         self._gone: dict[int, int] = {}
 
-    def obey(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         """Note which round has gone."""
         if isinstance(command, StartRound):
             self._gone[command.bucket] = command.round
-        super().obey(command)
+        super().on_command(command)
 
     def hand_over(self, bucket: int, vector: Vector | None) -> None:
         """Hand over nothing if it is too late."""

@@ -50,7 +50,7 @@ class Listener:
             self._engine.send(StepEntered(number, step, []))
             self._engine.send(GradientReady(number, 0, step))
 
-        self._engine.post(say)
+        self._engine.call_soon(say)
 
     def wait_for(self, round_: int) -> None:
         """Sleep until a round's command is here."""
@@ -64,7 +64,7 @@ class Listener:
 
     # -- what the engine asks of a participant ----------------------------------------------------------------
 
-    def obey(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         """Note when a round's command came."""
         now = time.monotonic()
         with self._changed:
@@ -82,7 +82,7 @@ class Listener:
         with self._changed:
             self._changed.notify_all()
 
-    def announce(self, flush: bool) -> None:
+    def announce_finished(self, flush: bool) -> None:
         """Nothing to say: ``close`` has."""
 
     def delete(self) -> None:
@@ -94,7 +94,7 @@ class Listener:
         return lambda flush: None
 
     def _send(self, event: Any) -> None:
-        self._engine.post(lambda: self._engine.send(event))
+        self._engine.call_soon(lambda: self._engine.send(event))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
