@@ -38,7 +38,7 @@ from hvd_async.runtime.messages import (
 )
 
 OPTIMIZERS = 1 << 16
-"""Of one process set: how far apart the numbers of two process sets' optimizers begin."""
+"""Numbers that each process set has for its optimizers."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"

@@ -23,7 +23,7 @@ D = TypeVar("D")
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What all ranks of an optimizer must have in common before it begins; a family's own is a subclass."""
+    """Settings that all ranks of an optimizer must share before it begins; a family's own is a subclass."""
 
     @property
     def counts(self) -> int:

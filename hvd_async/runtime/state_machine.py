@@ -1,4 +1,4 @@
-"""What the coordinator's state machines have in common: ranks open, fit together or not, are done, and go.
+"""Base of the coordinator's state machines: ranks register, match or do not, finish, and leave.
 
 A machine takes events and ``now`` in and gives commands out; no clock, no I/O. What comes between opening and the end
 is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``), leaders (``pulls``).
@@ -148,11 +148,11 @@ class StateMachine(abc.ABC, Generic[C]):
         """When ``tick`` should be called next, None if there is nothing to wait for."""
 
     def take_notice(self) -> str | None:
-        """What people should know and were not told yet."""
+        """Return a notice for people that was not given yet; None if there is none."""
         return None
 
     def roll_call(self, fired_before: float) -> list[Command]:
-        """What finds out who holds up a collective that was commanded before that time, if there is one."""
+        """Return the commands that find out which rank delays a collective commanded before that time."""
         return []
 
     def awaits_registration_of(self, rank: int) -> bool:
@@ -162,7 +162,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return rank in self.ranks and rank not in self._opened
 
     def blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
+        """Return what ranks wait for, and which ranks are missing; None if none waits."""
         everyone = frozenset(self.ranks)
         if self._refused or not self._opened:
             return None
@@ -188,7 +188,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """As ``blocked_on``, between opening and the end."""
+        """``blocked_on`` between registration and the end."""
 
     def _check_finished(self, rank: int) -> None:
         """Raise ProtocolError, if ``rank`` cannot be done now."""
@@ -209,7 +209,7 @@ class StateMachine(abc.ABC, Generic[C]):
         """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
 
     def _details(self) -> Any:
-        """What ``Drained`` tells of the family's own; None if nothing."""
+        """Return ``Drained.details``, the family's own; None if it has none."""
         return None
 
     # -- opening and ends -------------------------------------------------------------------------------------

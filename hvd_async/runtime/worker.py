@@ -28,7 +28,7 @@ from hvd_async.runtime.messages import (
 
 
 class Worker(abc.ABC):
-    """What ``EagerWorker`` and ``GossipWorker`` share. The training thread calls it, unless it is said otherwise.
+    """Base of an algorithm's rank side. The training thread calls it, unless it is said otherwise.
 
     Args:
         engine: this rank's.
@@ -165,7 +165,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def _counts(self) -> list[int]:
-        """What ``Finished.produced`` says."""
+        """Return ``Finished.produced``."""
 
     @property
     @abc.abstractmethod
