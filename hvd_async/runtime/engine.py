@@ -8,7 +8,6 @@ for results. It sleeps until a command, a post or the next time a collective may
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
+from hvd_async.runtime import time_limits
 from hvd_async.runtime.failure_causes import cause_of, error_of
 from hvd_async.runtime.forking import release_connections
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
@@ -93,9 +93,9 @@ class Engine:
         self.failure: Exception | None = None
         self.told = False
         """Whether a caller was told of the failure."""
-        self.timeout = float(os.environ.get("HVD_ASYNC_TIMEOUT", "inf"))
+        self.timeout = time_limits.timeout()
         """Opt-in limit (s) on every wait for other ranks."""
-        self._warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
+        self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()
