@@ -50,7 +50,7 @@ class Participant(Protocol):
 
     Attributes:
         last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer is gone; only its engine-side half is left, and serves the other ranks.
+        deleted: whether the optimizer was deleted; only its engine-side half is left, and serves the other ranks.
     """
 
     last_done: int
@@ -60,7 +60,7 @@ class Participant(Protocol):
         """Carry out a command for this optimizer (engine thread)."""
 
     def delete(self) -> None:
-        """The optimizer is gone (any thread)."""
+        """The optimizer was deleted (any thread)."""
 
     def check_finished(self) -> None:
         """Raise, if this rank cannot be done now (training thread)."""
@@ -69,14 +69,14 @@ class Participant(Protocol):
         """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
 
     def apply_available(self) -> bool:
-        """Apply what has come, without waiting; whether that is all (training thread, as the rest)."""
+        """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
 
     @property
     def has_available(self) -> bool:
         """Whether ``apply_available`` would do something, or has done all."""
 
     def complete_drain(self) -> None:
-        """All has come: end the drain or cut."""
+        """All was received: end the drain or cut."""
 
 
 class Engine:
