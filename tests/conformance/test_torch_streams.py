@@ -89,7 +89,7 @@ def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypa
 def test_the_engine_is_told_wherever_the_training_thread_comes_by(monkeypatch, wrapper, module):
     """In a drain too, which may be on another stream than the steps."""
     told = []
-    monkeypatch.setattr(module, "follow", lambda engine, tensors: told.append(engine))
+    monkeypatch.setattr(module, "bind_training_stream", lambda engine, tensors: told.append(engine))
 
     def train(rank: int) -> None:
         parameter = torch.nn.Parameter(torch.zeros(3))
