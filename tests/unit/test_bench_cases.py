@@ -9,10 +9,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from scripts.benchmarks import accuracy, activation, balanced, memory, skew, soak, straggler, timed
-from scripts.benchmarks.launch import Progress, repetitions
-from scripts.benchmarks.report import Report
-from scripts.benchmarks.schedule import linear, one_random
+from scripts.benchmarks.cases import accuracy, activation, memory, no_stragglers, skew, soak, straggler
+from scripts.benchmarks.support import timed
+from scripts.benchmarks.support.launch import Progress, repetitions
+from scripts.benchmarks.support.report import Report
+from scripts.benchmarks.support.schedule import linear, one_random
 
 RANKS, STEPS = 4, 10
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
@@ -119,12 +120,12 @@ def test_balanced_rows_compare_within_a_cycle():
         return {"arm": arm, "cycle": cycle, "by_rank": [own, own]}
 
     blocks = [one(arm, cycle, (1 + cycle) * f) for cycle in range(8) for arm, f in (("horovod", 1.0), ("all", 1.01))]
-    rows = balanced.rows_of(blocks, {"framework": "torch"})
+    rows = no_stragglers.rows_of(blocks, {"framework": "torch"})
     assert rows[1]["ratio"] == pytest.approx(1.01)
     assert rows[1]["ratio_high"] == pytest.approx(1.01)
     assert rows[1]["fresh_per_s"] == pytest.approx(2 * (1 / 4 + 1 / 5) / 2 / 1.01)
-    report = Report("balanced", 2, rows, balanced.COLUMNS)
-    balanced.judge(report, 0.015)
+    report = Report("balanced", 2, rows, no_stragglers.COLUMNS)
+    no_stragglers.judge(report, 0.015)
     assert all(goal.met for goal in report.goals)
 
 
@@ -190,9 +191,12 @@ def test_command_line():
     assert isinstance(args, argparse.Namespace)
     assert (args.ranks, args.delay, args.repetitions) == (4, [0.1, 0.2], 3)
     assert set(module.CASES) == {
-        *("straggler", "skew", "balanced", "activation", "memory", "accuracy", "hard", "convergence", "soak"),
-        *("hetero", "independence", "exchange", "network", "scaling", "pull", "race", "lengths", "gpu"),
+        *("straggler", "skew", "no_stragglers", "activation", "memory", "accuracy", "split_classes", "convergence"),
+        *("hetero", "sleeping_rank", "exchange_cost", "network", "scaling", "pull_cost", "time_to_accuracy", "soak"),
+        *("sequence_lengths", "gpu"),
     }
+    for old in ("balanced", "hard", "lengths", "independence", "exchange", "pull", "race"):
+        assert parser.parse_args([old]).ranks == parser.parse_args([module.current_name(old)]).ranks
     for name in module.CASES:
         assert parser.parse_args([name]).ranks > (name != "gpu")
-    assert np.isclose(parser.parse_args(["balanced"]).wide, 0.015)
+    assert np.isclose(parser.parse_args(["no_stragglers"]).wide, 0.015)

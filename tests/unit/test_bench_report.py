@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.benchmarks.intervals import Interval, mean_interval, median_interval, quantile, slope, spread
-from scripts.benchmarks.ratios import Ratios
-from scripts.benchmarks.report import Column, Goal, Report, finite, row, table
+from scripts.benchmarks.support.intervals import Interval, mean_interval, median_interval, quantile, slope, spread
+from scripts.benchmarks.support.ratios import Ratios
+from scripts.benchmarks.support.report import Column, Goal, Report, finite, row, table
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 

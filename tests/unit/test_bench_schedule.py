@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import initiator
-from scripts.benchmarks.schedule import (
+from scripts.benchmarks.support.schedule import (
     even_seed,
     gossip_of,
     linear,

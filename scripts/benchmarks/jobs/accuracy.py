@@ -15,11 +15,11 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
 
-from ..schedule import MUTANT
-from . import arms
-from .common import Job, rate
-from .digits import accuracy, loss
-from .training import Training
+from ..support.schedule import MUTANT
+from .shared import arm as arms
+from .shared.digit_models import accuracy, loss
+from .shared.rank import Job, rate
+from .shared.training import Training
 
 
 class Forgetful(EagerWorker):

@@ -15,8 +15,8 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
-from . import arms
-from .common import Job
+from .shared import arm as arms
+from .shared.rank import Job
 
 GAP = 0.02
 """Seconds of silence before each round, so that rounds do not share messages."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..schedule import LEADERS, compression_of, eager
-from . import arms
-from .common import Job
-from .cycles import alternate
+from ..support.schedule import LEADERS, compression_of, eager
+from .shared import arm as arms
+from .shared.cycles import alternate
+from .shared.rank import Job
 
 CLASSES = 1000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

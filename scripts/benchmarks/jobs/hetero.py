@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..schedule import eager
-from . import arms
-from .common import Job, difference
+from ..support.schedule import eager
+from .shared import arm as arms
+from .shared.rank import Job, difference
 
 WARM_UP = 3
 """Untimed steps of each block, without sleep."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..intervals import quantile
-from . import arms
-from .common import Job, resident_mb
+from ..support.intervals import quantile
+from .shared import arm as arms
+from .shared.rank import Job, resident_mb
 
 EVERY = 0.004
 """Seconds between two looks at the process's memory."""

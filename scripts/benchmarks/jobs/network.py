@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..digits import TEST_FOLD, fold
-from . import arms
-from .common import Job, traffic
-from .digits import accuracy, batches, digits
+from ..support.digits import TEST_FOLD, fold
+from .shared import arm as arms
+from .shared.digit_models import accuracy, batches, digits
+from .shared.rank import Job, traffic
 
 WARM_UP = 3
 """Steps before the clock starts: ranks meet, buckets are ordered, the first exchange has nothing to hide under."""

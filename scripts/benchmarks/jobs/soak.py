@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from . import arms
-from .common import resident_mb
+from .shared import arm as arms
+from .shared.rank import resident_mb
 
 LOOKS = 400
 """How often each rank notes its memory."""

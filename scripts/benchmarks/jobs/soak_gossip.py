@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..random_graphs import random_graph
-from . import arms
-from .common import Job, resident_mb
+from ..support.random_graphs import random_graph
+from .shared import arm as arms
+from .shared.rank import Job, resident_mb
 from .soak import LOOKS, small
 
 

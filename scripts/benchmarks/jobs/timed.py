@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import arms
-from .common import Job, difference
+from .shared import arm as arms
+from .shared.rank import Job, difference
 
 WARM_UP = 3
 """Untimed steps of each block: the ranks meet, DDP orders its buckets, Horovod fills its cache."""

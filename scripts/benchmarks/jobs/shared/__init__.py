@@ -1,0 +1,1 @@
+"""What the jobs share: a rank of a job, arms, models, trainings."""

@@ -1,0 +1,1 @@
+"""What the cases share: jobs are started, their blocks become rows and goals, these a table, JSON and a plot."""
