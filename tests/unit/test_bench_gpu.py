@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.cases import gpu
-from scripts.benchmarks.jobs.shared import arm
+from scripts.benchmarks.jobs.shared import arm, torch_ranks
 from scripts.benchmarks.support import plot
 from scripts.benchmarks.support.launch import NotHereError
 from scripts.benchmarks.support.report import Report
@@ -54,17 +54,17 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
 
 
 def test_ranks_share_cores_where_there_are_fewer(monkeypatch):
-    monkeypatch.setattr(arm.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert [arm.share_cores(ranks) for ranks in (1, 2, 3)] == [False, False, True]
+    monkeypatch.setattr(torch_ranks.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert [torch_ranks.share_cores(ranks) for ranks in (1, 2, 3)] == [False, False, True]
 
 
 def test_horovods_collectives_are_waited_for_asleep(monkeypatch):
     looks = {1: [True], 2: [False, False, True], 3: [True]}
     naps = []
-    monkeypatch.setattr(arm.hvd, "poll", lambda handle: looks[handle].pop(0))
-    monkeypatch.setattr(arm.time, "sleep", naps.append)
-    arm.sleep_until_done(looks)
-    assert naps == [arm.POLL] * 2
+    monkeypatch.setattr(torch_ranks.hvd, "poll", lambda handle: looks[handle].pop(0))
+    monkeypatch.setattr(torch_ranks.time, "sleep", naps.append)
+    torch_ranks.sleep_until_done(looks)
+    assert naps == [torch_ranks.POLL] * 2
     assert not any(looks.values())
 
 

@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..jobs.network import WARM_UP
 from ..support import plot
 from ..support.intervals import mean_interval, quantile, spread
 from ..support.launch import Block, Progress, Say, repetitions
@@ -28,6 +27,7 @@ from ..support.schedule import (
     LEADERS,
     POST_LOCAL_PERIOD,
     RIVALS,
+    WARM_UP,
     compression_of,
     gossip_of,
     installed,

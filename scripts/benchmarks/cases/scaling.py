@@ -14,7 +14,7 @@ from ..support.intervals import spread
 from ..support.launch import Block, Progress, Say
 from ..support.launch import run as run_job
 from ..support.report import Column, Report, Row, row
-from ..support.schedule import RIVALS, installed, pairs_off, parse_arms
+from ..support.schedule import RIVALS, WARM_UP, installed, pairs_off, parse_arms
 from ..support.timed import START
 from . import network
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
     found: list[Block] = []
     for size, blocks in plans.items():
-        longest = sum((network.WARM_UP + b["steps"]) * network.least_seconds("horovod", size, b) for b in blocks)
+        longest = sum((WARM_UP + b["steps"]) * network.least_seconds("horovod", size, b) for b in blocks)
         limit = args.limit * 60 if args.limit else START + 2 * longest + 20 * len(blocks)
         found += run_job(
             "network", size, {"blocks": blocks}, limit=limit, on_block=on_block, env=network.ENVIRONMENT, mbit=args.mbit

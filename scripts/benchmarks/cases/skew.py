@@ -10,11 +10,9 @@ from ..support import plot, timed
 from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import Schedule, even_seed, linear, parse_arms, replay
+from ..support.schedule import WARM_UP, Schedule, even_seed, linear, parse_arms, replay
 
 HELP = "rank i arrives i x delay late, after a barrier before each step; seconds waited, ranks in a round"
-WARM_UP = 3
-"""Rounds that a block of ``jobs/timed.py`` has usually had before its timed steps."""
 QUICK = "horovod,majority,solo"
 COLUMNS = (
     Column("arm", "arm"),

@@ -1,4 +1,4 @@
-"""The job of ``exchange``: pairs of ranks are averaged again and again, by one alltoall or by process sets of two."""
+"""The job of ``exchange_cost``: pairs of ranks are averaged by one alltoall of all, or by process sets of two."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 
 import hvd_async.torch as hvd
 
-from .shared import arm as arms
-from .shared.rank import Job
+from .shared import torch_ranks
+from .shared.rank import Block, Job
 
 LEAD = 0.05
 """Seconds ahead of which all ranks agree on a time to begin at."""
-POLL = 0.0005
 WARM_UP = 3
 """Untimed exchanges of each block. Those of aligned pairs in the first block of a size say how far apart unaligned ones
 begin: within as long as one takes."""
@@ -73,12 +72,11 @@ class Pairs:
 
 
 def _wait(handle: int) -> Any:
-    while not hvd.poll(handle):
-        time.sleep(POLL)
+    torch_ranks.sleep_until_done([handle])
     return hvd.synchronize(handle)
 
 
-def run_block(job: Job, pairs: Pairs, block: dict[str, Any], within: float) -> list[float]:
+def exchanges(job: Job, pairs: Pairs, block: Block, within: float) -> list[float]:
     """Some exchanges; returns this rank's seconds of each."""
     how = block["arm"].removesuffix("-unaligned")
     act: Callable[[], float] = getattr(pairs, how)
@@ -99,21 +97,22 @@ def run_block(job: Job, pairs: Pairs, block: dict[str, Any], within: float) -> l
     return seconds
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
+def work(job: Job) -> None:
+    """Run the plan's blocks; the first of each size is preceded by exchanges that tell how long one takes."""
     sets = [hvd.add_process_set([rank, rank + 1]) for rank in range(0, job.size, 2)]
     within: dict[float, float] = {}
-    for block in job.plan["blocks"]:
+
+    def run_block(job: Job, block: Block) -> None:
         size = block["megabytes"]
         pairs = Pairs(job, sets[job.rank // 2], round(size * 1e6 / 4), max(1, round(block["chunk"] * 1e6 / 4)))
         if size not in within:
-            tried = run_block(job, pairs, {**block, "arm": "pairs", "rounds": WARM_UP}, 0.0)
+            tried = exchanges(job, pairs, {**block, "arm": "pairs", "rounds": WARM_UP}, 0.0)
             within[size] = job.agree(statistics.median(tried))
-        found = run_block(job, pairs, block, within[size])
+        found = exchanges(job, pairs, block, within[size])
         job.record({**block, "within": within[size]}, {"seconds": found})
-    arms.finish(job)
+
+    job.each_block(run_block)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(work)

@@ -1,10 +1,11 @@
-"""The torch job of ``balanced``: the real ResNet-50 under every arm, in alternation."""
+"""The torch job of ``no_stragglers``: the real ResNet-50 under every arm, in alternation."""
 
 from __future__ import annotations
 
 import torch
 
-from .shared import arm as arms
+from .shared import torch_ranks
+from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate
 from .shared.rank import Job
 
@@ -14,9 +15,9 @@ class TorchStepper:
 
     def __init__(self, name: str, job: Job) -> None:
         torch.manual_seed(0)
-        model = arms.resnet50(1000)
+        model = resnet50(1000)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-        self._arm = arms.Arm(name, model, optimizer, job)
+        self._arm = Arm(name, model, optimizer, job)
         torch.manual_seed(job.rank)
         size = job.plan["image_size"]
         self._images = torch.randn(job.plan["batch_size"], 3, size, size)
@@ -36,12 +37,5 @@ class TorchStepper:
         return int(self._arm.stats()["staleness"].get("0", 0)) if self._arm.ours else None
 
 
-def main() -> None:
-    """Run the plan."""
-    job = arms.start()
-    alternate(job, {name: TorchStepper(name, job) for name in job.plan["arms"]})
-    arms.finish(job)
-
-
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(lambda job: alternate(job, TorchStepper))

@@ -1,7 +1,4 @@
-"""The TensorFlow job of ``balanced``: the real ResNet-50; ``horovod`` is plain ``hvd.allreduce`` of the gradients.
-
-(Horovod's own DistributedOptimizer does not average on Keras 3, so it cannot be compared with.)
-"""
+"""The TensorFlow job of ``no_stragglers``: the real ResNet-50; ``horovod`` is plain allreduce of the gradients."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow as hvd
 
+from .shared import keras_ranks
 from .shared.cycles import alternate
 from .shared.rank import Job, counted
 
@@ -58,20 +56,9 @@ class KerasStepper:
             loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
         gradients = tape.gradient(loss, variables)
         if not self._ours:
-            gradients = [hvd.allreduce(g, name=f"bench.{i}", op=hvd.Average) for i, g in enumerate(gradients)]
+            gradients = keras_ranks.averaged(gradients)
         self._optimizer.apply(gradients, variables)
 
 
-def main() -> None:
-    """Run the plan."""
-    hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    job = Job(hvd, lambda: hvd.allreduce(tf.zeros(1), name="bench.barrier"))
-    alternate(job, {name: KerasStepper(name, job) for name in job.plan["arms"]})
-    job.finish()
-    hvd.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    keras_ranks.run(lambda job: alternate(job, KerasStepper))

@@ -1,4 +1,4 @@
-"""The job of ``pull``: pulls that are made to happen one at a time, beside plain collectives of the same size."""
+"""The job of ``pull_cost``: pulls that are made to happen one at a time, beside plain collectives of the same size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 import hvd_async.torch as hvd
 
 from ..support.schedule import LEADERS
-from .shared import arm as arms
-from .shared.rank import Job, traffic
+from .shared import torch_ranks
+from .shared.rank import Block, Job, traffic
 
-POLL = 0.0005
-"""Seconds between two looks at whether something has come. (Horovod's own waiting keeps a core busy.)"""
 LEAD = 0.02
 """Seconds ahead of which all ranks agree on a time to begin a plain collective at."""
 SETTLE = 0.1
@@ -69,7 +67,7 @@ class Pulls:
 
     def _wait(self, pulls: int) -> None:
         while self._optimizer.rounds < pulls:
-            time.sleep(POLL)
+            time.sleep(torch_ranks.POLL)
 
     @property
     def received(self) -> int:
@@ -103,8 +101,7 @@ class Plain:
         else:
             broadcast = hvd.broadcast_async if self._kind == "broadcast" else hvd.broadcast_async_
             handle = broadcast(self._vector, root, name=name)
-        while not hvd.poll(handle):
-            time.sleep(POLL)
+        torch_ranks.sleep_until_done([handle])
         value = float(hvd.synchronize(handle)[-1])
         seconds = time.perf_counter() - started
         if value != expected:
@@ -127,7 +124,7 @@ def watched(job: Job, action: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-def wire(job: Job, acts: dict[str, Act], block: dict[str, Any]) -> dict[str, Any]:
+def wire(job: Job, acts: dict[str, Act], block: Block) -> dict[str, Any]:
     """What some of each arm in a row bring and take, and what goes to and fro while nothing happens."""
     found: dict[str, Any] = {"idle": watched(job, lambda: time.sleep(block["idle"]))}
     for arm in block["arms"]:
@@ -144,7 +141,7 @@ def wire(job: Job, acts: dict[str, Act], block: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def seconds(job: Job, acts: dict[str, Act], block: dict[str, Any]) -> dict[str, list[float]]:
+def seconds(job: Job, acts: dict[str, Act], block: Block) -> dict[str, list[float]]:
     """How long each arm takes, one of each in a round."""
     found: dict[str, list[float]] = {arm: [] for arm in block["arms"]}
     for number in range(block["rounds"]):
@@ -154,20 +151,21 @@ def seconds(job: Job, acts: dict[str, Act], block: dict[str, Any]) -> dict[str, 
     return found
 
 
-def main() -> None:
+def work(job: Job) -> None:
     """Run the plan's blocks."""
-    job = arms.start()
     acts: dict[str, Act] = {}
     elements = round(job.plan["megabytes"] * 1e6 / 4)
     for arm in job.plan["arms"]:
         acts[arm] = Pulls(arm, job, elements) if arm in LEADERS else Plain(arm, job, elements)
         for _ in range(WARM_UP):
             acts[arm](0)
-    for block in job.plan["blocks"]:
-        found = wire(job, acts, block) if block["part"] == "wire" else seconds(job, acts, block)
-        job.record(block, found)
-    arms.finish(job)
+
+    def run_block(job: Job, block: Block) -> None:
+        measure = wire if block["part"] == "wire" else seconds
+        job.record(block, measure(job, acts, block))
+
+    job.each_block(run_block)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(work)

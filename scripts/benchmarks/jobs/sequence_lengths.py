@@ -1,9 +1,8 @@
-"""The torch job of ``lengths``: an LSTM on clips of different lengths."""
+"""The torch job of ``sequence_lengths``: an LSTM on clips of different lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +10,10 @@ from numpy.typing import NDArray
 
 from ..support.clips import CLASSES, PIXELS, Batch
 from ..support.schedule import eager
-from .shared import arm as arms
-from .shared.rank import Job
-from .shared.recurrent import HIDDEN, run_blocks
+from .shared import torch_ranks
+from .shared.arm import Arm
+from .shared.rank import Block, Job
+from .shared.recurrent import HIDDEN, training_of
 
 
 class Classifier(torch.nn.Module):
@@ -34,12 +34,12 @@ class Classifier(torch.nn.Module):
 class TorchLearner:
     """As ``Learner``."""
 
-    def __init__(self, job: Job, block: dict[str, Any]) -> None:
+    def __init__(self, job: Job, block: Block) -> None:
         torch.manual_seed(block["seed"])
         self._model = Classifier()
         optimizer = torch.optim.SGD(self._model.parameters(), lr=block["lr"], momentum=block["momentum"])
         own = {"seed": block["seed"]} if eager(block["arm"]) else {}
-        self._arm = arms.Arm(block["arm"], self._model, optimizer, job, **own)
+        self._arm = Arm(block["arm"], self._model, optimizer, job, **own)
         self.stats, self.drain = self._arm.stats, self._arm.drain
         self.identical, self.close = self._arm.identical, self._arm.close
 
@@ -70,12 +70,5 @@ class TorchLearner:
         return found
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    run_blocks(job, TorchLearner)
-    arms.finish(job)
-
-
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(training_of(TorchLearner))

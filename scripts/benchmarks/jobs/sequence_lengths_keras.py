@@ -1,7 +1,4 @@
-"""The TensorFlow job of ``lengths``: an LSTM on clips; ``horovod`` is plain ``hvd.allreduce`` of the gradients.
-
-(Horovod's own DistributedOptimizer does not average on Keras 3, so it cannot be compared with.)
-"""
+"""The TensorFlow job of ``sequence_lengths``: an LSTM on clips; ``horovod`` is plain allreduce of the gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 import hvd_async.tensorflow as hvd
-from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.testing import stop_engine
 
 from ..support.clips import CLASSES, PIXELS, Batch
 from ..support.schedule import quorum_of
-from .shared.rank import Job, counted
-from .shared.recurrent import HIDDEN, run_blocks
+from .shared import keras_ranks
+from .shared.rank import Block, Job, counted
+from .shared.recurrent import HIDDEN, training_of
 
 FRAMES = tf.TensorSpec([None, None, PIXELS])
 CLIPS = tf.TensorSpec([None], tf.int64)
@@ -60,7 +58,7 @@ class Lstm(keras.layers.Layer):
 class KerasLearner:
     """As ``Learner``."""
 
-    def __init__(self, job: Job, block: dict[str, Any]) -> None:
+    def __init__(self, job: Job, block: Block) -> None:
         keras.utils.set_random_seed(block["seed"])
         self._model: Any = keras.Sequential([keras.Input((None, PIXELS)), Lstm(), keras.layers.Dense(CLASSES)])
         self._optimizer: Any = keras.optimizers.SGD(block["lr"], momentum=block["momentum"])
@@ -100,7 +98,7 @@ class KerasLearner:
     def close(self) -> None:
         """As ``Learner``."""
         if self._ours:
-            LIFECYCLE.shutdown()
+            stop_engine(self._optimizer)
 
     def _logits(self, frames: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
         return tf.gather(self._model(frames), lengths - 1, batch_dims=1)
@@ -114,20 +112,9 @@ class KerasLearner:
 
     def _apply(self, gradients: list[tf.Tensor]) -> None:
         if not self._ours:
-            gradients = [hvd.allreduce(g, name=f"bench.{i}", op=hvd.Average) for i, g in enumerate(gradients)]
+            gradients = keras_ranks.averaged(gradients)
         self._optimizer.apply(gradients, self._model.trainable_variables)
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    job = Job(hvd, lambda: hvd.allreduce(tf.zeros(1), name="bench.barrier"))
-    run_blocks(job, KerasLearner)
-    job.finish()
-    hvd.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    keras_ranks.run(lambda job: job.each_block(training_of(KerasLearner)))

@@ -1,37 +1,29 @@
-"""The job of ``independence``: ranks step for a time, and one training thread falls asleep in the middle of it."""
+"""The job of ``sleeping_rank``: ranks step for a time, and one training thread falls asleep in the middle of it."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
 from ..support.schedule import gossip_of
 from .hetero import dense
-from .shared import arm as arms
-from .shared.rank import Job
+from .shared import torch_ranks
+from .shared.arm import Arm, mean_square
+from .shared.rank import Block, Job
 
-WARM_UP = 3
-"""Untimed steps of each block, without sleep."""
 BATCH = 4
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One arm, once."""
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     graph = {"topology": block["topology"]} if gossip_of(block["arm"]) else {}
-    arm = arms.Arm(block["arm"], model, optimizer, job, **graph)
-
-    def loss(trained: torch.nn.Module) -> torch.Tensor:
-        value: torch.Tensor = trained(inputs).square().mean()
-        return value
-
-    for _ in range(WARM_UP):
-        arm.train(loss)
-    arm.drain()
+    arm = Arm(block["arm"], model, optimizer, job, **graph)
+    loss = mean_square(inputs)
+    arm.warm_up(loss)
     job.barrier()
     started, unix = job.agree((time.monotonic(), time.time()))  # one clock for all: they are on one machine
     begins, ends, waits, waited_for = [], [], [], []
@@ -64,18 +56,8 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "apart": {**apart, "at the end": arm.apart()},
     }
     arm.drain()
-    found["identical"] = arm.identical()
-    arm.close()
-    job.record(block, found)
-
-
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
+    job.conclude(arm, block, found)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

@@ -1,17 +1,15 @@
-"""The job of ``race``: trainings on the real digits that all take the same time; the clock stops for evaluations."""
+"""The job of ``time_to_accuracy``: trainings on the digits for the same time; the clock stops for evaluations."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..support.schedule import waits_for_nobody
-from .shared import arm as arms
+from .shared import torch_ranks
 from .shared.digit_models import accuracy
-from .shared.rank import Job, rate
+from .shared.rank import Block, Job, rate
 from .shared.training import Training
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One training: stretches of it, with an evaluation after each.
 
     Where ranks wait for each other, all take equally many steps in a stretch; else each goes by the clock.
@@ -50,19 +48,9 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "steps": training.steps,
         "pulls": stats.get("pulls"),
         "history": history,
-        "identical": arm.identical(),
     }
-    arm.close()
-    job.record(block, own)
-
-
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
+    job.conclude(arm, block, own)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

@@ -42,6 +42,8 @@ IN_STEP = ("post-local-sgd", "torchft")
 """They wait for others in the optimizer's step."""
 REDUCED = ("fp16", "bf16")
 """How gradients may be compressed."""
+WARM_UP = 3
+"""Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
 MUTANT = "drops_late"
 """Of ``solo``: late gradients are lost."""
 

@@ -1,21 +1,19 @@
-"""A torch model trained by one of the arms: a rival's, ours with a quorum, by gossip, after a leader."""
+"""A torch model trained under one of the arms: a rival's, or ours with a quorum, by gossip, after a leader."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.leader.state_machine import ALL
-from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.testing import distance_to_leader, stop_engine
 
 from ...support.schedule import (
     IN_BACKWARD,
@@ -24,37 +22,16 @@ from ...support.schedule import (
     LOCAL_RIVALS,
     PLAIN,
     RIVALS,
+    WARM_UP,
     compression_of,
     gossip_of,
     quorum_of,
 )
 from . import rivals
 from .rank import Job, counted
-
-POLL = 0.0005
-"""Seconds between two looks at what Horovod has done: its own waiting keeps a core busy, which others need here."""
+from .torch_ranks import share_cores, sleep_until_done
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
-
-
-def start() -> Job:
-    """This rank of a torch job."""
-    hvd.init()
-    torch.set_num_threads(1)
-    return Job(hvd, barrier)
-
-
-def finish(job: Job) -> None:
-    """The job has come to its end: call it last."""
-    job.finish()
-    hvd.shutdown()
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    handle = hvd.allreduce_async(torch.zeros(1), name="bench.barrier")
-    sleep_until_done([handle])
-    hvd.synchronize(handle)
 
 
 @torch.no_grad()
@@ -64,17 +41,9 @@ def average(model: torch.nn.Module) -> None:
         hvd.allreduce_(parameter.data, name=f"bench.parameter.{number}")
 
 
-def share_cores(ranks: int) -> bool:
-    """Whether there are fewer cores than ranks."""
-    return ranks > len(os.sched_getaffinity(0))
-
-
-def sleep_until_done(handles: Iterable[int]) -> None:
-    """Wait for Horovod's collectives. Its ``synchronize()`` does so by asking without end whether they are done; where
-    ranks share cores this takes them from ranks that still compute, and from the threads that send."""
-    for handle in handles:
-        while not hvd.poll(handle):
-            time.sleep(POLL)
+def mean_square(inputs: torch.Tensor) -> Loss:
+    """Return the mean square of a model's outputs as a loss."""
+    return lambda model: model(inputs).square().mean()
 
 
 def resnet50(classes: int = 10) -> torch.nn.Module:
@@ -171,6 +140,12 @@ class Arm:
             if self._base in IN_STEP:
                 self._waited += time.perf_counter() - started
 
+    def warm_up(self, loss: Loss, steps: int = WARM_UP) -> None:
+        """Take the steps that are not timed, and drain."""
+        for _ in range(steps):
+            self.train(loss)
+        self.drain()
+
     @property
     def waited(self) -> float:
         """As above."""
@@ -181,13 +156,9 @@ class Arm:
         return self.optimizer.consensus_distance() if self.gossip else None
 
     def apart(self) -> float | None:
-        """How far this rank's weights are from those of the leader of all that it knows, or from the centre; None where
+        """How far this rank's weights are from those of the leader of all that it knows, or from the center; None where
         it knows none, leads itself or follows none."""
-        if self.name not in LEADERS:
-            return None
-        receiver = self.optimizer._async.worker.receiver
-        target = receiver.come().targets.get(ALL)
-        return None if target is None else float((receiver.shown - target).norm())
+        return distance_to_leader(self.optimizer) if self.name in LEADERS else None
 
     def norm(self) -> float:
         """The norm of this rank's weights."""
@@ -218,7 +189,7 @@ class Arm:
         """Collective: drain, and stop the engine, so that the next arm starts with its own; a rival's threads too."""
         self._ends.close()
         if self.ours:
-            LIFECYCLE.shutdown()
+            stop_engine(self.optimizer)
 
     def stats(self) -> dict[str, Any]:
         """Ours: ``stats()``, as JSON, but for ``history``. Others: nothing."""

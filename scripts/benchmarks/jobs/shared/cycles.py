@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from ...support.ratios import Ratios
 from .rank import Job
@@ -23,7 +23,7 @@ class Stepper(Protocol):
         """Gradients of staleness 0 that this rank has had carried so far; None where all are fresh."""
 
 
-Measure = Callable[[Job, Stepper, int], dict[str, Any]]
+Trainer = TypeVar("Trainer", bound=Stepper)
 
 
 def by_wall_clock(job: Job, arm: Stepper, steps: int) -> dict[str, Any]:
@@ -41,13 +41,22 @@ def by_wall_clock(job: Job, arm: Stepper, steps: int) -> dict[str, Any]:
     return {"elapsed": elapsed, "steps": steps, "fresh": fresh}
 
 
-def alternate(job: Job, arms: Mapping[str, Stepper], measure: Measure = by_wall_clock) -> None:
+def alternate(
+    job: Job,
+    make: Callable[[str, Job], Trainer],
+    measure: Callable[[Job, Trainer, int], dict[str, Any]] = by_wall_clock,
+) -> dict[str, Trainer]:
     """Run the plan's cycles; a cycle is one block of each arm. All arms' models live side by side.
 
     Args:
+        make: makes an arm's model, by its name.
         measure: measures a block: ``elapsed`` seconds of so many ``steps``, and whatever else is to be recorded.
+
+    Returns:
+        The models, by arm.
     """
-    plan, names = job.plan, list(arms)
+    plan, names = job.plan, job.plan["arms"]
+    arms = {name: make(name, job) for name in names}
     ratios = Ratios(plan["baseline"])
     deadline = time.monotonic() + plan["seconds"]
     for name in names:
@@ -63,4 +72,4 @@ def alternate(job: Job, arms: Mapping[str, Stepper], measure: Measure = by_wall_
         cycle += 1
         enough = cycle >= plan["least"] and ratios.wide(plan["judged"]) <= plan["wide"]
         if job.agree(enough or cycle >= plan["most"] or time.monotonic() > deadline):
-            return
+            return arms

@@ -1,4 +1,4 @@
-"""What the jobs share: the plan, meeting the other ranks, recording blocks. No framework here.
+"""One rank of a job: the plan, meeting the other ranks, recording blocks. No framework here.
 
 The binding's module (``hvd_async.torch`` or ``hvd_async.tensorflow``) is handed in.
 """
@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -22,6 +22,11 @@ from ...support.digits import FOLDER
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # to see where a job hangs
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises from 0; then it falls as a cosine."""
+
+
+Block = dict[str, Any]
+"""What a plan asks for at a time: an arm with its settings."""
+RunBlock = Callable[["Job", Block], None]
 
 
 class Job:
@@ -55,19 +60,41 @@ class Job:
         """Collective: whether all ranks have the same, bit for bit."""
         return len(set(self.gather(hashlib.sha256(content).hexdigest()))) == 1
 
-    def record(self, block: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Write a block: what it was, and what every rank found. Returns the latter."""
+    def record(self, block: Block, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Write a block: what was asked, without its times, and what every rank found. Returns the latter."""
         found = self.gather(own)
         if self.rank == 0:
+            asked = {key: value for key, value in block.items() if key != "times"}
             with (self.folder / "blocks.jsonl").open("a") as results:
-                results.write(json.dumps({**block, "by_rank": found}) + "\n")
+                results.write(json.dumps({**asked, "by_rank": found}) + "\n")
         return found
+
+    def conclude(self, arm: Trained, block: Block, own: dict[str, Any]) -> None:
+        """End a block: compare the ranks' drained weights, stop the arm's engine, record what was found."""
+        own["identical"] = arm.identical()
+        arm.close()
+        self.record(block, own)
+
+    def each_block(self, run_block: RunBlock) -> None:
+        """Run the plan's blocks."""
+        for block in self.plan["blocks"]:
+            run_block(self, block)
 
     def finish(self) -> None:
         """The job has come to its end: call it last."""
         self.barrier()
         if self.rank == 0:
             (self.folder / "unfinished").unlink()
+
+
+class Trained(Protocol):
+    """A model that an arm has trained."""
+
+    def identical(self) -> bool:
+        """Collective: return whether all ranks have the same weights, bit for bit."""
+
+    def close(self) -> None:
+        """Collective: stop the engine, so that the next arm starts with its own."""
 
 
 def rate(highest: float, step: int, steps: int) -> float:

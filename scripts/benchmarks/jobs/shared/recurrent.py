@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...support.clips import Batch, clips_of, dealt_to, padded
-from .rank import Job, rate
+from .rank import Block, Job, RunBlock, Trained, rate
 
 HIDDEN = 48
 """Units of the LSTM."""
@@ -31,7 +31,7 @@ class Computation:
         self.took = time.perf_counter() - self._began
 
 
-class Learner(Protocol):
+class Learner(Trained, Protocol):
     """One rank's model and optimizer, under one arm."""
 
     def step(self, batch: Batch, rate: float, computed: Callable[[], None]) -> None:
@@ -46,20 +46,13 @@ class Learner(Protocol):
     def classify(self, batch: Batch) -> NDArray[np.int64]:
         """The clips' classes."""
 
-    def identical(self) -> bool:
-        """Collective: whether all ranks have the same weights, bit for bit."""
 
-    def close(self) -> None:
-        """Collective: stop the engine, so that the next arm starts with its own."""
-
-
-def run_blocks(job: Job, learner: Callable[[Job, dict[str, Any]], Learner]) -> None:
-    """Run the plan's trainings."""
-    for block in job.plan["blocks"]:
-        run_block(job, block, learner(job, block))
+def training_of(learner: Callable[[Job, Block], Learner]) -> RunBlock:
+    """Return what runs a training of such models as a block."""
+    return lambda job, block: run_block(job, block, learner(job, block))
 
 
-def run_block(job: Job, block: dict[str, Any], learner: Learner) -> None:
+def run_block(job: Job, block: Block, learner: Learner) -> None:
     """One training, and the accuracy on clips that are not in it."""
     train, test = clips_of(block["seed"], block["median"])
     order = dealt_to(block, train.lengths, job.size)[:, job.rank]
@@ -82,10 +75,8 @@ def run_block(job: Job, block: dict[str, Any], learner: Learner) -> None:
         "accuracy": accuracy(learner, padded(test, np.arange(len(test.labels)))) if job.rank == 0 else None,
         "stats": stats,
         "rounds_before": UNTIMED,
-        "identical": learner.identical(),
     }
-    learner.close()
-    job.record(block, own)
+    job.conclude(learner, block, own)
 
 
 def accuracy(learner: Learner, batch: Batch) -> float:

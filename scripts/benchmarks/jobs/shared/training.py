@@ -13,7 +13,7 @@ import torch
 from ...support.digits import Indices, common, fold
 from ...support.leadership import Clock
 from ...support.schedule import FOLLOWING, eager
-from . import arm as arms
+from .arm import Arm, Loss
 from .digit_models import batches, digits, plain, resnet
 from .rank import Job
 
@@ -40,7 +40,7 @@ class Training:
         model = resnet() if block["model"] == "resnet" else plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
         name = block.get("algorithm", block["arm"])
-        self.arm = arms.Arm(name, model, optimizer, job, **_own(name, block))
+        self.arm = Arm(name, model, optimizer, job, **_own(name, block))
         self.clock, self.steps = Clock(), 0
         self.train, self.test = fold(block["fold"])
         self._job, self._images, self._labels = job, digits()[0], torch.from_numpy(digits()[1])
@@ -68,7 +68,7 @@ class Training:
         self.arm.train(self._loss(next(self._batches)), compute, recorded)
         self.steps += 1
 
-    def _loss(self, indices: Indices) -> arms.Loss:
+    def _loss(self, indices: Indices) -> Loss:
         x, y = self._images[indices], self._labels[indices]
         return lambda model: torch.nn.functional.cross_entropy(model(x), y)
 
