@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from scripts.benchmarks.cases import accuracy, convergence, time_to_accuracy
+from scripts.benchmarks.cases import convergence, time_to_accuracy
 from scripts.benchmarks.support import plot
 from scripts.benchmarks.support.report import Report
+from scripts.benchmarks.support.trainings import block_of
 
 RANKS = 4
 SETTING = {"epochs": 2}
@@ -102,7 +103,7 @@ def test_every_arm_is_trained_alike():
 
 
 def test_trainings_of_other_cases_are_evaluated_once():
-    block = accuracy.block_of(options(), "solo", 0, 1, "plain", "classes", np.zeros((3, RANKS)))
+    block = block_of(options(), "solo", 0, 1, "plain", "classes", np.zeros((3, RANKS)))
     assert (block["evaluations"], block["steps"]) == (1, [3] * RANKS)
 
 

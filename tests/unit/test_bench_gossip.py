@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvd_async import topology
 from scripts.benchmarks.cases import accuracy, exchange_cost, hetero, sleeping_rank, soak
-from scripts.benchmarks.support import plot, soak_gossip
+from scripts.benchmarks.support import plot, soak_gossip, trainings
 from scripts.benchmarks.support.random_graphs import random_graph
 from scripts.benchmarks.support.report import Report
 from scripts.benchmarks.support.stalls import Stall, stalls
@@ -32,9 +32,9 @@ def test_gossip_may_be_further_off_than_partial_allreduce():
     blocks = [trained("horovod", fold, 0.98) for fold in range(5)]
     blocks += [trained(arm, fold, 0.967 + 0.0001 * fold) for arm in ("solo",) for fold in range(5)]
     blocks += [trained("adpsgd", fold, 0.967 + 0.0001 * fold, distance=0.5) for fold in range(5)]
-    rows = accuracy.rows_of(blocks, {}, "horovod")
+    rows = trainings.rows_of(blocks, {}, "horovod")
     report = Report("accuracy", RANKS, rows, accuracy.COLUMNS)
-    accuracy.judge(report, "horovod")
+    trainings.judge(report, "horovod")
     assert [(goal.wanted, goal.met) for goal in report.goals[1:]] == [
         ("within 1 point", False),
         ("within 1.5 points", True),

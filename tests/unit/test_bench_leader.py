@@ -9,8 +9,8 @@ import pytest
 
 from scripts.benchmarks.cases import hetero, pull_cost, sleeping_rank, time_to_accuracy
 from scripts.benchmarks.support import leadership, plot
+from scripts.benchmarks.support.arms import eager, parse_arms, waits_for_nobody
 from scripts.benchmarks.support.report import Report
-from scripts.benchmarks.support.schedule import eager, parse_arms, waits_for_nobody
 
 RANKS = 4
 

@@ -9,8 +9,8 @@ import pytest
 
 from scripts.benchmarks.cases import network, scaling
 from scripts.benchmarks.support import plot
+from scripts.benchmarks.support.arms import RIVALS, compression_of, eager, installed, parse_arms
 from scripts.benchmarks.support.report import Report
-from scripts.benchmarks.support.schedule import RIVALS, compression_of, eager, installed, parse_arms
 
 RANKS = 8
 WIRE = 8 * 8.0 / 50.0 / network.PAYLOAD

@@ -75,7 +75,7 @@ def test_ratios_are_taken_cycle_by_cycle():
 
 
 ROWS = [
-    row("horovod", {"delay": 0.2}, 1.25, "s/step", 1.2, 1.3, speedup=1.0),
+    row("horovod", {"delay": 0.2}, Interval(1.25, 1.2, 1.3), "s/step", speedup=1.0),
     row("solo", {"delay": 0.2}, 0.5, "s/step", speedup=2.5, met=True),
 ]
 

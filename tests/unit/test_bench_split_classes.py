@@ -7,9 +7,9 @@ import argparse
 import numpy as np
 import pytest
 
-from scripts.benchmarks.cases import accuracy, split_classes
-from scripts.benchmarks.support import digits, plot
-from scripts.benchmarks.support.schedule import FOLLOWING, LEADERS, MUTANT
+from scripts.benchmarks.cases import split_classes
+from scripts.benchmarks.support import digits, plot, trainings
+from scripts.benchmarks.support.arms import FOLLOWING, LEADERS, MUTANT
 
 RANKS = 4
 EVERY = f"horovod,solo,sgp,lsgd,lsgd-close,lsgd-common,lsgd-common-close,easgd,easgd-close,{MUTANT}"
@@ -107,9 +107,9 @@ def test_its_arms_look_different(monkeypatch, tmp_path):
 def test_arms_are_judged_by_name(monkeypatch):
     report = report_of(monkeypatch, arms="horovod,solo")
     report.goals.clear()
-    accuracy.judge(report, "horovod", [])
+    trainings.judge(report, "horovod", [])
     assert len(report.goals) == 1
-    accuracy.judge(report, "horovod")
+    trainings.judge(report, "horovod")
     assert len(report.goals) == 3
 
 

@@ -13,6 +13,7 @@ from hvd_async.runner.summary import KEYS
 from scripts.benchmarks.cases import OLD_NAMES, accuracy, convergence, no_stragglers
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
+from scripts.benchmarks.support.intervals import Interval
 from scripts.benchmarks.support.report import Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
@@ -190,7 +191,7 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 def trained(arm):
     curves = [[[1.0, 1.0, 0.5], [2.0, 0.5, 0.9]]]
     mean = float("inf")
-    return row(arm, {"delay": 0.0}, 0.9, "share", -mean, mean, curves=curves)
+    return row(arm, {"delay": 0.0}, Interval(0.9, -mean, mean), "share", curves=curves)
 
 
 def compared(arm):

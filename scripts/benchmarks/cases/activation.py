@@ -6,21 +6,19 @@ import argparse
 import statistics
 from typing import Any
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import parse_arms
+from ..support.blocks import by_arm, everywhere
 from ..support.intervals import quantile, spread
 from ..support.launch import Block, Progress, Say
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import parse_arms
+from ..support.report import Column, Report, Row, ranged, row
 
 HELP = "milliseconds from a round's first arrival to its last receipt; the engine thread's CPU time per round"
 COLUMNS = (
     Column("what", "setting.what"),
     Column("ranks", "setting.ranks", "d"),
     Column("arm", "arm"),
-    Column("ms", "value", ".3f"),
-    Column("low", "low", ".3f"),
-    Column("high", "high", ".3f"),
+    *ranged("ms", "value", ".3f"),
     Column("95% below", "p95", ".3f"),
     Column("round s", "step_s", ".3f"),
 )
@@ -53,15 +51,15 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     ]
     progress = Progress(len(latencies) + len(cpu), say)
 
-    def on_block(block: Block) -> None:
-        if block["what"] == "latency":
-            text = "busy" if block["busy"] else "asleep"
-            progress(f"trainers {text}: median {1e3 * statistics.median(last_receipts(block)):.2f} ms")
-        else:
-            progress(f"engine's CPU, {block['arm']}: {1e3 * engine_seconds(block):.2f} ms a round")
+    def tell(block: Block) -> str:
+        if block["what"] == "engine":
+            return f"engine's CPU, {block['arm']}: {1e3 * engine_seconds(block):.2f} ms a round"
+        text = "busy" if block["busy"] else "asleep"
+        return f"trainers {text}: median {1e3 * statistics.median(last_receipts(block)):.2f} ms"
 
-    found = run_job("activation", args.ranks, {"blocks": latencies}, limit=_limit(args, 600), on_block=on_block)
-    found += run_job("activation", args.cpu_ranks, {"blocks": cpu}, limit=_limit(args, 900), on_block=on_block)
+    how: dict[str, Any] = {"progress": progress}
+    found = launch.measure(args, "activation", latencies, say, tell, seconds=600, **how)
+    found += launch.measure(args, "activation", cpu, say, tell, seconds=900, ranks=args.cpu_ranks, **how)
     report = Report("activation", args.ranks, rows_of(found), COLUMNS, draw=draw)
     judge(report)
     return report
@@ -94,15 +92,14 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         # Every share from 1 to 99%, for the plot.
         shares = [quantile(every, percent / 100) for percent in range(1, 100)]
         more = {"p95": quantile(every, 0.95), "p99": quantile(every, 0.99), "percentiles": shares, "rounds": len(every)}
-        rows.append(row("solo", setting, medians.value, "ms", medians.low, medians.high, **more))
-    for arm in dict.fromkeys(block["arm"] for block in blocks if block["what"] == "engine"):
-        mine = [block for block in blocks if block["what"] == "engine" and block["arm"] == arm]
+        rows.append(row("solo", setting, medians, "ms", **more))
+    for arm, mine in by_arm(block for block in blocks if block["what"] == "engine").items():
         used = spread([1e3 * engine_seconds(block) for block in mine])
         setting = {"what": CPU, "ranks": len(mine[0]["by_rank"]), "megabytes": mine[0]["megabytes"], "seed": None}
-        whole = statistics.median(own["process_s"] for block in mine for own in block["by_rank"])
-        step = statistics.median(own["step_s"] for block in mine for own in block["by_rank"])
+        whole = statistics.median(own["process_s"] for own in everywhere(mine))
+        step = statistics.median(own["step_s"] for own in everywhere(mine))
         more = {"process_cpu_ms": 1e3 * whole, "step_s": step}
-        rows.append(row(arm, setting, used.value, "ms of CPU a round", used.low, used.high, **more))
+        rows.append(row(arm, setting, used, "ms of CPU a round", **more))
     return rows
 
 
@@ -111,11 +108,10 @@ def judge(report: Report) -> None:
     for each in report.rows:
         what, value = each["setting"]["what"], each["value"]
         if what == ASLEEP:
-            report.goals.append(Goal("median latency, trainers asleep", value, "<= 1 ms", value <= 1.0))
+            report.at_most("median latency, trainers asleep", value, 1.0, "<= 1 ms")
         elif what == CPU:
             size = each["setting"]["megabytes"]
-            name = f"engine's own CPU a round of {size:g} MB, {each['arm']}, ms"
-            report.goals.append(Goal(name, value, "<= 5 ms", value <= 5.0))
+            report.at_most(f"engine's own CPU a round of {size:g} MB, {each['arm']}, ms", value, 5.0, "<= 5 ms")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -136,7 +132,3 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes[1].axhline(5.0, color="black", linestyle=":", label="goal, 5 ms")
     plot.label(axes[1], "engine thread's own CPU time", "gradients", "ms of CPU a round")
     axes[1].legend(frameon=False)
-
-
-def _limit(args: argparse.Namespace, usual: float) -> float:
-    return args.limit * 60 if args.limit else usual

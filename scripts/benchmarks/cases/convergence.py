@@ -15,24 +15,32 @@ from typing import Any
 
 import numpy as np
 
-from ..support import plot
+from ..support import plot, trainings
+from ..support.arms import parse_arms
+from ..support.blocks import by_arm, grouped
 from ..support.intervals import Interval, mean_interval
 from ..support.launch import Block, Say, repetitions
-from ..support.report import Column, Goal, Report, Row
-from ..support.schedule import one_random, parse_arms
-from . import accuracy
-from .accuracy import POINT, block_of, curve_of, measure, quick, score, steps_of
+from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
+from ..support.schedule import one_random
+from ..support.trainings import (
+    LEAST,
+    POINT,
+    add_options,
+    add_periods,
+    block_of,
+    curve_of,
+    measure,
+    quick,
+    score,
+    steps_of,
+)
 
 HELP = "digits, the same epochs for all algorithms, with and without delays: curves of accuracy and loss over time"
 COLUMNS = (
     Column("delay", "setting.delay", "g"),
     Column("arm", "arm"),
-    Column("accuracy", "value", ".4f"),
-    Column("95% from", "low", ".4f"),
-    Column("to", "high", ".4f"),
-    Column("difference", "difference", "+.4f"),
-    Column("95% from", "difference_low", "+.4f"),
-    Column("to", "difference_high", "+.4f"),
+    *ranged("accuracy", "value", ".4f", INTERVAL),
+    *ranged("difference", "difference", "+.4f", INTERVAL),
     Column("train loss", "train_loss", ".4f"),
     Column("s/step", "step_s", ".4f"),
     Column("speed-up", "speedup", ".2f"),
@@ -49,9 +57,7 @@ SECONDS, LOSS, SCORE = range(3)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms=ALL, repetitions=3)
-    parser.add_argument("--folds", type=int, default=5, choices=range(1, 6), help="of the images to test on")
-    parser.add_argument("--epochs", type=int, default=8, help="of each training")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate, of all arms")
+    add_options(parser, epochs=8, lr=0.1, lr_help="the highest learning rate, of all arms")
     parser.add_argument("--compute", type=float, default=0.01, metavar="S", help="slept in each step beside the work")
     parser.add_argument(
         "--delay",
@@ -61,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help="of one random rank in each step, as a multiple of what is slept; 0 for trainings without delays",
     )
-    parser.add_argument("--groups", type=int, default=2, metavar="N", help="of ranks that have a leader each (lsgd)")
-    parser.add_argument("--local-period", type=int, default=1, metavar="N", help="steps between a group's pulls (lsgd)")
-    parser.add_argument("--global-period", type=int, default=4, metavar="N", help="steps between pulls of all ranks")
+    add_periods(parser, local=1, whole=4)
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
@@ -77,7 +81,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     # (groups have process sets)
     found = measure(args, blocks, say, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
     names = ("compute", "epochs", "lr", "groups", "local_period", "global_period")
-    setting = {name: getattr(args, name) for name in names} | {"seed": "fold and run"}
+    setting = chosen(args, *names, seed="fold and run")
     report = Report("convergence", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
     judge(report)
     return report
@@ -86,8 +90,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 def blocks_of(args: argparse.Namespace) -> list[Block]:
     """Every arm on every fold from every seed, with each delay, in alternation."""
     arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
-    more = {"evaluations": args.epochs, "group": args.ranks // args.groups}
-    more |= {name: getattr(args, name) for name in ("local_period", "global_period")}
+    more = chosen(args, "local_period", "global_period", evaluations=args.epochs, group=args.ranks // args.groups)
     blocks = []
     for fold in range(args.folds):
         for seed, arm in repetitions(arms, args.repetitions):
@@ -100,10 +103,10 @@ def blocks_of(args: argparse.Namespace) -> list[Block]:
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row a delay and arm: as those of ``accuracy``, with the interval of the mean, and every training's curve."""
     rows = []
-    for ratio in dict.fromkeys(block["delay"] for block in blocks):
-        parts = [block for block in blocks if block["delay"] == ratio]
-        for each in accuracy.rows_of(parts, setting, parts[0]["arm"]):
-            mine = [block for block in parts if block["arm"] == each["arm"]]
+    for ratio, parts in grouped(blocks, lambda block: block["delay"]).items():
+        groups = by_arm(parts)
+        for each in trainings.rows_of(parts, setting, parts[0]["arm"]):
+            mine = groups[each["arm"]]
             mean = mean_interval([score(block) for block in mine])
             curves = [curve_of(block) for block in mine]
             each["setting"] |= {"delay": ratio}
@@ -120,13 +123,12 @@ def judge(report: Report) -> None:
         where = f"delay {each['setting']['delay']:g}"
         first = base.setdefault(each["setting"]["delay"], each["arm"])
         if each["arm"] == first:
-            value = each["value"]
-            report.goals.append(Goal(f"{first}'s accuracy, {where}", value, ">= 0.95", value >= 0.95))
+            report.at_least(f"{first}'s accuracy, {where}", each["value"], LEAST)
             continue
         gap = Interval(*(each[key] / POINT for key in ("difference", "difference_low", "difference_high")))
         text = f"{gap.value:+.2f} points (95%: {gap.low:+.2f} to {gap.high:+.2f})"
         what = f"{each['arm']}'s mean accuracy less {first}'s, {where}"
-        report.goals.append(Goal(what, text, f">= -{LESS:g}", gap.value >= -LESS))
+        report.wants(what, text, f">= -{LESS:g}", gap.value >= -LESS)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -9,13 +9,12 @@ import argparse
 import statistics
 from typing import Any
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import named_arms
+from ..support.blocks import grouped
 from ..support.intervals import quantile, spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Report, Row, row
-from ..support.schedule import named_arms
-from ..support.timed import START
+from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.report import Column, Report, Row, ranged, row
 
 HELP = "one exchange of weights between pairs: one alltoall of all ranks against two-rank process sets"
 ARMS = ("alltoall", "pairs", "alltoall-unaligned", "pairs-unaligned", "hop", "chunked")
@@ -26,9 +25,7 @@ COLUMNS = (
     Column("ranks", "setting.ranks", "d"),
     Column("MB", "setting.megabytes", "g"),
     Column("arm", "arm"),
-    Column("ms", "value", ".1f"),
-    Column("low", "low", ".1f"),
-    Column("high", "high", ".1f"),
+    *ranged("ms", "value", ".1f"),
     Column("90% below", "p90", ".1f"),
     Column("slowest rank", "slowest_ms", ".1f"),
     Column("times quicker", "speedup", ".3f"),
@@ -58,17 +55,15 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     blocks = blocks_of(args)
     progress = Progress(len(blocks) * len(sizes), say)
 
-    def on_block(block: Block) -> None:
+    def tell(block: Block) -> str:
         ms = 1e3 * statistics.median(means(block))
-        progress(f"{len(block['by_rank'])} ranks, {block['megabytes']:g} MB, {block['arm']}: {ms:.1f} ms")
+        return f"{len(block['by_rank'])} ranks, {block['megabytes']:g} MB, {block['arm']}: {ms:.1f} ms"
 
     found = []
     for size in sizes:
-        limit = args.limit * 60 if args.limit else START + 2.0 * args.rounds * len(blocks)
-        env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-        found += run_job(
-            "exchange_cost", size, {"blocks": blocks}, limit=limit, on_block=on_block, env=env, mbit=args.mbit
-        )
+        how: dict[str, Any] = {"ranks": size, "progress": progress, "mbit": args.mbit}
+        how |= {"seconds": START + 2.0 * args.rounds * len(blocks), "env": {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}}
+        found += launch.measure(args, "exchange_cost", blocks, say, tell, **how)
     setting = {"seed": args.seed, "bandwidth_mbit": args.mbit}
     return Report("exchange", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
 
@@ -96,9 +91,7 @@ def slowest(block: Block) -> list[float]:
 
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm, number of ranks and size. The speed-up is that over the process sets that begin alike."""
-    groups: dict[tuple[int, float, str], list[Block]] = {}
-    for block in blocks:
-        groups.setdefault((len(block["by_rank"]), block["megabytes"], block["arm"]), []).append(block)
+    groups = grouped(blocks, lambda block: (len(block["by_rank"]), block["megabytes"], str(block["arm"])))
     medians = {key: [1e3 * statistics.median(means(block)) for block in mine] for key, mine in groups.items()}
     rows = []
     for (ranks, size, arm), mine in groups.items():
@@ -108,7 +101,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
             row(
                 arm,
                 {**setting, "ranks": ranks, "megabytes": size, "rounds": mine[0]["rounds"]},
-                *(ms.value, "ms of an exchange, mean over ranks", ms.low, ms.high),
+                *(ms, "ms of an exchange, mean over ranks"),
                 speedup=statistics.median(rival) / ms.value if rival else None,
                 p90=quantile([1e3 * each for block in mine for each in means(block)], 0.9),
                 slowest_ms=statistics.median(1e3 * each for block in mine for each in slowest(block)),

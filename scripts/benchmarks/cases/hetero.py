@@ -7,21 +7,19 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_for_nobody
+from ..support.blocks import by_arm, everywhere, grouped, identical, median
 from ..support.intervals import spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_for_nobody
-from ..support.timed import START
+from ..support.launch import START, Block, Say, repetitions
+from ..support.report import Column, Report, Row, chosen, ends, ranged, row
+from ..support.timed import TOO_BUSY
 
 HELP = "the last rank is 2, 5 or 10 times slower for good: samples a second of all ranks, averagings or pulls a step"
 COLUMNS = (
     Column("slower", "setting.slowdown", "g"),
     Column("arm", "arm"),
-    Column("samples/s", "value", ".1f"),
-    Column("low", "low", ".1f"),
-    Column("high", "high", ".1f"),
+    *ranged("samples/s", "value", ".1f"),
     Column("speed-up", "speedup", ".3f"),
     Column("bound", "bound", ".3f"),
     Column("of bound", "of_bound", ".3f"),
@@ -32,12 +30,8 @@ COLUMNS = (
     Column("least", "averagings_least", ".3f"),
     Column("pulls/step", "pulls", ".3f"),
     Column("exchange s", "latency_s", ".3f"),
-    Column("others keep", "kept", ".3f"),
-    Column("low", "kept_low", ".3f"),
-    Column("high", "kept_high", ".3f"),
+    *ranged("others keep", "kept", ".3f"),
 )
-TOO_BUSY = 1.08
-"""Horovod's step over the slow rank's computation; beyond that the machine was too busy."""
 OF_BOUND, LEAST_AVERAGINGS, KEEPS = 0.9, 0.9, 0.95
 
 
@@ -70,8 +64,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     if args.quick:
         args.window, args.repetitions, args.slow = min(args.window, 8.0), 1, [max(args.slow)]
     arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
-    setting = {"compute": args.compute, "window": args.window, "megabytes": args.megabytes}
-    setting |= {"batch": args.batch_size, "seed": 0}
+    setting = chosen(args, "compute", "window", "megabytes", batch=args.batch_size, seed=0)
     blocks = [
         {**setting, "arm": arm, "repetition": repetition, "synchronous": arm in SYNCHRONOUS, "even": even}
         | {"slow": slow, "slowdown": 1.0 if even else slow}
@@ -80,18 +73,16 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         for even in ((False, True)[:: 1 - 2 * (repetition % 2)] if args.even else (False,))
     ]
     say(f"{len(blocks)} blocks of {args.window:g} s")
-    progress = Progress(len(blocks), say)
 
-    def on_block(block: Block) -> None:
+    def tell(block: Block) -> str:
         slow = "no slow rank" if block["even"] else f"{block['slow']:g} times slower"
-        progress(f"{block['arm']}, {slow}: {samples_per_second(block):.1f} samples/s")
+        return f"{block['arm']}, {slow}: {samples_per_second(block):.1f} samples/s"
 
     longest = args.window + 3 * max(args.slow) * args.compute + 10
-    limit = args.limit * 60 if args.limit else START + 2 * longest * len(blocks)
-    found = run_job("hetero", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+    found = launch.measure(args, "hetero", blocks, say, tell, seconds=START + 2 * longest * len(blocks))
     rows = []
-    for slow in dict.fromkeys(args.slow):
-        rows += rows_of([block for block in found if block["slow"] == slow], {**setting, "slowdown": slow})
+    for slow, part in grouped(found, lambda block: block["slow"]).items():
+        rows += rows_of(part, {**setting, "slowdown": slow})
     report = Report("hetero", args.ranks, rows, COLUMNS, draw=draw)
     judge(report)
     return report
@@ -143,23 +134,19 @@ def bound_of(arm: str, ranks: int, slow: float) -> float | None:
 
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm, in the order of the first repetition. ``fast_...``: medians over the ranks that are not slow."""
-    arms = list(dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0))
-    by_arm = {arm: [block for block in blocks if block["arm"] == arm and not block["even"]] for arm in arms}
-    base = spread([samples_per_second(b) for b in by_arm["horovod"]]).value if "horovod" in by_arm else None
+    groups, even = by_arm(b for b in blocks if not b["even"]), by_arm(b for b in blocks if b["even"])
+    base = median([samples_per_second(block) for block in groups.get("horovod", [])])
     rows = []
-    for arm, mine in by_arm.items():
+    for arm, mine in groups.items():
         rate = spread([samples_per_second(block) for block in mine])
         bound = bound_of(arm, len(mine[0]["by_rank"]), setting["slowdown"])
         speedup = rate.value / base if base else None
         own = [averagings(block) for block in mine] if gossip_of(arm) else []
-        even = [block for block in blocks if block["arm"] == arm and block["even"]]
-        keeps = spread(kept(mine, even)) if even else None
-        latency = [own["latency_s"] for block in mine for own in block["by_rank"] if own["latency_s"] is not None]
         rows.append(
             row(
                 arm,
                 setting,
-                *(rate.value, "samples/s of all ranks", rate.low, rate.high),
+                *(rate, "samples/s of all ranks"),
                 speedup=speedup,
                 bound=bound,
                 of_bound=speedup / bound if speedup and bound else None,
@@ -169,11 +156,9 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 averagings=statistics.median(statistics.fmean(each) for each in own) if own else None,
                 averagings_least=statistics.median(min(each) for each in own) if own else None,
                 pulls=_median(mine, pulls) if arm in LEADERS else None,
-                latency_s=statistics.median(latency) if latency else None,
-                kept=keeps and keeps.value,
-                kept_low=keeps and keeps.low,
-                kept_high=keeps and keeps.high,
-                identical=all(own["identical"] for block in mine for own in block["by_rank"]),
+                latency_s=median([own["latency_s"] for own in everywhere(mine)]),
+                **ends("kept", spread(kept(mine, even[arm])) if arm in even else None),
+                identical=identical(mine),
             )
         )
     return rows
@@ -191,26 +176,23 @@ def judge(report: Report) -> None:
 
 
 def _judge(report: Report, rows: list[Row], slow: float) -> None:
-    by_arm, where = {each["arm"]: each for each in rows}, f"one rank {slow:g} times slower"
-    if "horovod" in by_arm:
-        over = by_arm["horovod"]["slow_step_s"] / (by_arm["horovod"]["setting"]["compute"] * slow)
-        what = f"Horovod's step over the slow rank's work, {where}"
-        report.goals.append(Goal(what, over, f"<= {TOO_BUSY}", over <= TOO_BUSY))
+    found, where = {each["arm"]: each for each in rows}, f"one rank {slow:g} times slower"
+    if "horovod" in found:
+        over = found["horovod"]["slow_step_s"] / (found["horovod"]["setting"]["compute"] * slow)
+        report.at_most(f"Horovod's step over the slow rank's work, {where}", over, TOO_BUSY)
         if over > TOO_BUSY:
             report.notes.append(f"the machine was too busy: Horovod's arm took {over:.2f} of its bound, {where}")
     for each in rows:
         if waits_for_nobody(each["arm"]) and each["kept"] is not None:
             what = f"{each['arm']}: the others' steps a second, of those with no slow rank, {where}"
-            report.goals.append(Goal(what, each["kept"], f">= {KEEPS}", each["kept"] >= KEEPS))
-    if "adpsgd" not in by_arm:
+            report.at_least(what, each["kept"], KEEPS)
+    if "adpsgd" not in found:
         return
-    own = by_arm["adpsgd"]
+    own = found["adpsgd"]
     if own["of_bound"] is not None:
-        what, wanted = f"adpsgd's samples a second over Horovod's, of the bound, {where}", f">= {OF_BOUND:g}"
-        report.goals.append(Goal(what, own["of_bound"], wanted, own["of_bound"] >= OF_BOUND))
-    least = own["averagings_least"]
+        report.at_least(f"adpsgd's samples a second over Horovod's, of the bound, {where}", own["of_bound"], OF_BOUND)
     what = f"adpsgd's averagings a step, the fast rank that has fewest, {where}"
-    report.goals.append(Goal(what, least, f">= {LEAST_AVERAGINGS}", least >= LEAST_AVERAGINGS))
+    report.at_least(what, own["averagings_least"], LEAST_AVERAGINGS)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

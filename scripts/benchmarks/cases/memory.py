@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import parse_arms
+from ..support.blocks import everywhere, grouped
 from ..support.intervals import spread
-from ..support.launch import Block, Progress, Say
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import one_random, parse_arms
+from ..support.launch import Block, Say
+from ..support.report import Column, Report, Row, chosen, ranged, row
+from ..support.schedule import one_random
 
 HELP = "most bytes of gradients held, as copies of the model's gradients; what a rank keeps that is done"
 QUICK = "horovod,solo"
 COLUMNS = (
     Column("mode", "setting.mode"),
     Column("arm", "arm"),
-    Column("copies", "value", ".2f"),
-    Column("low", "low", ".2f"),
-    Column("high", "high", ".2f"),
+    *ranged("copies", "value", ".2f"),
     Column("rounds waiting", "waiting", "d"),
     Column("allowed", "allowed", "d"),
     Column("by memory", "resident", ".2f"),
@@ -59,22 +58,19 @@ def run(args: argparse.Namespace, say: Say) -> Report:
             # Horovod's ranks cannot be done before the others (its join() is for other optimizers than ours).
             here = [arm for arm in arms if mode in ("together", "delays") or arm != "horovod"]
             blocks += [{"arm": arm, "mode": mode, "repetition": repetition, "times": times} for arm in here]
-    progress = Progress(len(blocks), say)
 
-    def on_block(block: Block) -> None:
+    def tell(block: Block) -> str:
         most = max(own["peak"] for own in block["by_rank"])
-        progress(f"{block['mode']}, {block['arm']}: {most:.2f} copies")
+        return f"{block['mode']}, {block['arm']}: {most:.2f} copies"
 
-    found = run_job(
-        "memory",
-        args.ranks,
-        {"blocks": blocks, "megabytes": args.megabytes},
-        limit=args.limit * 60 if args.limit else 180 + 3 * len(blocks) * args.steps * (args.compute + args.delay),
-        on_block=on_block,
+    found = launch.measure(
+        *(args, "memory", blocks, say, tell),
+        seconds=launch.START + 3 * len(blocks) * args.steps * (args.compute + args.delay),
+        plan={"megabytes": args.megabytes},
         # Large blocks go back to the system when they are freed, so that the process's memory says what is held.
         env={"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
     )
-    setting = {"megabytes": args.megabytes, "compute": args.compute, "seed": args.seed}
+    setting = chosen(args, "megabytes", "compute", "seed")
     report = Report("memory", args.ranks, rows_of(found, setting, args.delay), COLUMNS, draw=draw)
     judge(report)
     return report
@@ -83,25 +79,23 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 def rows_of(blocks: list[Block], setting: dict[str, Any], delay: float) -> list[Row]:
     """One row a mode and arm. The fullest rank counts: the one that comes nearest to what it is allowed."""
     rows = []
-    for mode, arm in dict.fromkeys((block["mode"], block["arm"]) for block in blocks):
-        mine = [block for block in blocks if (block["mode"], block["arm"]) == (mode, arm)]
+    for (mode, arm), mine in grouped(blocks, lambda block: (block["mode"], block["arm"])).items():
         fullest = [max(block["by_rank"], key=lambda own: own["peak"] - own["waiting"]) for block in mine]
         worst = max(fullest, key=lambda own: own["peak"] - own["waiting"])
-        copies = spread([own["peak"] for own in fullest])
-        ours = arm != "horovod"
-        left = [own for block in mine for own in block["by_rank"] if own["left"]]
+        ours, everyone = arm != "horovod", everywhere(mine)
+        left = [own for own in everyone if own["left"]]
         rows.append(
             row(
                 arm,
                 {**setting, "mode": mode, "delay": delay if mode == "delays" else 0.0},
-                *(copies.value, "copies of the gradients", copies.low, copies.high),
+                *(spread([own["peak"] for own in fullest]), "copies of the gradients"),
                 waiting=worst["waiting"] if ours else None,
                 allowed=2 + worst["waiting"] if ours else None,
                 over=worst["peak"] - worst["waiting"] if ours else None,
-                resident=max(own["resident"] for block in mine for own in block["by_rank"]),
+                resident=max(own["resident"] for own in everyone),
                 serving_most=max((own["serving_most"] for own in left), default=None),
                 keeps=max((own["keeps"] for own in left), default=None),
-                after=max(own["after"] for block in mine for own in block["by_rank"]),
+                after=max(own["after"] for own in everyone),
             )
         )
     return rows
@@ -114,11 +108,9 @@ def judge(report: Report) -> None:
             continue
         where = f"{each['arm']}, {MODES[each['setting']['mode']]}"
         # A bucket's few counting elements are not gradients.
-        met = each["over"] <= 2.01
-        report.goals.append(Goal(f"copies beyond one a waiting round: {where}", each["over"], "<= 2", met))
+        report.at_most(f"copies beyond one a waiting round: {where}", each["over"], 2.01, "<= 2")
         if each["keeps"] is not None:
-            kept = each["keeps"]
-            report.goals.append(Goal(f"copies a done rank keeps: {each['arm']}", kept, "<= 0.1", kept <= 0.1))
+            report.at_most(f"copies a done rank keeps: {each['arm']}", each["keeps"], 0.1)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -13,15 +13,11 @@ import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..support import plot
-from ..support.intervals import mean_interval, quantile, spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import (
+from ..support import launch, plot
+from ..support.arms import (
     IN_BACKWARD,
     IN_STEP,
     LEADERS,
@@ -33,8 +29,11 @@ from ..support.schedule import (
     installed,
     parse_arms,
 )
-from ..support.timed import START
-from .accuracy import BATCH
+from ..support.blocks import everywhere, grouped, identical
+from ..support.intervals import mean_interval, quantile, spread
+from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged, row
+from ..support.trainings import BATCH, score
 
 HELP = "8 virtual hosts with slow links: seconds and bytes a step of every algorithm, with accuracy"
 ARMS = (
@@ -46,9 +45,7 @@ QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd
 COLUMNS = (
     Column("Mbit/s", "setting.bandwidth_mbit", "g"),
     Column("arm", "arm"),
-    Column("ms/step", "value", ".0f"),
-    Column("low", "low", ".0f"),
-    Column("high", "high", ".0f"),
+    *ranged("ms/step", "value", ".0f"),
     Column("90% below", "p90", ".0f"),
     Column("bytes allow", "least_ms", ".0f"),
     Column("over that", "over_least", ".3f"),
@@ -57,9 +54,7 @@ COLUMNS = (
     Column("MB/step", "sent_mb", ".2f"),
     Column("waited ms", "wait_ms", ".0f"),
     Column("CPU ms", "cpu_ms", ".0f"),
-    Column("accuracy", "accuracy", ".3f"),
-    Column("95% from", "accuracy_low", ".3f"),
-    Column("to", "accuracy_high", ".3f"),
+    *ranged("accuracy", "accuracy", ".3f", INTERVAL),
 )
 PAYLOAD = 0.956
 """Of what travels on Ethernet in TCP's packets: 1448 of 1514 bytes."""
@@ -116,33 +111,32 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     found: list[Block] = []
     progress = Progress(len(arms) * args.repetitions * len(args.mbit), say)
 
-    def on_block(block: Block) -> None:
-        progress(f"{block['bandwidth_mbit']:g} Mbit/s, {block['arm']}: {1e3 * step_seconds(block):.0f} ms a step")
+    def tell(block: Block) -> str:
+        return f"{block['bandwidth_mbit']:g} Mbit/s, {block['arm']}: {1e3 * step_seconds(block):.0f} ms a step"
 
     for mbit in args.mbit:
         blocks = blocks_of(args, arms, mbit)
         longest = sum((WARM_UP + args.steps) * (b["compute"] + wire_seconds(2 * args.megabytes, mbit)) for b in blocks)
-        limit = args.limit * 60 if args.limit else START + 2 * longest + 20 * len(blocks)
-        found += run_job(
-            "network", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block, env=ENVIRONMENT, mbit=mbit
-        )
+        found += measure(args, blocks, say, tell, longest, progress=progress, mbit=mbit)
     report = Report("network", args.ranks, rows_of(found), COLUMNS, draw=draw)
     judge(report)
     report.notes += crossings(report.rows)
     return report
 
 
+def measure(
+    args: argparse.Namespace, blocks: list[Block], say: Say, tell: Callable[[Block], str], longest: float, **how: Any
+) -> list[Block]:
+    """Run trainings on virtual hosts, whose steps take ``longest`` s together at the most."""
+    limit = START + 2 * longest + 20 * len(blocks)
+    return launch.measure(args, "network", blocks, say, tell, seconds=limit, env=ENVIRONMENT, **how)
+
+
 def blocks_of(args: argparse.Namespace, arms: Sequence[str], mbit: float) -> list[Block]:
     """Every arm at one bandwidth, in alternation."""
     allreduce = wire_seconds(2 * (args.ranks - 1) / args.ranks * args.megabytes, mbit)
-    common = {
-        "bandwidth_mbit": mbit,
-        "megabytes": args.megabytes,
-        "compute": SHARE * allreduce if args.compute is None else args.compute,
-        "steps": args.steps,
-        "batch": args.batch_size,
-        "lr": args.lr,
-    }
+    common = chosen(args, "megabytes", "steps", "lr", bandwidth_mbit=mbit, batch=args.batch_size)
+    common["compute"] = SHARE * allreduce if args.compute is None else args.compute
     return [{**common, "arm": arm, "repetition": repetition} for repetition, arm in repetitions(arms, args.repetitions)]
 
 
@@ -185,9 +179,7 @@ def baseline(arms: Iterable[str]) -> str:
 
 def rows_of(blocks: list[Block]) -> list[Row]:
     """One row a bandwidth and arm."""
-    groups: dict[tuple[float, str], list[Block]] = {}
-    for block in blocks:
-        groups.setdefault((block["bandwidth_mbit"], block["arm"]), []).append(block)
+    groups = grouped(blocks, lambda block: (block["bandwidth_mbit"], str(block["arm"])))
     base = baseline(arm for _, arm in groups)
     rows = []
     for (mbit, arm), mine in groups.items():
@@ -195,13 +187,12 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         ms = spread([1e3 * step_seconds(block) for block in mine])
         least = 1e3 * least_seconds(arm, ranks, first)
         rival = groups.get((mbit, base))
-        scores = mean_interval([block["by_rank"][0]["accuracy"] for block in mine])
-        everywhere = [own for block in mine for own in block["by_rank"]]
+        scores, everyone = mean_interval([score(block) for block in mine]), everywhere(mine)
         rows.append(
             row(
                 arm,
                 {**{name: first[name] for name in SETTING}, "seed": "the run's number"},
-                *(ms.value, "ms a step, of the slowest rank", ms.low, ms.high),
+                *(ms, "ms a step, of the slowest rank"),
                 speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds(base, ranks, first) / least,
                 accuracy=scores.value,
@@ -209,13 +200,13 @@ def rows_of(blocks: list[Block]) -> list[Row]:
                 accuracy_high=scores.high if math.isfinite(scores.high) else None,
                 least_ms=least,
                 over_least=ms.value / least,
-                p90=quantile([1e3 * seconds for own in everywhere for seconds in own["seconds"]], 0.9),
-                sent_mb=statistics.fmean(own["sent"] for own in everywhere) / steps / 1e6,
+                p90=quantile([1e3 * seconds for own in everyone for seconds in own["seconds"]], 0.9),
+                sent_mb=statistics.fmean(own["sent"] for own in everyone) / steps / 1e6,
                 wait_ms=None
                 if compression_of(arm)[0] in IN_BACKWARD
-                else 1e3 * statistics.fmean(own["waited"] for own in everywhere) / steps,
-                cpu_ms=1e3 * statistics.fmean(own["cpu"] for own in everywhere) / steps,
-                identical=all(own["identical"] for own in everywhere),
+                else 1e3 * statistics.fmean(own["waited"] for own in everyone) / steps,
+                cpu_ms=1e3 * statistics.fmean(own["cpu"] for own in everyone) / steps,
+                identical=identical(mine),
             )
         )
     return rows
@@ -229,23 +220,13 @@ def judge(report: Report) -> None:
     for arm, each in by_arm.items():
         need = need_of(arm, report.ranks, each["setting"]["megabytes"])
         if gossip_of(arm) and need is not None:
-            goal(report, f"{arm}'s step over what its bytes allow", each["over_least"], "<=", OVER)
+            report.at_most(f"{arm}'s step over what its bytes allow", each["over_least"], OVER)
         if arm in OF_BOUND and each["speedup"] is not None:
-            goal(report, f"{arm}'s speed-up over {base}", each["speedup"], ">=", OF_BOUND[arm] * each["bound"])
+            least = OF_BOUND[arm] * each["bound"]
+            report.at_least(f"{arm}'s speed-up over {base}", each["speedup"], least, f">= {least:.3g}")
         if arm in BESIDE and "decent-dp" in by_arm:
-            goal(
-                report,
-                f"{arm}'s speed-up over decent-dp",
-                by_arm["decent-dp"]["value"] / each["value"],
-                ">=",
-                BESIDE[arm],
-            )
-
-
-def goal(report: Report, what: str, value: float, how: str, limit: float) -> None:
-    """Add a goal: ``value`` must be "<=" or ">=" ``limit``."""
-    met = value <= limit if how == "<=" else value >= limit
-    report.goals.append(Goal(what, value, f"{how} {limit:.3g}", met))
+            gain = by_arm["decent-dp"]["value"] / each["value"]
+            report.at_least(f"{arm}'s speed-up over decent-dp", gain, BESIDE[arm])
 
 
 def crossings(rows: Sequence[Row]) -> list[str]:

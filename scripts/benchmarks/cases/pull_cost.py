@@ -11,14 +11,13 @@ import argparse
 import statistics
 from typing import Any
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import LEADERS, named_arms
+from ..support.blocks import everywhere
 from ..support.intervals import spread
-from ..support.launch import Block, Progress, Say
-from ..support.launch import run as run_job
+from ..support.launch import START, Block, Progress, Say
 from ..support.ratios import Ratios
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import LEADERS, named_arms
-from ..support.timed import START
+from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row
 
 HELP = "one pull of 64 MB: bytes at each rank's network interface, seconds against a plain broadcast or allreduce"
 PLAIN = {"lsgd": "broadcast", "easgd": "allreduce", "in-place": "broadcast"}
@@ -31,21 +30,15 @@ PARTS = ("wire", "seconds")
 COLUMNS = (
     Column("part", "setting.part"),
     Column("arm", "arm"),
-    Column("received/M", "received", ".4f"),
-    Column("low", "received_low", ".4f"),
-    Column("high", "received_high", ".4f"),
+    *ranged("received/M", "received", ".4f"),
     Column("expected", "expected", ".4f"),
     Column("sent/M, mean", "sent", ".4f"),
     Column("most", "sent_most", ".4f"),
     Column("own count/M", "counted", ".4f"),
     Column("idle kB/s", "idle_kb", ".0f"),
-    Column("ms", "ms", ".1f"),
-    Column("low", "ms_low", ".1f"),
-    Column("high", "ms_high", ".1f"),
+    *ranged("ms", "ms", ".1f"),
     Column("over", "rival"),
-    Column("ratio", "ratio", ".3f"),
-    Column("95% from", "ratio_low", ".3f"),
-    Column("to", "ratio_high", ".3f"),
+    *ranged("ratio", "ratio", ".3f", INTERVAL),
 )
 LONGEST = 1.1
 """A pull's seconds over the plain broadcast's."""
@@ -69,17 +62,17 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.idle, args.repetitions = min(args.idle, 2.0), 1
     arms, parts = named_arms(args.arms, ARMS), named_arms(args.parts, PARTS)
     progress = Progress(args.repetitions * len(parts), say)
-    setting = {"megabytes": args.megabytes, "rounds": args.rounds}
+    setting = chosen(args, "megabytes", "rounds")
 
-    def on_block(block: Block) -> None:
-        progress(f"{block['part']}, rank {block['root']} leads")
+    def tell(block: Block) -> str:
+        return f"{block['part']}, rank {block['root']} leads"
 
     rows: list[Row] = []
     for part in parts:
-        plan = {"arms": arms, "megabytes": args.megabytes, "blocks": blocks_of(args, part, arms)}
         longest = args.idle + args.rounds * len(arms) * (1.0 + 0.1 * args.megabytes)
-        limit = args.limit * 60 if args.limit else START + args.repetitions * longest
-        blocks = run_job("pull_cost", args.ranks, plan, limit=limit, on_block=on_block, virtual=part == "wire")
+        how: dict[str, Any] = {"progress": progress, "seconds": START + args.repetitions * longest}
+        how |= {"plan": {"arms": arms, "megabytes": args.megabytes}, "virtual": part == "wire"}
+        blocks = launch.measure(args, "pull_cost", blocks_of(args, part, arms), say, tell, **how)
         rows += (wire_rows if part == "wire" else seconds_rows)(blocks, {**setting, "part": part})
     report = Report("pull", args.ranks, rows, COLUMNS, draw=draw)
     judge(report)
@@ -128,15 +121,13 @@ def wire_rows(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
             for rank in pulled(block, arm)
             if "counted" in block["by_rank"][rank][arm]
         ]
-        idle = [own["idle"]["received"] / own["idle"]["seconds"] / 1e3 for b in blocks for own in b["by_rank"]]
+        idle = [own["idle"]["received"] / own["idle"]["seconds"] / 1e3 for own in everywhere(blocks)]
         rows.append(
             row(
                 arm,
                 setting,
-                *(came.value, "models received by a rank in a pull", came.low, came.high),
-                received=came.value,
-                received_low=came.low,
-                received_high=came.high,
+                *(came, "models received by a rank in a pull"),
+                **ends("received", came),
                 expected=expected(arm, len(blocks[0]["by_rank"])),
                 sent=statistics.median(statistics.fmean(each) for each in sent),
                 sent_most=statistics.median(max(each) for each in sent),
@@ -171,18 +162,8 @@ def seconds_rows(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 for each in rounds_of(block):
                     ratios.add(each)
             ratio = ratios.median(arm)
-            more = {"rival": rival, "ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high}
-        rows.append(
-            row(
-                arm,
-                setting,
-                *(ms.value, "ms of a pull, mean over ranks", ms.low, ms.high),
-                ms=ms.value,
-                ms_low=ms.low,
-                ms_high=ms.high,
-                **more,
-            )
-        )
+            more = {"rival": rival, **ends("ratio", ratio)}
+        rows.append(row(arm, setting, ms, "ms of a pull, mean over ranks", **ends("ms", ms), **more))
     return rows
 
 
@@ -195,15 +176,15 @@ def judge(report: Report) -> None:
         if arm in came:
             share = came[arm]["received"] / came[arm]["expected"]
             what = f"{arm}: bytes that a rank receives in a pull, of {came[arm]['expected']:g} times the model's"
-            report.goals.append(Goal(what, share, f"1 within {NEAR:.0%}", abs(share - 1) <= NEAR))
+            report.wants(what, share, f"1 within {NEAR:.0%}", abs(share - 1) <= NEAR)
         if arm in came and rival in came:
             share = came[arm]["received"] / came[rival]["received"]
             what = f"{arm}: bytes that a rank receives in a pull, of a plain {rival}'s"
-            report.goals.append(Goal(what, share, f"1 within {NEAR:.0%}", abs(share - 1) <= NEAR))
+            report.wants(what, share, f"1 within {NEAR:.0%}", abs(share - 1) <= NEAR)
     for each in report.rows:
         if each["arm"] == "lsgd" and each.get("ratio") is not None:
             what = "lsgd: a pull's seconds over a plain broadcast's, median of rounds"
-            report.goals.append(Goal(what, each["ratio"], f"<= {LONGEST}", each["ratio"] <= LONGEST))
+            report.at_most(what, each["ratio"], LONGEST)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

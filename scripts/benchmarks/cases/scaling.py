@@ -10,12 +10,12 @@ import statistics
 from typing import Any
 
 from ..support import plot
+from ..support.arms import RIVALS, WARM_UP, installed, pairs_off, parse_arms
+from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import spread
 from ..support.launch import Block, Progress, Say
-from ..support.launch import run as run_job
-from ..support.report import Column, Report, Row, row
-from ..support.schedule import RIVALS, WARM_UP, installed, pairs_off, parse_arms
-from ..support.timed import START
+from ..support.report import Column, Report, Row, ranged, row
+from ..support.trainings import score
 from . import network
 
 HELP = "1, 2, 4 and 8 virtual hosts: samples a second of all ranks, and how much of perfect scaling that is"
@@ -24,9 +24,7 @@ QUICK = "horovod,dpsgd,adpsgd"
 COLUMNS = (
     Column("ranks", "setting.ranks", "d"),
     Column("arm", "arm"),
-    Column("samples/s", "value", ".1f"),
-    Column("low", "low", ".1f"),
-    Column("high", "high", ".1f"),
+    *ranged("samples/s", "value", ".1f"),
     Column("of perfect", "efficiency", ".3f"),
     Column("speed-up", "speedup", ".2f"),
     Column("bound", "bound", ".2f"),
@@ -63,16 +61,13 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         plans[size] = network.blocks_of(argparse.Namespace(**{**vars(args), "ranks": size}), arms, args.mbit)
     progress = Progress(sum(map(len, plans.values())), say)
 
-    def on_block(block: Block) -> None:
-        progress(f"{len(block['by_rank'])} ranks, {block['arm']}: {1e3 * network.step_seconds(block):.0f} ms a step")
+    def tell(block: Block) -> str:
+        return f"{len(block['by_rank'])} ranks, {block['arm']}: {1e3 * network.step_seconds(block):.0f} ms a step"
 
     found: list[Block] = []
     for size, blocks in plans.items():
         longest = sum((WARM_UP + b["steps"]) * network.least_seconds("horovod", size, b) for b in blocks)
-        limit = args.limit * 60 if args.limit else START + 2 * longest + 20 * len(blocks)
-        found += run_job(
-            "network", size, {"blocks": blocks}, limit=limit, on_block=on_block, env=network.ENVIRONMENT, mbit=args.mbit
-        )
+        found += network.measure(args, blocks, say, tell, longest, ranks=size, progress=progress, mbit=args.mbit)
     return Report("scaling", max(sizes), rows_of(found), COLUMNS, draw=draw)
 
 
@@ -84,9 +79,7 @@ def samples_per_second(block: Block) -> float:
 def rows_of(blocks: list[Block]) -> list[Row]:
     """One row a number of ranks and arm. Perfect is the first arm's rate with fewest ranks, times how many more there
     are."""
-    groups: dict[tuple[int, str], list[Block]] = {}
-    for block in blocks:
-        groups.setdefault((len(block["by_rank"]), block["arm"]), []).append(block)
+    groups = grouped(blocks, lambda block: (len(block["by_rank"]), str(block["arm"])))
     rates = {key: spread([samples_per_second(block) for block in mine]) for key, mine in groups.items()}
     fewest = min(ranks for ranks, _ in groups)
     each_rank = next(rate.value for (ranks, _), rate in rates.items() if ranks == fewest) / fewest
@@ -94,19 +87,18 @@ def rows_of(blocks: list[Block]) -> list[Row]:
     for (ranks, arm), mine in groups.items():
         rate, first = rates[ranks, arm], mine[0]
         base = rates.get((ranks, "horovod"))
-        everywhere = [own for block in mine for own in block["by_rank"]]
         rows.append(
             row(
                 arm,
                 {"ranks": ranks} | {name: first[name] for name in network.SETTING} | {"seed": "the run's number"},
-                *(rate.value, "samples/s of all ranks", rate.low, rate.high),
+                *(rate, "samples/s of all ranks"),
                 speedup=rate.value / base.value if base else None,
                 bound=network.least_seconds("horovod", ranks, first) / network.least_seconds(arm, ranks, first),
                 efficiency=rate.value / (ranks * each_rank),
-                accuracy=statistics.fmean(block["by_rank"][0]["accuracy"] for block in mine),
+                accuracy=statistics.fmean(score(block) for block in mine),
                 step_ms=1e3 * statistics.median(network.step_seconds(block) for block in mine),
-                sent_mb=statistics.fmean(own["sent"] for own in everywhere) / first["steps"] / 1e6,
-                identical=all(own["identical"] for own in everywhere),
+                sent_mb=statistics.fmean(own["sent"] for own in everywhere(mine)) / first["steps"] / 1e6,
+                identical=identical(mine),
             )
         )
     return rows

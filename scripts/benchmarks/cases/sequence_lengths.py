@@ -25,32 +25,27 @@ from typing import Any
 
 import numpy as np
 
-from ..support import plot, timed
+from ..support import launch, plot, timed
+from ..support.arms import need_arm, parse_arms
+from ..support.blocks import by_arm, identical, median
 from ..support.clips import TRAIN, dealt_to, lengths_of
 from ..support.intervals import mean_interval, spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import Schedule, parse_arms, replay, synchronous_seconds
-from .accuracy import judge_close
-from .straggler import TOO_BUSY
+from ..support.launch import Block, Say, repetitions
+from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row
+from ..support.schedule import Schedule, replay, synchronous_seconds
+from ..support.timed import TOO_BUSY
+from ..support.trainings import judge_close, score
 
 HELP = "an LSTM on sequences of different lengths: steps a second against the lengths' own bound, and test accuracy"
 COLUMNS = (
     Column("framework", "setting.framework"),
     Column("arm", "arm"),
-    Column("steps/s", "value", ".2f"),
-    Column("low", "low", ".2f"),
-    Column("high", "high", ".2f"),
-    Column("speed-up", "speedup", ".3f"),
-    Column("low", "speedup_low", ".3f"),
-    Column("high", "speedup_high", ".3f"),
+    *ranged("steps/s", "value", ".2f"),
+    *ranged("speed-up", "speedup", ".3f"),
     Column("bound", "bound", ".3f"),
     Column("over ideal", "over_ideal", ".3f"),
     Column("accuracy", "accuracy", ".4f"),
-    Column("difference", "difference", "+.4f"),
-    Column("95% from", "difference_low", "+.4f"),
-    Column("to", "difference_high", "+.4f"),
+    *ranged("difference", "difference", "+.4f", INTERVAL),
     Column("variation", "variation", ".3f"),
     Column("staleness", "staleness", ".2f"),
     Column("in a round", "contributors", ".2f"),
@@ -83,24 +78,21 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.steps, args.repetitions = min(args.steps, 40), 1
     rivals = (BASELINE,) if args.framework == "tensorflow" else (BASELINE, "ddp")
     arms = parse_arms(args.arms, args.ranks, rivals=rivals)
-    if BASELINE not in arms:
-        raise ValueError(f"--arms: the case needs the arm {BASELINE!r}, to which the others are compared")
+    need_arm(BASELINE, arms)
     if not 1 <= args.batch_size <= TRAIN:
         raise ValueError(f"--batch-size {args.batch_size}: there are {TRAIN} clips")
     blocks = blocks_of(args, arms)
     longest = sum(synchronous_seconds(planned(block, args.ranks)) for block in blocks) / 1e3
     say(f"{len(blocks)} trainings of {args.steps} steps, about {longest * args.ms / 60 + 1:.0f} min at most")
-    progress = Progress(len(blocks), say)
 
-    def on_block(block: Block) -> None:
-        accuracy = block["by_rank"][0]["accuracy"]
-        progress(f"seed {block['seed']}, {block['arm']}: {steps_per_second(block):.2f} steps/s, {accuracy:.4f}")
+    def tell(block: Block) -> str:
+        return f"seed {block['seed']}, {block['arm']}: {steps_per_second(block):.2f} steps/s, {score(block):.4f}"
 
-    limit = args.limit * 60 if args.limit else timed.START + 2 * longest * (args.ms + REAL_MS) + 20 * len(blocks)
     job = "sequence_lengths_keras" if args.framework == "tensorflow" else "sequence_lengths"
-    found = run_job(job, args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+    limit = launch.START + 2 * longest * (args.ms + REAL_MS) + 20 * len(blocks)
+    found = launch.measure(args, job, blocks, say, tell, seconds=limit)
     names = ("framework", "steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
-    setting = {name: getattr(args, name) for name in names} | {"seed": "the run's number"}
+    setting = chosen(args, *names, seed="the run's number")
     report = Report("lengths", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
     judge(report)
     return report
@@ -108,8 +100,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 def blocks_of(args: argparse.Namespace, arms: list[str]) -> list[Block]:
     """Every arm with every seed, in alternation."""
-    common = {"steps": args.steps, "ms": args.ms, "median": args.frames, "batch": args.batch_size}
-    common |= {"bucketed": args.bucketed, "lr": args.lr, "momentum": args.momentum}
+    names = ("steps", "ms", "bucketed", "lr", "momentum")
+    common = chosen(args, *names, median=args.frames, batch=args.batch_size)
     return [{**common, "arm": arm, "seed": seed} for seed, arm in repetitions(arms, args.repetitions)]
 
 
@@ -138,8 +130,8 @@ def bound_of(block: Block) -> float | None:
     """The best speed-up over synchronous that the lengths allow; None for ``auto``, which cannot be replayed."""
     if block["arm"] == "auto":
         return None
-    frames, first = frames_of(block), 1 + block["by_rank"][0]["rounds_before"]
-    return synchronous_seconds(frames) / replay(frames, block["arm"], seed=block["seed"], first_round=first).seconds
+    frames, how = frames_of(block), {"seed": block["seed"], "first_round": timed.first_round(block)}
+    return synchronous_seconds(frames) / replay(frames, block["arm"], **how).seconds
 
 
 def variation(block: Block) -> float:
@@ -156,38 +148,28 @@ def over_ideal(block: Block) -> float | None:
 
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm; speed-ups and differences are to the baseline with the same seed."""
-    by_arm: dict[str, dict[int, Block]] = {}
-    for block in blocks:
-        by_arm.setdefault(block["arm"], {})[block["seed"]] = block
-    base, rows = by_arm[BASELINE], []
-    for arm, mine in by_arm.items():
-        own = list(mine.values())
-        rate = spread([steps_per_second(block) for block in own])
-        faster = spread([steps_per_second(b) / steps_per_second(base[seed]) for seed, b in mine.items()])
-        scores = [block["by_rank"][0]["accuracy"] for block in own]
-        pairs = [score - base[seed]["by_rank"][0]["accuracy"] for seed, score in zip(mine, scores, strict=True)]
-        gap = mean_interval(pairs) if arm != BASELINE else None
+    groups = by_arm(blocks)
+    base, rows = {block["seed"]: block for block in groups[BASELINE]}, []
+    for arm, mine in groups.items():
+        scores = [score(block) for block in mine]
+        pairs = [score(block) - score(base[block["seed"]]) for block in mine]
         rows.append(
             row(
                 arm,
                 setting,
-                *(rate.value, "steps/s of all ranks", rate.low, rate.high),
-                speedup=faster.value,
-                speedup_low=faster.low,
-                speedup_high=faster.high,
-                bound=timed.median([bound_of(block) for block in own]),
-                over_ideal=timed.median([over_ideal(block) for block in own]),
+                *(spread([steps_per_second(block) for block in mine]), "steps/s of all ranks"),
+                **ends("speedup", spread([steps_per_second(b) / steps_per_second(base[b["seed"]]) for b in mine])),
+                bound=median([bound_of(block) for block in mine]),
+                over_ideal=median([over_ideal(block) for block in mine]),
                 accuracy=statistics.fmean(scores),
                 accuracies=scores,
-                difference=gap.value if gap else None,
-                difference_low=gap.low if gap else None,
-                difference_high=gap.high if gap else None,
-                variation=statistics.median(variation(block) for block in own),
-                staleness=timed.median([timed.mean_staleness(block) for block in own]),
-                contributors=timed.median([timed.mean_contributors(block) for block in own]),
-                computed=[rank["computed"] for rank in own[0]["by_rank"]],
-                identical=all(rank["identical"] for block in own for rank in block["by_rank"]),
-                runs=len(own),
+                **ends("difference", mean_interval(pairs) if arm != BASELINE else None),
+                variation=statistics.median(variation(block) for block in mine),
+                staleness=median([timed.mean_staleness(block) for block in mine]),
+                contributors=median([timed.mean_contributors(block) for block in mine]),
+                computed=[own["computed"] for own in mine[0]["by_rank"]],
+                identical=identical(mine),
+                runs=len(mine),
             )
         )
     return rows
@@ -198,7 +180,7 @@ def judge(report: Report) -> None:
     base = next(each for each in report.rows if each["arm"] == BASELINE)
     if base["over_ideal"] is not None:
         over = 1 / base["over_ideal"]
-        report.goals.append(Goal("Horovod's step over its own bound", over, f"<= {TOO_BUSY}", over <= TOO_BUSY))
+        report.at_most("Horovod's step over its own bound", over, TOO_BUSY)
         if over > TOO_BUSY:
             report.notes.append(
                 f"the machine was too busy: Horovod's arm took {over:.2f} of its bound, so that speed-ups over it say "
@@ -208,7 +190,7 @@ def judge(report: Report) -> None:
         if each["arm"] in JUDGED:
             gain, bound = each["speedup"], each["bound"]
             what, wanted = f"{each['arm']}'s steps a second over Horovod's", f">= {LEAST_SPEEDUP:g}"
-            report.goals.append(Goal(what, gain, f"{wanted}; the lengths allow {bound:.2f}", gain >= LEAST_SPEEDUP))
+            report.at_least(what, gain, LEAST_SPEEDUP, f"{wanted}; the lengths allow {bound:.2f}")
         if each["arm"] != BASELINE:
             judge_close(report, each, BASELINE)
 

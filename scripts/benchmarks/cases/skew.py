@@ -7,18 +7,18 @@ import statistics
 from typing import Any
 
 from ..support import plot, timed
+from ..support.arms import WARM_UP, parse_arms
+from ..support.blocks import by_arm, identical, median
 from ..support.intervals import spread
 from ..support.launch import Block, Say
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import WARM_UP, Schedule, even_seed, linear, parse_arms, replay
+from ..support.report import Column, Report, Row, chosen, ranged, row
+from ..support.schedule import Schedule, even_seed, linear, replay
 
 HELP = "rank i arrives i x delay late, after a barrier before each step; seconds waited, ranks in a round"
 QUICK = "horovod,majority,solo"
 COLUMNS = (
     Column("arm", "arm"),
-    Column("wait ms", "value", ".1f"),
-    Column("low", "low", ".1f"),
-    Column("high", "high", ".1f"),
+    *ranged("wait ms", "value", ".1f"),
     Column("until fired ms", "until_fired_ms", ".1f"),
     Column("replayed ms", "replayed_ms", ".1f"),
     Column("times less", "speedup", ".3f"),
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.steps, args.repetitions = min(args.steps, 12), 1
     arms = parse_arms(args.arms, args.ranks)
     times = linear(args.steps, args.ranks, args.delay)
-    setting = {"delay": args.delay, "steps": args.steps}
+    setting = chosen(args, "delay", "steps")
     first = WARM_UP + 1
     seeds = [even_seed(args.ranks, args.steps, first, 1000 * repetition) for repetition in range(args.repetitions)]
     blocks = timed.blocks_of(arms, [(setting, times)], args.repetitions, barrier=True, seeds=seeds)
@@ -59,39 +59,32 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule) -> li
     ``bound`` compares what the schedule and the very draw of initiators give without any cost of communication.
     """
     ranks = times.shape[1]
-    arms = list(dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0))
-    by_arm = {arm: [block for block in blocks if block["arm"] == arm] for arm in arms}
-    base = spread([timed.wait_seconds(b) for b in by_arm["horovod"]]).value if "horovod" in by_arm else None
+    groups = by_arm(blocks)
+    base = median([timed.wait_seconds(block) for block in groups.get("horovod", [])])
+    seeds_are = "of majority, drawing evenly"
     synchronous = replay(times, "all", barrier=True)
     rows = []
-    for arm, mine in by_arm.items():
+    for arm, mine in groups.items():
         wait = spread([1e3 * timed.wait_seconds(block) for block in mine])
         replays = [_replay(block, times) for block in mine] if arm != "auto" else []
         replayed = statistics.fmean(each.wait for each in replays) if replays else None
-        held = [timed.held_seconds(block) for block in mine]
-        contributors = [timed.mean_contributors(block) for block in mine]
+        held = _mean([timed.held_seconds(block) for block in mine])
         rows.append(
             row(
                 arm,
-                {
-                    **setting,
-                    "seed": sorted({block["seed"] for block in mine}),
-                    "seeds_are": "of majority, drawing evenly",
-                },
-                *(wait.value, "ms a rank and step", wait.low, wait.high),
+                {**setting, "seed": sorted({block["seed"] for block in mine}), "seeds_are": seeds_are},
+                *(wait, "ms a rank and step"),
                 speedup=1e3 * base / wait.value if base and wait.value > 0 else None,
                 bound=synchronous.wait / replayed if replayed else None,
-                until_fired_ms=1e3 * statistics.fmean(h for h in held if h is not None) if None not in held else None,
+                until_fired_ms=held and 1e3 * held,
                 replayed_ms=None if replayed is None else 1e3 * replayed,
-                contributors=None
-                if None in contributors
-                else statistics.fmean(c for c in contributors if c is not None),
+                contributors=_mean([timed.mean_contributors(block) for block in mine]),
                 replayed_contributors=statistics.fmean(each.contributors for each in replays) if replays else None,
                 formula_bound=3 * ranks / (ranks + 1) if arm == "majority" else None,
                 formula_contributors=(ranks + 1) / 2 if arm == "majority" else None,
                 fresh_per_s=statistics.median(timed.fresh_per_second(block) for block in mine),
                 step_s=statistics.median(timed.step_seconds(block) for block in mine),
-                identical=all(own["identical"] for block in mine for own in block["by_rank"]),
+                identical=identical(mine),
             )
         )
     return rows
@@ -99,26 +92,25 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule) -> li
 
 def judge(report: Report) -> None:
     """Add what must show."""
-    by_arm = {each["arm"]: each for each in report.rows}
+    found = {each["arm"]: each for each in report.rows}
     formula = 3 * report.ranks / (report.ranks + 1)
-    majority = by_arm.get("majority")
+    majority = found.get("majority")
     for arm in ("all", "horovod"):
-        if majority is None or arm not in by_arm:
+        if majority is None or arm not in found:
             continue
         for key, how in (("value", "until the result is there"), ("until_fired_ms", "until the round fires")):
-            if by_arm[arm].get(key) is None or not majority.get(key):
+            if found[arm].get(key) is None or not majority.get(key):
                 continue
-            ratio = by_arm[arm][key] / majority[key]
+            ratio = found[arm][key] / majority[key]
             wanted = f">= 0.9 x 3P/(P+1) = {0.9 * formula:.3f}"
-            report.goals.append(Goal(f"wait of {arm} over majority, {how}", ratio, wanted, ratio >= 0.9 * formula))
+            report.at_least(f"wait of {arm} over majority, {how}", ratio, 0.9 * formula, wanted)
     if majority is not None and majority["contributors"] is not None:
         share = majority["contributors"] / ((report.ranks + 1) / 2)
-        report.goals.append(Goal("majority's ranks in a round over (P+1)/2", share, "0.9 to 1.1", 0.9 <= share <= 1.1))
-    if "solo" in by_arm and by_arm["solo"]["contributors"] is not None:
-        count = by_arm["solo"]["contributors"]
-        report.goals.append(Goal("solo's ranks in a round", count, "1 to 1.1", 1.0 <= count <= 1.1))
-    if (said := timed.judge_auto({arm: each["fresh_per_s"] for arm, each in by_arm.items()}, "skew")) is not None:
-        report.goals.append(Goal(*said, ">= 0.95", said[1] >= 0.95))
+        report.wants("majority's ranks in a round over (P+1)/2", share, "0.9 to 1.1", 0.9 <= share <= 1.1)
+    if "solo" in found and found["solo"]["contributors"] is not None:
+        count = found["solo"]["contributors"]
+        report.wants("solo's ranks in a round", count, "1 to 1.1", 1.0 <= count <= 1.1)
+    timed.judge_auto(report, {arm: each["fresh_per_s"] for arm, each in found.items()}, ", skew")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -141,5 +133,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 def _replay(block: Block, times: Schedule) -> Any:
-    first = 1 + block["by_rank"][0]["rounds_before"]
-    return replay(times, block["arm"], seed=block["seed"], first_round=first, barrier=True)
+    how = {"seed": block["seed"], "first_round": timed.first_round(block)}
+    return replay(times, block["arm"], barrier=True, **how)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Return the mean, if no value is missing."""
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if len(there) == len(values) else None

@@ -13,14 +13,13 @@ from typing import Any
 from hvd_async import topology
 from hvd_async.algorithms.gossip.plan import make_plan
 
-from ..support import plot
+from ..support import launch, plot
+from ..support.arms import LEADERS, gossip_of, parse_arms, waits_for_nobody
+from ..support.blocks import by_arm
 from ..support.intervals import spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import LEADERS, gossip_of, parse_arms, waits_for_nobody
+from ..support.launch import START, Block, Say, repetitions
+from ..support.report import Column, Report, Row, chosen, ranged, row
 from ..support.stalls import Stall, stalls
-from ..support.timed import START
 
 HELP = "a training thread sleeps for 60 s: steps a second of the others, and who waits for whom; pulls that land on it"
 QUICK = "adpsgd"
@@ -29,9 +28,7 @@ COLUMNS = (
     Column("rank", "setting.rank", "d"),
     Column("steps/s before", "before", ".3f"),
     Column("asleep", "during", ".3f"),
-    Column("of that", "value", ".3f"),
-    Column("low", "low", ".3f"),
-    Column("high", "high", ".3f"),
+    *ranged("of that", "value", ".3f"),
     Column("longest wait s", "wait_s", ".2f"),
     Column("waits in step", "steps"),
     Column("expected", "expected_step", "+d"),
@@ -78,21 +75,20 @@ def run(args: argparse.Namespace, say: Say) -> Report:
             continue
         make_plan(args.ranks, how[0], args.topology, compression=how[1])
     names = ("sleep", "sleeper", "before", "after", "compute", "megabytes", "topology")
-    setting = {name: getattr(args, name) for name in names} | {"seed": 0}
+    setting = chosen(args, *names, seed=0)
     blocks = [
         {**setting, "arm": arm, "repetition": repetition}
         for repetition, arm in repetitions(arms, args.repetitions)
     ]  # fmt: skip
     each = args.before + args.sleep + args.after
     say(f"{len(blocks)} blocks of {each:g} s")
-    progress = Progress(len(blocks), say)
 
-    def on_block(block: Block) -> None:
+    def tell(block: Block) -> str:
         least = min(share(block, rank) for rank in others(block))
-        progress(f"{block['arm']}: the others keep at least {least:.3f} of their steps a second")
+        return f"{block['arm']}: the others keep at least {least:.3f} of their steps a second"
 
-    limit = args.limit * 60 if args.limit else START + len(blocks) * (2 * each + 30)
-    found = run_job("sleeping_rank", args.ranks, {"blocks": blocks}, limit=limit, on_block=on_block)
+    limit = START + len(blocks) * (2 * each + 30)
+    found = launch.measure(args, "sleeping_rank", blocks, say, tell, seconds=limit)
     report = Report("independence", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
     judge(report)
     return report
@@ -164,8 +160,7 @@ def apart(blocks: list[Block]) -> dict[str, float | None]:
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """A row for each rank under each arm. Steps are counted from the one in which the sleeper slept."""
     rows = []
-    for arm in dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0):
-        mine = [block for block in blocks if block["arm"] == arm]
+    for arm, mine in by_arm(blocks).items():
         for rank in range(len(mine[0]["by_rank"])):
             kept = spread([share(block, rank) for block in mine])
             slept = [block["by_rank"][setting["sleeper"]]["slept"] for block in mine]
@@ -176,7 +171,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 row(
                     arm,
                     {**setting, "rank": rank},
-                    *(kept.value, "of the steps a second before", kept.low, kept.high),
+                    *(kept, "of the steps a second before"),
                     before=statistics.median(rates(block, rank)[0] for block in mine),
                     during=statistics.median(rates(block, rank)[1] for block in mine),
                     wait_s=statistics.median(max(block["by_rank"][rank]["waits"]) for block in mine),
@@ -207,12 +202,12 @@ def judge(report: Report) -> None:
         if waits_for_nobody(arm):
             least = min(each["value"] for each in mine)
             what = f"{arm}: the others' steps a second while one sleeps, of those before, the least"
-            report.goals.append(Goal(what, least, f">= {KEEPS}", least >= KEEPS))
+            report.at_least(what, least, KEEPS)
         if arm in LEADERS:
             judge_pulls(report, arm)
         right = sum(each["as_expected"] for each in mine)
         text, what = f"{right} of {len(mine)} ranks", f"{arm}: waits where the graph says, and nowhere else"
-        report.goals.append(Goal(what, text, "all but the sleeper", right == len(mine), exact=True))
+        report.wants(what, text, "all but the sleeper", right == len(mine), exact=True)
 
 
 def judge_pulls(report: Report, arm: str) -> None:
@@ -221,11 +216,11 @@ def judge_pulls(report: Report, arm: str) -> None:
     awake = statistics.median(each["pulls"] for each in report.rows if each["arm"] == arm and each is not sleeper)
     share = sleeper["pulls"] / awake if awake else 0.0
     what = f"{arm}: pulls that landed on the sleeper's engine meanwhile, of those on others"
-    report.goals.append(Goal(what, share, f">= {TAKES_PART}", share >= TAKES_PART))
+    report.at_least(what, share, TAKES_PART)
     woke, stepped = sleeper["apart"]["as it woke"], sleeper["apart"]["after its next step"]
     if woke and stepped is not None:
         what = f"{arm}: the sleeper's distance after its next step, of that as it woke"
-        report.goals.append(Goal(what, stepped / woke, "< 1", stepped < woke))
+        report.wants(what, stepped / woke, "< 1", stepped < woke)
     told = [f"{'-' if far is None else format(far, '.4g')} {when}" for when, far in sleeper["apart"].items()]
     whom = "the centre" if arm == "easgd" else "its leader"
     report.notes.append(f"{arm}: the sleeper's distance to {whom}: {', '.join(told)}")

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..support import plot, soak_gossip
+from ..support import launch, plot, soak_gossip
+from ..support.arms import gossip_of, parse_arms
+from ..support.blocks import identical, late_counts, mean_of
 from ..support.intervals import slope
 from ..support.launch import Block, Say
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import gossip_of, parse_arms
+from ..support.report import Column, Report, Row, chosen, row
 
 HELP = "very many rounds with random pauses and stopped processes: nothing lost, replicas identical, memory flat"
 COLUMNS = (
@@ -103,10 +103,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     report = Report("soak", args.ranks, [], COLUMNS, draw=draw)
     for arm in parse_arms(args.arms, args.ranks, rivals=(), gossip=True):
         gossips = gossip_of(arm) is not None
-        plan = {"arm": arm, "rounds": args.rounds, "delay": args.delay, "share": args.share, "seed": args.seed}
-        plan["drain_every"] = max(1, args.rounds // 10)
-        if gossips:
-            plan = soak_gossip.plan_of(args, arm)
+        plan = chosen(args, "rounds", "delay", "share", "seed", arm=arm)
+        plan |= soak_gossip.plan_of(args) if gossips else {"drain_every": max(1, args.rounds // 10)}
         stopper = Stopper(args.ranks, args.stop_every, args.longest_stop, args.seed)
         watch = Watch(say, args.rounds)
 
@@ -116,9 +114,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
         limit = args.limit * 60 if args.limit else 300 + args.rounds * (0.2 if gossips else 0.05)
         job = "soak_gossip" if gossips else "soak"
-        [block] = run_job(job, args.ranks, plan, limit=limit, while_running=often)
-        setting = {"delay": args.delay, "share": args.share, "rounds": args.rounds, "seed": args.seed}
-        setting |= {"stop_every": args.stop_every, "longest_stop": args.longest_stop}
+        [block] = launch.run(job, args.ranks, plan, limit=limit, while_running=often)
+        setting = chosen(args, "delay", "share", "rounds", "seed", "stop_every", "longest_stop")
         make, check = (soak_gossip.row_of, soak_gossip.judge) if gossips else (row_of, judge)
         report.rows.append(make(block, setting, common(block, stopper)))
         check(report, report.rows[-1])
@@ -150,7 +147,7 @@ def common(block: Block, stopper: Stopper) -> dict[str, Any]:
     fastest = max(block["by_rank"], key=lambda own: growth(own["memory"]))["memory"]
     settled = [note for note in fastest if note["round"] >= SETTLED * fastest[-1]["round"]]
     return {
-        "identical": all(own["identical"] for own in block["by_rank"]),
+        "identical": identical([block]),
         "stops": stopper.stops,
         "stopped_s": stopper.seconds,
         "start_mb": settled[0]["mb"],
@@ -164,10 +161,7 @@ def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Ro
     """The figures of one job of an arm that does not gossip."""
     ranks = block["by_rank"]
     rounds = min(own["stats"]["rounds"] for own in ranks)
-    late = {int(k): 0 for own in ranks for k in own["stats"]["staleness"]}
-    for own in ranks:
-        for k, n in own["stats"]["staleness"].items():
-            late[int(k)] += n
+    late = late_counts(own["stats"] for own in ranks)
     return row(
         block["arm"],
         setting,
@@ -177,7 +171,7 @@ def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Ro
         produced=sum(own["stats"]["gradients_produced"] for own in ranks),
         applied=min(own["stats"]["gradients_applied"] for own in ranks),
         applied_alike=len({own["stats"]["gradients_applied"] for own in ranks}) == 1,
-        staleness_mean=sum(k * n for k, n in late.items()) / sum(late.values()),
+        staleness_mean=mean_of(late),
         staleness_most=max(late),
         **figures,
     )
@@ -193,12 +187,10 @@ def judge(report: Report, each: Row) -> None:
     """Add what must show."""
     alike = each["produced"] == each["applied"] and each["applied_alike"]
     text = f"{each['applied']} of {each['produced']}"
-    report.goals.append(Goal(f"gradients applied, {each['arm']}", text, "all, on every rank", alike, exact=True))
+    report.wants(f"gradients applied, {each['arm']}", text, "all, on every rank", alike, exact=True)
     same = "yes" if each["identical"] else "no"
-    what = f"replicas identical, {each['arm']}"
-    report.goals.append(Goal(what, same, "bit for bit", each["identical"], exact=True))
-    grown = each["slope_mb"]
-    report.goals.append(Goal(f"MB in 100,000 rounds, {each['arm']}", grown, f"<= {FLAT:g}", grown <= FLAT))
+    report.wants(f"replicas identical, {each['arm']}", same, "bit for bit", each["identical"], exact=True)
+    report.at_most(f"MB in 100,000 rounds, {each['arm']}", each["slope_mb"], FLAT)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

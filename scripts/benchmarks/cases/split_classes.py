@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ..support.arms import LEADERS, MUTANT, gossip_of, parse_arms
+from ..support.blocks import by_arm
 from ..support.launch import Block, Say, repetitions
-from ..support.report import Column, Goal, Report
-from ..support.schedule import LEADERS, MUTANT, gossip_of, parse_arms
+from ..support.report import Column, Report, chosen
+from ..support.trainings import POINT, add_options, block_of, judge, measure, quick, rows_of, steps_of
 from . import accuracy
-from .accuracy import POINT, block_of, draw, measure, quick, rows_of, steps_of
+from .accuracy import draw
 
 HELP = "classes split over ranks, the only rank with two of them always late; with a mutant that drops late gradients"
 COLUMNS = (*accuracy.COLUMNS, Column("pulls/step", "pulls_per_step", ".2f"), Column("of mean", "of_mean", ".4f"))
@@ -39,9 +41,7 @@ OWN: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms=f"horovod,majority,solo,{MUTANT}", repetitions=3)
-    parser.add_argument("--folds", type=int, default=5, choices=range(1, 6), help="of the images to test on")
-    parser.add_argument("--epochs", type=int, default=12, help="of each training")
-    parser.add_argument("--lr", type=float, default=0.05, help="the highest learning rate")
+    add_options(parser, epochs=12, lr=0.05)
     parser.add_argument("--compute", type=float, default=0.006, metavar="S", help="slept in each step")
     parser.add_argument("--delay", type=float, default=0.006, metavar="S", help="of the last rank, in every step")
 
@@ -52,24 +52,19 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     arms = arms_of(args.arms, args.ranks)
     baseline = arms[0]
     found = measure(args, blocks_of(args, arms), say)
-    setting: dict[str, Any] = {
-        "compute": args.compute,
-        "late_rank_delay": args.delay,
-        "epochs": args.epochs,
-        "seed": "fold and run",
-        "classes": "0 to 7 shared by the first ranks, 8 and 9 on the last alone",
-        "own": {arm: own for arm, own in OWN.items() if arm in arms},
-    }
-    rows = rows_of(found, setting, baseline)
+    setting = chosen(args, "compute", "epochs", late_rank_delay=args.delay, seed="fold and run")
+    setting["classes"] = "0 to 7 shared by the first ranks, 8 and 9 on the last alone"
+    setting["own"] = {arm: own for arm, own in OWN.items() if arm in arms}
+    rows, groups = rows_of(found, setting, baseline), by_arm(found)
     for each in rows:
-        each |= leader_figures([block for block in found if block["arm"] == each["arm"]])
+        each |= leader_figures(groups[each["arm"]])
     report = Report("hard", args.ranks, rows, COLUMNS, draw=draw)
-    accuracy.judge(report, baseline, [arm for arm in arms if arm not in OWN and not apart(arm)])
+    judge(report, baseline, [arm for arm in arms if arm not in OWN and not apart(arm)])
     for each in report.rows:
         if each["arm"] == MUTANT:
             loss = -each["difference_high"]
             what = f"accuracy that the mutant loses at least (95%), of {baseline}'s"
-            report.goals.append(Goal(what, loss, "> 0.05", loss > 5 * POINT))
+            report.wants(what, loss, "> 0.05", loss > 5 * POINT)
     return report
 
 

@@ -7,21 +7,20 @@ import statistics
 from typing import Any
 
 from ..support import plot, timed
+from ..support.arms import parse_arms
+from ..support.blocks import by_arm, grouped, identical, median
 from ..support.intervals import spread
 from ..support.launch import Block, Say
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import Schedule, one_random, parse_arms, replay, slowest_work, synchronous_seconds
+from ..support.report import Column, Report, Row, chosen, ranged, row
+from ..support.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
+from ..support.timed import TOO_BUSY
 
 HELP = "one random rank is held up in every step; step time against the schedule's own bounds"
-TOO_BUSY = 1.08
-"""Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""
 QUICK = "horovod,majority,solo"
 COLUMNS = (
     Column("delay s", "setting.delay", "g"),
     Column("arm", "arm"),
-    Column("s/step", "value", ".4f"),
-    Column("low", "low", ".4f"),
-    Column("high", "high", ".4f"),
+    *ranged("s/step", "value", ".4f"),
     Column("speed-up", "speedup", ".3f"),
     Column("bound", "bound", ".3f"),
     Column("of bound", "of_bound", ".3f"),
@@ -54,13 +53,13 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     arms = parse_arms(args.arms, args.ranks)
     settings = []
     for delay in args.delay:
-        key = {"delay": delay, "compute": args.compute, "steps": args.steps, "schedule_seed": args.seed}
+        key = chosen(args, "compute", "steps", delay=delay, schedule_seed=args.seed)
         settings.append((key, one_random(args.steps, args.ranks, args.compute, delay, args.seed)))
     found = timed.measure(args, timed.blocks_of(arms, settings, args.repetitions, barrier=False), say)
     report = Report("straggler", args.ranks, [], COLUMNS, draw=draw)
+    groups = grouped(found, lambda block: block["delay"])
     for setting, times in settings:
-        mine = [block for block in found if block["delay"] == setting["delay"]]
-        rows = rows_of(mine, setting, times, real=args.model != "small")
+        rows = rows_of(groups.get(setting["delay"], []), setting, times, real=args.model != "small")
         report.rows += rows
         if args.model == "small":
             judge(report, rows, f"{setting['delay']:g} s")
@@ -69,12 +68,11 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real: bool = False) -> list[Row]:
     """One row an arm, in the order of the first repetition."""
-    arms = list(dict.fromkeys(block["arm"] for block in blocks if block["repetition"] == 0))
-    by_arm = {arm: [block for block in blocks if block["arm"] == arm] for arm in arms}
-    base = spread([timed.step_seconds(b) for b in by_arm["horovod"]]).value if "horovod" in by_arm else None
+    groups = by_arm(blocks)
+    base = median([timed.step_seconds(block) for block in groups.get("horovod", [])])
     work = slowest_work(times) / len(times)
     rows = []
-    for arm, mine in by_arm.items():
+    for arm, mine in groups.items():
         seconds = spread([timed.step_seconds(block) for block in mine])
         speedup = base / seconds.value if base else None
         best = None if real or arm == "auto" else statistics.median(_bound(block, times) for block in mine)
@@ -82,7 +80,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
             row(
                 arm,
                 {**setting, "model": "resnet50" if real else "small", "seed": setting["schedule_seed"]},
-                *(seconds.value, "s/step", seconds.low, seconds.high),
+                *(seconds, "s/step"),
                 speedup=speedup,
                 bound=best,
                 of_bound=speedup / best if speedup and best else None,
@@ -90,10 +88,10 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
                 slowest_rank_s=work,
                 synchronous_s=synchronous_seconds(times) / len(times),
                 fresh_per_s=statistics.median(timed.fresh_per_second(block) for block in mine),
-                staleness=timed.median([timed.mean_staleness(block) for block in mine]),
-                contributors=timed.median([timed.mean_contributors(block) for block in mine]),
+                staleness=median([timed.mean_staleness(block) for block in mine]),
+                contributors=median([timed.mean_contributors(block) for block in mine]),
                 wait_s=statistics.median(timed.wait_seconds(block) for block in mine),
-                identical=all(own["identical"] for block in mine for own in block["by_rank"]),
+                identical=identical(mine),
                 repetitions=[timed.step_seconds(block) for block in mine],
             )
         )
@@ -102,31 +100,24 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
 
 def judge(report: Report, rows: list[Row], where: str) -> None:
     """Add what must show in one setting."""
-    by_arm = {each["arm"]: each for each in rows}
-    if "horovod" in by_arm:
-        over = by_arm["horovod"]["value"] / by_arm["horovod"]["synchronous_s"]
+    found = {each["arm"]: each for each in rows}
+    if "horovod" in found:
+        over = found["horovod"]["value"] / found["horovod"]["synchronous_s"]
         busy = over > TOO_BUSY
         for each in rows:
             each["machine_too_busy"] = busy
-        report.goals.append(Goal(f"Horovod's step over its own bound, delay {where}", over, f"<= {TOO_BUSY}", not busy))
+        report.at_most(f"Horovod's step over its own bound, delay {where}", over, TOO_BUSY)
         if busy:
             report.notes.append(f"the machine was too busy (delay {where}): Horovod's arm took {over:.2f} of its bound")
-    if "solo" in by_arm:
-        solo = by_arm["solo"]
-        over = solo["over_own_work"]
-        report.goals.append(
-            Goal(f"solo's step over the slowest rank's work, delay {where}", over, "<= 1.05", over <= 1.05)
-        )
+    if "solo" in found:
+        solo = found["solo"]
+        report.at_most(f"solo's step over the slowest rank's work, delay {where}", solo["over_own_work"], 1.05)
         if solo["of_bound"] is not None:
-            share = solo["of_bound"]
-            report.goals.append(Goal(f"solo's speed-up over its bound, delay {where}", share, ">= 0.97", share >= 0.97))
-    if {"solo", "majority", "horovod"} <= by_arm.keys():
-        values = [by_arm[arm]["value"] for arm in ("solo", "majority", "horovod")]
-        report.goals.append(
-            Goal(f"majority between solo and Horovod, delay {where}", values[1], "s/step", values == sorted(values))
-        )
-    if (said := timed.judge_auto({a: each["fresh_per_s"] for a, each in by_arm.items()}, f"delay {where}")) is not None:
-        report.goals.append(Goal(*said, ">= 0.95", said[1] >= 0.95))
+            report.at_least(f"solo's speed-up over its bound, delay {where}", solo["of_bound"], 0.97)
+    if {"solo", "majority", "horovod"} <= found.keys():
+        values = [found[arm]["value"] for arm in ("solo", "majority", "horovod")]
+        report.wants(f"majority between solo and Horovod, delay {where}", values[1], "s/step", values == sorted(values))
+    timed.judge_auto(report, {arm: each["fresh_per_s"] for arm, each in found.items()}, f", delay {where}")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -148,5 +139,5 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 def _bound(block: Block, times: Schedule) -> float:
-    how = {"seed": block["seed"], "first_round": 1 + block["by_rank"][0]["rounds_before"]}
+    how = {"seed": block["seed"], "first_round": timed.first_round(block)}
     return synchronous_seconds(times) / replay(times, block["arm"], **how).seconds

@@ -13,24 +13,21 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ..support import leadership, plot
+from ..support import launch, leadership, plot
+from ..support.arms import LEADERS, parse_arms
+from ..support.blocks import by_arm, grouped, identical
 from ..support.digits import TEST_FOLD
 from ..support.intervals import spread
-from ..support.launch import Block, Progress, Say, repetitions
-from ..support.launch import run as run_job
-from ..support.report import Column, Goal, Report, Row, row
-from ..support.schedule import LEADERS, parse_arms
-from ..support.timed import START
-from .accuracy import BATCH, POINT
+from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.report import Column, Report, Row, chosen, ranged, row
+from ..support.trainings import BATCH, POINT, add_periods
 
 HELP = "digits, the same seconds for all arms, with and without a late rank: accuracy, and time to a target"
 COLUMNS = (
     Column("ranks", "setting.ranks", "d"),
     Column("delay s", "setting.delay", "g"),
     Column("arm", "arm"),
-    Column("accuracy", "value", ".4f"),
-    Column("low", "low", ".4f"),
-    Column("high", "high", ".4f"),
+    *ranged("accuracy", "value", ".4f"),
     Column("s to target", "target_s", ".1f"),
     Column("low", "target_low", ".1f"),
     Column("high", "target_high", ".1f"),
@@ -62,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compute", type=float, default=0.05, metavar="S", help="slept in each step beside the work")
     parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate, of all arms")
-    parser.add_argument("--groups", type=int, default=2, metavar="N", help="of ranks that have a leader each (lsgd)")
-    parser.add_argument("--local-period", type=int, default=4, metavar="N", help="steps between a group's pulls (lsgd)")
-    parser.add_argument("--global-period", type=int, default=16, metavar="N", help="steps between pulls of all ranks")
+    add_periods(parser, local=4, whole=16)
     parser.add_argument("--leadership", type=Path, metavar="FILE", help="draw who led when under lsgd (PNG)")
 
 
@@ -83,18 +78,18 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     say(f"{count} trainings of {args.seconds:g} s")
     progress = Progress(count, say)
 
-    def on_block(block: Block) -> None:
+    def tell(block: Block) -> str:
         at = f"{len(block['by_rank'])} ranks, {block['delay']:g} s late, seed {block['seed']}"
-        progress(f"{at}, {block['arm']}: {curve_of(block)[-1][1]:.4f}")
+        return f"{at}, {block['arm']}: {curve_of(block)[-1][1]:.4f}"
 
     found: list[Block] = []
     for size, blocks in plans.items():
         each = 2 * args.seconds + 10 + 2 * args.seconds / args.every
-        limit = args.limit * 60 if args.limit else START + each * len(blocks)
-        env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # (groups have process sets)
-        found += run_job("time_to_accuracy", size, {"blocks": blocks}, limit=limit, on_block=on_block, env=env)
+        how: dict[str, Any] = {"ranks": size, "progress": progress, "seconds": START + each * len(blocks)}
+        how["env"] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # (groups have process sets)
+        found += launch.measure(args, "time_to_accuracy", blocks, say, tell, **how)
     names = ("seconds", "every", "target", "compute", "lr", "groups", "local_period", "global_period")
-    setting = {name: getattr(args, name) for name in names} | {"seed": "the run's number"}
+    setting = chosen(args, *names, seed="the run's number")
     report = Report("race", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
     judge(report)
     if args.leadership is not None:
@@ -107,8 +102,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 def blocks_of(args: argparse.Namespace, size: int) -> list[Block]:
     """Every arm with and without delay, in alternation."""
     arms = parse_arms(args.arms, size, gossip=True, leaders=True)
-    names = ("seconds", "every", "compute", "lr", "local_period", "global_period")
-    common = {name: getattr(args, name) for name in names}
+    common = chosen(args, "seconds", "every", "compute", "lr", "local_period", "global_period")
     common |= {"batch": BATCH, "split": "even", "model": "resnet", "fold": TEST_FOLD, "group": size // args.groups}
     return [
         {**common, "arm": arm, "seed": seed, "delay": delay}
@@ -130,14 +124,12 @@ def reached_at(block: Block, target: float) -> float:
 
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row a number of ranks, delay and arm; who led is told of the first seed."""
-    parts: dict[tuple[int, float], dict[str, list[Block]]] = {}
-    for block in blocks:
-        parts.setdefault((len(block["by_rank"]), block["delay"]), {}).setdefault(block["arm"], []).append(block)
     rows = []
-    for (ranks, delay), by_arm in parts.items():
-        soonest = {arm: spread([reached_at(b, setting["target"]) for b in mine]) for arm, mine in by_arm.items()}
+    for (ranks, delay), part in grouped(blocks, lambda block: (len(block["by_rank"]), block["delay"])).items():
+        groups = by_arm(part)
+        soonest = {arm: spread([reached_at(b, setting["target"]) for b in mine]) for arm, mine in groups.items()}
         base = soonest["horovod"].value if "horovod" in soonest else math.inf
-        for arm, mine in by_arm.items():
+        for arm, mine in groups.items():
             scores, until = spread([curve_of(block)[-1][1] for block in mine]), soonest[arm]
             histories = [own["history"] for own in mine[0]["by_rank"]]
             known = [math.isfinite(reached_at(block, setting["target"])) for block in mine]
@@ -145,7 +137,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 row(
                     arm,
                     {**setting, "ranks": ranks, "delay": delay, "group": mine[0]["group"]},
-                    *(scores.value, "share of test images, median", scores.low, scores.high),
+                    *(scores, "share of test images, median"),
                     accuracy=scores.value,
                     target_s=until.value,
                     target_low=until.low,
@@ -158,7 +150,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                     seconds=statistics.median(seconds_of(block) for block in mine),
                     curves=[curve_of(block) for block in mine],
                     leaders=leadership.merged(histories, mine[0]["group"]) if arm == "lsgd" else None,
-                    identical=all(own["identical"] for block in mine for own in block["by_rank"]),
+                    identical=identical(mine),
                 )
             )
     return rows
@@ -178,11 +170,11 @@ def judge(report: Report) -> None:
         horovod, where = base[_where(each)], f"{each['setting']['ranks']} ranks, {each['setting']['delay']:g} s late"
         less = (each["value"] - horovod["value"]) / POINT
         what = f"{each['arm']}'s accuracy less horovod's, points, {where}"
-        report.goals.append(Goal(what, less, f">= -{LESS:g}", less >= -LESS))
+        report.at_least(what, less, -LESS)
         if each["setting"]["delay"]:
             met = math.isfinite(each["target_s"]) and each["target_s"] <= horovod["target_s"]
             what, wanted = f"{each['arm']}'s seconds to the target, {where}", f"at most {horovod['target_s']:.1f}"
-            report.goals.append(Goal(what, each["target_s"], wanted, met))
+            report.wants(what, each["target_s"], wanted, met)
 
 
 def _where(each: Row) -> tuple[int, float]:

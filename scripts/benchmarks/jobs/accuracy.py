@@ -19,7 +19,7 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
 
-from ..support.schedule import MUTANT
+from ..support.arms import MUTANT
 from .shared import torch_ranks
 from .shared.arm import average
 from .shared.digit_models import accuracy, loss

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..support.schedule import LEADERS, compression_of, eager
+from ..support.arms import LEADERS, compression_of, eager
 from .shared import torch_ranks
 from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..support.schedule import eager
+from ..support.arms import eager
 from .shared import torch_ranks
 from .shared.arm import Arm, mean_square
 from .shared.rank import Block, Job, difference

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..support.arms import WARM_UP
 from ..support.digits import TEST_FOLD, fold
-from ..support.schedule import WARM_UP
 from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.digit_models import accuracy, batches, digits

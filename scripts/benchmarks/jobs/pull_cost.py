@@ -10,7 +10,7 @@ import torch
 
 import hvd_async.torch as hvd
 
-from ..support.schedule import LEADERS
+from ..support.arms import LEADERS
 from .shared import torch_ranks
 from .shared.rank import Block, Job, traffic
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..support.arms import eager
 from ..support.clips import CLASSES, PIXELS, Batch
-from ..support.schedule import eager
 from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.rank import Block, Job

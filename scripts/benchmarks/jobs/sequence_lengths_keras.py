@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 import hvd_async.tensorflow as hvd
 from hvd_async.testing import stop_engine
 
+from ..support.arms import quorum_of
 from ..support.clips import CLASSES, PIXELS, Batch
-from ..support.schedule import quorum_of
 from .shared import keras_ranks
 from .shared.rank import Block, Job, counted
 from .shared.recurrent import HIDDEN, training_of

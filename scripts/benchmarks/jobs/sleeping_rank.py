@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ..support.schedule import gossip_of
+from ..support.arms import gossip_of
 from .hetero import dense
 from .shared import torch_ranks
 from .shared.arm import Arm, mean_square

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..support.schedule import waits_for_nobody
+from ..support.arms import waits_for_nobody
 from .shared import torch_ranks
 from .shared.digit_models import accuracy
 from .shared.rank import Block, Job, rate

@@ -7,6 +7,7 @@ their environment, by which they are found when the job has to be ended.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -31,6 +32,8 @@ ROOT = SCRIPTS.parent
 MARK = "HVD_ASYNC_BENCH_JOB"
 GOODBYE = 15.0
 """Seconds that processes may take to end by themselves."""
+START = 180.0
+"""Seconds that a job may take to start: eight processes import torch."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
 
@@ -229,6 +232,44 @@ class Progress:
         each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
         left = max(0, self._total - self._done) * each
         self._say(f"[{self._done}/{self._total}] {text}; {left / 60:.1f} min left")
+
+
+def measure(
+    args: argparse.Namespace,
+    job: str,
+    blocks: list[Block],
+    say: Say,
+    tell: Callable[[Block], str],
+    *,
+    seconds: float,
+    ranks: int | None = None,
+    progress: Progress | None = None,
+    plan: dict[str, Any] | None = None,
+    **how: Any,
+) -> list[Block]:
+    """Run blocks in one job, and tell of each as it comes.
+
+    Args:
+        args: the command line: ``ranks``, and the ``limit`` in minutes, if one was given.
+        job: the module's name in ``jobs/``.
+        blocks: what to do.
+        say: takes a line of text.
+        tell: puts a block's result in words.
+        seconds: how long the job may take if the command line does not say.
+        ranks: of the job, if they are not the command line's.
+        progress: of several jobs together; None: of this one.
+        plan: what the plan has beside the blocks.
+        how: further arguments of ``run``.
+    """
+    progress = progress or Progress(len(blocks), say)
+    return run(
+        job,
+        ranks or args.ranks,
+        {"blocks": blocks, **(plan or {})},
+        limit=args.limit * 60 if args.limit else seconds,
+        on_block=lambda block: progress(tell(block)),
+        **how,
+    )
 
 
 def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .arms import compression_of
 from .report import Report, Row
-from .schedule import compression_of
 
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 """Okabe and Ito's: they can be told apart whatever colours one sees. Hatches tell arms apart without colour."""
@@ -97,6 +97,17 @@ def bars(
             **fill(arm, arms),
         )
     axes.set_xticks(range(len(groups)), groups)
+
+
+def points(axes: Any, rows: Sequence[Row], key: str, **ticks: Any) -> None:
+    """A point an arm, with the ends of its interval."""
+    names = [each["arm"] for each in rows]
+    for place, each in enumerate(rows):
+        own, _ = colour(each["arm"], names)
+        ends = sides(each[key], each[f"{key}_low"], each[f"{key}_high"])
+        style = {"color": own, "markeredgecolor": "black", "ecolor": "black", "capsize": 5, "markersize": 9}
+        axes.errorbar(place, each[key], yerr=ends, fmt="o", **style)
+    axes.set_xticks(range(len(names)), names, **ticks)
 
 
 def marks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from .intervals import Interval
 
 Row = dict[str, Any]
 
@@ -20,6 +23,17 @@ class Column(NamedTuple):
     heading: str
     key: str
     form: str = ""
+
+
+SPREAD, INTERVAL = ("low", "high"), ("95% from", "to")
+"""Headings of an estimate's ends."""
+
+
+def ranged(heading: str, key: str, form: str, ends: tuple[str, str] = SPREAD) -> tuple[Column, Column, Column]:
+    """Return the columns of an estimate and of its two ends, as ``row`` and ``ends`` name them."""
+    stem = "" if key == "value" else f"{key}_"
+    low, high = ends
+    return Column(heading, key, form), Column(low, f"{stem}low", form), Column(high, f"{stem}high", form)
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,18 @@ class Report:
     transport: str = "gloo"
     draw: Callable[[Any, list[Row]], None] | None = None
 
+    def wants(self, what: str, value: float | str, wanted: str, met: bool, exact: bool = False) -> None:
+        """Add a goal."""
+        self.goals.append(Goal(what, value, wanted, met, exact))
+
+    def at_most(self, what: str, value: float, limit: float, wanted: str | None = None) -> None:
+        """Add the goal that a value is not above a limit; ``wanted``: that in words, if they are others."""
+        self.wants(what, value, wanted or f"<= {limit:g}", value <= limit)
+
+    def at_least(self, what: str, value: float, limit: float, wanted: str | None = None) -> None:
+        """Add the goal that a value is not below a limit; ``wanted``: that in words, if they are others."""
+        self.wants(what, value, wanted or f">= {limit:g}", value >= limit)
+
     def text(self) -> str:
         """For people."""
         parts = [table(self.rows, self.columns), *(f"note: {note}" for note in self.notes)]
@@ -98,19 +124,29 @@ class Report:
         path.write_text(self.json())
 
 
-def row(
-    arm: str,
-    setting: dict[str, Any],
-    value: float,
-    unit: str,
-    low: float | None = None,
-    high: float | None = None,
-    **more: Any,
-) -> Row:
-    """A row with all the keys that every row has."""
-    common: Row = {"arm": arm, "setting": setting, "value": value, "unit": unit}
-    common |= {"low": value if low is None else low, "high": value if high is None else high}
+def row(arm: str, setting: dict[str, Any], found: Interval | float, unit: str, **more: Any) -> Row:
+    """Return a row with all the keys that every row has.
+
+    Args:
+        arm: whose.
+        setting: of the job.
+        found: the value, with its ends if it has some.
+        unit: of the value, in words.
+        more: other figures.
+    """
+    value, low, high = found if isinstance(found, Interval) else (found, found, found)
+    common: Row = {"arm": arm, "setting": setting, "value": value, "unit": unit, "low": low, "high": high}
     return common | {"speedup": None, "bound": None, "accuracy": None} | more
+
+
+def ends(key: str, found: Interval | None) -> Row:
+    """Return an estimate and its ends as a row's figures ``key``, ``key_low`` and ``key_high``; None: there is none."""
+    return dict(zip((key, f"{key}_low", f"{key}_high"), found or (None,) * 3, strict=True))
+
+
+def chosen(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
+    """Return the command line's options of these names, and what stands beside them in a setting."""
+    return {name: getattr(args, name) for name in names} | more
 
 
 def find(row_: Row, key: str) -> Any:

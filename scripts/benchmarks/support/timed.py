@@ -7,11 +7,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .launch import Block, Progress, Say, repetitions, run
-from .schedule import SYNCHRONOUS, Schedule
+from . import launch
+from .arms import SYNCHRONOUS
+from .blocks import late_counts, mean_of
+from .launch import START, Block, Say, repetitions
+from .report import Report
+from .schedule import Schedule
 
-START = 180.0
-"""Seconds that a job may take to start: eight processes import torch."""
+TOO_BUSY = 1.08
+"""Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""
 
 
 def blocks_of(
@@ -38,14 +42,14 @@ def measure(args: argparse.Namespace, blocks: list[Block], say: Say) -> list[Blo
     """Run them in one job."""
     longest = sum(sum(max(row) for row in block["times"]) for block in blocks)
     say(f"{len(blocks)} blocks of {len(blocks[0]['times'])} steps, about {longest / 60 + 1:.0f} min at most")
-    progress = Progress(len(blocks), say)
 
-    def on_block(block: Block) -> None:
-        progress(f"{block['arm']}, {block['delay']:g} s: {step_seconds(block):.3f} s a step")
+    def tell(block: Block) -> str:
+        return f"{block['arm']}, {block['delay']:g} s: {step_seconds(block):.3f} s a step"
 
-    limit = args.limit * 60 if args.limit else START + 2 * longest + 10 * len(blocks)
-    plan = {"blocks": blocks, "model": getattr(args, "model", "small")}
-    return run("timed", args.ranks, plan, limit=limit, on_block=on_block)
+    limit = START + 2 * longest + 10 * len(blocks)
+    return launch.measure(
+        args, "timed", blocks, say, tell, seconds=limit, plan={"model": getattr(args, "model", "small")}
+    )
 
 
 def steps_of(block: Block) -> int:
@@ -73,16 +77,13 @@ def fresh_per_second(block: Block) -> float:
 
 def mean_staleness(block: Block) -> float | None:
     """Rounds that a gradient was late, on average; None for arms that are not ours."""
-    pairs = [(int(k), n) for own in block["by_rank"] for k, n in own["stats"].get("staleness", {}).items()]
-    total = sum(n for _, n in pairs)
-    return sum(k * n for k, n in pairs) / total if total else None
+    return mean_of(late_counts(own["stats"] for own in block["by_rank"]))
 
 
 def mean_contributors(block: Block) -> float | None:
     """Ranks that had arrived when a round fired, mean over rounds; None for arms that are not ours."""
     counts = block["by_rank"][0]["stats"].get("contributors", {})
-    total = sum(counts.values())
-    return sum(int(k) * n for k, n in counts.items()) / total if total else None
+    return mean_of({int(ranks): rounds for ranks, rounds in counts.items()})
 
 
 def held_seconds(block: Block) -> float | None:
@@ -91,16 +92,15 @@ def held_seconds(block: Block) -> float | None:
     return sum(held) / len(block["by_rank"]) / steps_of(block) if held else None
 
 
-def median(values: list[float | None]) -> float | None:
-    """Of those that are there."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
-
-
-def judge_auto(fresh: dict[str, float], where: str) -> tuple[str, float] | None:
-    """What is said of ``auto``: its fresh gradients a second against the best fixed quorum's; None without one."""
+def judge_auto(report: Report, fresh: dict[str, float], where: str = "") -> None:
+    """Add what must show of ``auto``: its fresh gradients a second against the best fixed quorum's, if there is one."""
     fixed = {arm: value for arm, value in fresh.items() if arm not in ("auto", "horovod", "ddp")}
-    if "auto" not in fresh or not fixed:
-        return None
-    best = max(fixed, key=lambda arm: fixed[arm])
-    return f"auto's fresh gradients a second against {best}'s, {where}", fresh["auto"] / fixed[best]
+    if "auto" in fresh and fixed:
+        best = max(fixed, key=lambda arm: fixed[arm])
+        what = f"auto's fresh gradients a second against {best}'s{where}"
+        report.at_least(what, fresh["auto"] / fixed[best], 0.95)
+
+
+def first_round(block: Block) -> int:
+    """Return the number of the round of the schedule's first step, on which majority's draw depends."""
+    return 1 + int(block["by_rank"][0]["rounds_before"])

@@ -15,7 +15,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.testing import distance_to_leader, stop_engine
 
-from ...support.schedule import (
+from ...support.arms import (
     IN_BACKWARD,
     IN_STEP,
     LEADERS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ...support.schedule import POST_LOCAL_PERIOD
+from ...support.arms import POST_LOCAL_PERIOD
 from .rank import Job
 
 TOPOLOGY = "one-peer-exp"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ...support.arms import FOLLOWING, eager
 from ...support.digits import Indices, common, fold
 from ...support.leadership import Clock
-from ...support.schedule import FOLLOWING, eager
 from .arm import Arm, Loss
 from .digit_models import batches, digits, plain, resnet
 from .rank import Job
