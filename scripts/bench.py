@@ -80,7 +80,7 @@ def run_case(args: argparse.Namespace) -> Report:
     """
     case = CASES[current_name(args.case)]
     if args.quick and args.arms == args.every_arm:
-        args.arms = getattr(case, "QUICK", args.arms)  # (a case with many arms says which are enough)
+        args.arms = getattr(case, "QUICK", args.arms)  # a case with many arms says which are enough
     report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
@@ -122,7 +122,7 @@ def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """As the command line says; the exit code is 1 if a job failed, 130 after Ctrl-C."""
+    """Run what the command line says; return the exit code: 1 if a job failed, 130 after Ctrl-C."""
     command = parser()
     args = command.parse_args()
     try:

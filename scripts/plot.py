@@ -58,7 +58,7 @@ def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """As the command line says."""
+    """Read the command line, draw, and say where the picture is."""
     parser = argparse.ArgumentParser(
         prog="scripts/plot.py",
         description=__doc__,

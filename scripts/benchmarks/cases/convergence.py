@@ -19,7 +19,7 @@ from ..support import plot, trainings
 from ..support.arms import parse_arms
 from ..support.blocks import by_arm, grouped
 from ..support.intervals import Interval, mean_interval
-from ..support.launch import Block, Say, repetitions
+from ..support.launch import GROUPS_ENV, Block, Say, repetitions
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
 from ..support.schedule import one_random
 from ..support.trainings import (
@@ -51,7 +51,7 @@ QUICK = "horovod,majority,solo,sgp,dpsgd,adpsgd,lsgd"
 LESS = 1.0
 """Percentage points that an arm's mean accuracy may be below the synchronous one's."""
 SECONDS, LOSS, SCORE = range(3)
-"""What a curve has at the end of each epoch."""
+"""Places in a curve's point, one at the end of each epoch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +78,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         raise ValueError(f"--groups {args.groups}: {args.ranks} ranks cannot be parted into so many")
     blocks = blocks_of(args)
     say(f"{len(blocks)} trainings of {args.epochs} epochs, {steps_of(args)} steps")
-    # (groups have process sets)
-    found = measure(args, blocks, say, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+    found = measure(args, blocks, say, env=GROUPS_ENV)
     names = ("compute", "epochs", "lr", "groups", "local_period", "global_period")
     setting = chosen(args, *names, seed="fold and run")
     report = Report("convergence", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)

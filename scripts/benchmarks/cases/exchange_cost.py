@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     found = []
     for size in sizes:
         how: dict[str, Any] = {"ranks": size, "progress": progress, "mbit": args.mbit}
-        how |= {"seconds": START + 2.0 * args.rounds * len(blocks), "env": {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}}
+        how |= {"seconds": START + 2.0 * args.rounds * len(blocks), "env": launch.GROUPS_ENV}
         found += launch.measure(args, "exchange_cost", blocks, say, tell, **how)
     setting = {"seed": args.seed, "bandwidth_mbit": args.mbit}
     return Report("exchange", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
@@ -85,7 +85,7 @@ def means(block: Block) -> list[float]:
 
 
 def slowest(block: Block) -> list[float]:
-    """As ``means``, of the rank for which it took longest."""
+    """Return the seconds of each exchange on the rank for which it took longest."""
     return [max(each) for each in zip(*(own["seconds"] for own in block["by_rank"]), strict=True)]
 
 

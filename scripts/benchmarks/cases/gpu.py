@@ -34,10 +34,10 @@ COLUMNS = (
 )
 HOROVOD = "horovod"
 PASSED = ("HOROVOD_ENABLE_ASYNC_COMPLETION",)
-"""Of the environment, what the ranks get."""
+"""Variables of the environment that the ranks get."""
 OURS = {"all": 0.98, "solo": 0.97}
 OTHERS = 0.95
-"""Of the baseline's images a second: EagerOptimizer's, and those of gossip and leader-pull."""
+"""Wanted shares of the baseline's images a second: EagerOptimizer's, and those of gossip and leader-pull."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -89,37 +89,38 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 
 def samples_per_second(block: Block) -> float:
-    """Of all ranks together: steps that have ended within the window; where all step together, those of them all."""
+    """Return the samples of all ranks together, a second, of steps that ended in the window; all, where ranks step
+    together."""
     return block["batch"] * steps_per_second(block, len(block["by_rank"]))
 
 
 def steps_per_second(block: Block, ranks: int) -> float:
-    """As ``samples_per_second``, of so many ranks, the first ones."""
+    """Return the steps of the first ``ranks`` ranks together, a second."""
     ends = [own["ends"] for own in block["by_rank"]]
     window = max(own[-1] for own in ends) if block["synchronous"] else block["window"]
     return float(sum(end <= window for own in ends[:ranks] for end in own) / window)
 
 
 def kept(slow: list[Block], even: list[Block]) -> list[float]:
-    """What ranks that are not slow keep of their steps a second when one is, by repetition."""
+    """Return the share of their steps a second that the others keep when one rank is slow, by repetition."""
     without = {block["repetition"]: block for block in even}
     fast = len(slow[0]["by_rank"]) - 1
     return [steps_per_second(block, fast) / steps_per_second(without[block["repetition"]], fast) for block in slow]
 
 
 def step_seconds(own: dict[str, Any]) -> float:
-    """Of one rank."""
+    """Return one rank's mean seconds of a step."""
     return float(own["ends"][-1] / len(own["ends"]))
 
 
 def averagings(block: Block) -> list[float]:
-    """Of each fast rank, a step."""
+    """Return each fast rank's averagings a step."""
     fast = [own["stats"] for own in block["by_rank"][:-1]]
     return [stats["averagings"] / stats["steps"] for stats in fast]
 
 
 def pulls(own: dict[str, Any]) -> float:
-    """Of one rank, a step."""
+    """Return one rank's pulls a step."""
     return float(own["stats"]["pulls"] / own["stats"]["steps"])
 
 
@@ -165,7 +166,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
 
 
 def _median(blocks: list[Block], figure: Callable[[dict[str, Any]], float]) -> float:
-    """Of a figure of the fast ranks."""
+    """Return the median of a figure of the fast ranks."""
     return statistics.median(figure(own) for block in blocks for own in block["by_rank"][:-1])
 
 

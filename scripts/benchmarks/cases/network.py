@@ -57,25 +57,25 @@ COLUMNS = (
     *ranged("accuracy", "accuracy", ".3f", INTERVAL),
 )
 PAYLOAD = 0.956
-"""Of what travels on Ethernet in TCP's packets: 1448 of 1514 bytes."""
+"""Share of payload in TCP's packets on Ethernet: 1448 of 1514 bytes."""
 SHARE = 0.25
 """Computation over an allreduce's time on the wire."""
 OVER = 1.1
 """How much longer than its bytes allow a step of ours may take."""
 OF_BOUND = {"sgp": 0.9, "osgp": 0.89, "dpsgd": 0.89}
-"""What of the speed-up that the bytes allow is wanted: at 8 ranks 1.37, 1.95 and 1.95."""
+"""Wanted shares of the speed-up that the bytes allow: at 8 ranks that is 1.37, 1.95 and 1.95."""
 BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
 """Speed-ups over decent-dp that are wanted: it is the same algorithm."""
-ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "5"}
+ENVIRONMENT = {**launch.GROUPS_ENV, "HOROVOD_CYCLE_TIME": "5"}
 """In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy."""
 SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
-"""Of a block, what its rows tell."""
+"""Keys of a block that its rows tell."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
-"""Of an element in a message; int8 has a scale for every 2,048 elements."""
+"""Bytes of an element in a message; int8 has a scale for every 2,048 elements."""
 
 
 class Need(NamedTuple):
-    """What a step of an arm must send, and whether it travels while a step computes."""
+    """Megabytes that a step of an arm must send, and whether they travel while a step computes."""
 
     megabytes: float
     hidden: bool
@@ -146,7 +146,7 @@ def wire_seconds(megabytes: float, mbit: float) -> float:
 
 
 def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
-    """What a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
+    """Return what a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
     base, compression = compression_of(arm)
     share = BYTES[compression] / BYTES["none"]
     if base in LEADERS or base == "adpsgd":

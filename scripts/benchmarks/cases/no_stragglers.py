@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
     """One row an arm; ``value`` is the median block's step time, ``ratio`` the median over cycles."""
     ratios = Ratios.of(BASELINE, blocks)
-    cycles_ = max(block["cycle"] for block in blocks) + 1
+    count = max(block["cycle"] for block in blocks) + 1
     rows = []
     for arm, mine in by_arm(blocks).items():
         fresh = [sum(own["fresh"] / own["elapsed"] for own in block["by_rank"]) for block in mine]
@@ -70,7 +70,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
                 bound=1.0 if arm in SYNCHRONOUS else None,
                 **ends("ratio", ratios.median(arm)),
                 **ends("ratio_mean", ratios.mean(arm)),
-                cycles=cycles_,
+                cycles=count,
                 fresh_per_s=statistics.median(fresh),
             )
         )

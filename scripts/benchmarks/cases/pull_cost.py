@@ -1,4 +1,4 @@
-"""What a pull towards a leader, or a centre, costs: bytes at the network interface; seconds, beside a plain collective.
+"""Cost of a pull towards a leader, or a center: bytes at the network interface; seconds, beside a plain collective.
 
 wire: every rank is on a virtual host (needs root), and its interface's counts are read around some pulls, less what
 goes to and fro while nothing happens. seconds: all ranks on this machine; each pull from its submission by the engine
@@ -21,8 +21,8 @@ from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged
 
 HELP = "one pull of 64 MB: bytes at each rank's network interface, seconds against a plain broadcast or allreduce"
 PLAIN = {"lsgd": "broadcast", "easgd": "allreduce", "in-place": "broadcast"}
-"""What each is compared with: of pulls, the collective that carries them. in-place: the broadcast that makes no memory
-for its result."""
+"""The rival of each: of a pull the collective that carries it. in-place: the broadcast that makes no memory for its
+result."""
 ARMS = ("lsgd", "easgd", "broadcast", "in-place", "allreduce")
 ROOTED = ("lsgd", "broadcast", "in-place")
 """One rank gives, and receives nothing."""
@@ -105,7 +105,7 @@ def pulled(block: Block, arm: str) -> list[int]:
 
 
 def expected(arm: str, ranks: int) -> float:
-    """Of the model's bytes, those that such a rank receives at the least; a ring's where all are added up."""
+    """Return how often such a rank receives the model's bytes at the least; in a ring where all are added up."""
     return 1.0 if arm in ROOTED else 2 * (ranks - 1) / ranks
 
 
@@ -142,7 +142,7 @@ def wire_rows(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
 
 
 def rounds_of(block: Block) -> list[dict[str, float]]:
-    """Of each round by arm: seconds, mean over the ranks."""
+    """Return each round's seconds by arm, mean over the ranks."""
     return [
         {arm: statistics.fmean(own[arm][number] for own in block["by_rank"]) for arm in block["arms"]}
         for number in range(block["rounds"])

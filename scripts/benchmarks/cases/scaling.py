@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     plans = {}
     for size in sizes:
         named = args.arms
-        if not pairs_off(size):  # (it is there where it can be)
+        if not pairs_off(size):  # it is there where it can be
             named = ",".join(arm for arm in named.split(",") if arm.strip() != "decent-dp")
         arms = parse_arms(named, size, RIVALS, gossip=True, leaders=True, reduced=True)
         plans[size] = network.blocks_of(argparse.Namespace(**{**vars(args), "ranks": size}), arms, args.mbit)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 
 def samples_per_second(block: Block) -> float:
-    """Of all ranks together."""
+    """Return the samples of all ranks together, a second."""
     return len(block["by_rank"]) * block["batch"] / network.step_seconds(block)
 
 

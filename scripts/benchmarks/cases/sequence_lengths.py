@@ -117,7 +117,7 @@ def frames_of(block: Block) -> Schedule:
 
 
 def steps_per_second(block: Block) -> float:
-    """Of all ranks together, until the last has done its steps."""
+    """Return the steps of all ranks together, a second, until the last has done its own."""
     return len(block["by_rank"]) / seconds_per_step(block)
 
 

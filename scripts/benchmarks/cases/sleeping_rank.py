@@ -1,6 +1,6 @@
 """One training thread falls asleep while its engine lives: who goes on, who has to wait, and from which step on.
 
-Under lsgd and easgd also: pulls that land on its engine meanwhile, and how far it is from its leader, or the centre,
+Under lsgd and easgd also: pulls that land on its engine meanwhile, and how far it is from its leader, or the center,
 when it falls asleep, when it wakes, after its next step and at the end.
 """
 
@@ -38,7 +38,7 @@ COLUMNS = (
 )
 KEEPS = 0.95
 TAKES_PART = 0.9
-"""Of the pulls that land on others while it sleeps, the least that must land on the sleeper's engine."""
+"""Least share, of the pulls that land on others meanwhile, that must land on the sleeper's engine."""
 LONG = 0.5
 """Share of the sleep that a wait must last to be one for the sleeper."""
 SETTLE = 0.1
@@ -110,7 +110,7 @@ def rates(block: Block, rank: int) -> tuple[float, float]:
 
 
 def share(block: Block, rank: int) -> float:
-    """What a rank keeps of its steps a second."""
+    """Return the share that a rank keeps of its steps a second."""
     before, during = rates(block, rank)
     return during / before
 
@@ -122,7 +122,7 @@ def expected(block: Block) -> dict[int, Stall]:
         return {}
     graph = topology.named(block["topology"], len(block["by_rank"]))
     late = make_plan(graph.size, how[0], graph).config.max_staleness
-    unsent = block["by_rank"][block["sleeper"]]["slept"] + (how[0] == "dpsgd")  # (it sends a step ahead)
+    unsent = block["by_rank"][block["sleeper"]]["slept"] + (how[0] == "dpsgd")  # it sends a step ahead
     return stalls(graph, block["sleeper"], unsent, late)
 
 
@@ -137,7 +137,7 @@ def waited(block: Block, rank: int) -> list[Stall]:
 
 
 def as_expected(block: Block, rank: int) -> bool:
-    """Whether a rank waited just where it must, for one for whom it must."""
+    """Return whether a rank waited just where it must, for one for whom it must."""
     found, must = waited(block, rank), expected(block).get(rank)
     if must is None:
         return not found

@@ -80,7 +80,7 @@ def arms_of(text: str, ranks: int) -> list[str]:
 
 
 def apart(algorithm: str) -> bool:
-    """Whether its ranks' weights differ."""
+    """Return whether its ranks' weights differ."""
     return algorithm in LEADERS or gossip_of(algorithm) is not None
 
 
@@ -99,7 +99,7 @@ def blocks_of(args: argparse.Namespace, arms: list[str]) -> list[Block]:
 
 def leader_figures(blocks: list[Block]) -> dict[str, Any]:
     """``pulls``: that came, by a rank's steps, of each training, and ``pulls_per_step``, their mean; ``of_mean``: the
-    accuracy of the mean of all ranks' weights at the end, in place of the leader's or the centre, mean over trainings.
+    accuracy of the mean of all ranks' weights at the end, in place of the leader's or the center, mean over trainings.
     Nothing where ranks follow none."""
     if not blocks[0]["mean"]:
         return {}

@@ -85,8 +85,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     found: list[Block] = []
     for size, blocks in plans.items():
         each = 2 * args.seconds + 10 + 2 * args.seconds / args.every
-        how: dict[str, Any] = {"ranks": size, "progress": progress, "seconds": START + each * len(blocks)}
-        how["env"] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # (groups have process sets)
+        how: dict[str, Any] = {"ranks": size, "progress": progress, "env": launch.GROUPS_ENV}
+        how["seconds"] = START + each * len(blocks)
         found += launch.measure(args, "time_to_accuracy", blocks, say, tell, **how)
     names = ("seconds", "every", "target", "compute", "lr", "groups", "local_period", "global_period")
     setting = chosen(args, *names, seed="the run's number")

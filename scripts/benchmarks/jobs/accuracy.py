@@ -48,7 +48,7 @@ class Forgetful(EagerWorker):
         super().hand_over(bucket, self._kept(bucket, vector))
 
     def step(self, vectors: Mapping[int, Vector | None], *args: Any, **kwargs: Any) -> Any:
-        """As ``hand_over``, for the buckets that are left."""
+        """Take a step without the buckets that are too late."""
         kept = {bucket: self._kept(bucket, vector) for bucket, vector in vectors.items()}
         return super().step(kept, *args, **kwargs)
 

@@ -47,7 +47,7 @@ class Pairs:
         return self._exchange([self._vector], self._partner)
 
     def chunked(self) -> float:
-        """As ``alltoall``, but piece by piece."""
+        """Averaged as by ``alltoall``, but piece by piece."""
         return self._exchange(self._vector.split(self._chunk), self._partner)
 
     def hop(self) -> float:
@@ -66,7 +66,7 @@ class Pairs:
         return float(averages[-1][-1])
 
     def expected(self, how: str) -> float:
-        """What each of them must return."""
+        """Return the average that each of them must give."""
         other = (self._job.rank - 1) % self._job.size if how == "hop" else self._partner
         return (self._job.rank + other) / 2
 

@@ -21,9 +21,9 @@ UNTIMED = 3
 TRACED = 5
 """Steps of each arm that a profiler looks at."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
-"""Of CUDA's calls, those that hold a thread up; the first waits for all of the device."""
+"""CUDA's calls that hold a thread up; the first waits for all of the device."""
 SPAN = "hvd_async.steps"
-"""What the profiler calls the steps."""
+"""The steps' name in the profiler."""
 
 
 class GpuStepper:
@@ -85,7 +85,7 @@ def by_device_clock(job: Job, stepper: GpuStepper, steps: int) -> dict[str, Any]
 
 
 def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
-    """What a few steps ask of CUDA: how often a step waits, and for what; the trace goes into the job's folder."""
+    """Count how often a step waits for CUDA, and in which call; write the trace if the plan says where."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     stepper.step()
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function(SPAN):
@@ -95,7 +95,7 @@ def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
     events = profile.events()
     on_cpu = torch.autograd.DeviceType.CPU
     span = next(event.time_range for event in events if event.name == SPAN and event.device_type == on_cpu)
-    # (the profiler itself waits for the device when it ends)
+    # the profiler itself waits for the device when it ends
     inside = [event for event in events if span.start <= event.time_range.start < span.end]
     counts = Counter(event.name for event in inside if event.name in WAITS)
     if job.plan["traces"] and job.rank == 0:

@@ -33,7 +33,7 @@ class Sampler:
             self.seen.append(resident_mb())
 
     def stop(self) -> list[float]:
-        """What was seen, one look at least."""
+        """Return all looks, one at least."""
         self._stop.set()
         self._thread.join()
         return [*self.seen, resident_mb()]

@@ -30,7 +30,7 @@ def network(megabytes: float) -> torch.nn.Module:
 
 
 def work_seconds(job: Job, block: Block) -> float:
-    """What the real work of a step takes when all ranks are at it, which is part of a step's computation."""
+    """Measure the seconds of a step's real work when all ranks are at it; they are part of its computation."""
     model = network(block["megabytes"])
     optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9)
     x, y = digits()[0][: block["batch"]], torch.from_numpy(digits()[1])[: block["batch"]]

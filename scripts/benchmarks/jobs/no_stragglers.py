@@ -33,7 +33,7 @@ class TorchStepper:
             self._arm.drain()
 
     def fresh(self) -> int | None:
-        """As ``Stepper``."""
+        """Return how many gradients of staleness 0 were carried so far; None where all are."""
         return int(self._arm.stats()["staleness"].get("0", 0)) if self._arm.ours else None
 
 

@@ -46,7 +46,7 @@ class KerasStepper:
             self._optimizer.drain()
 
     def fresh(self) -> int | None:
-        """As ``Stepper``."""
+        """Return how many gradients of staleness 0 were carried so far; None where all are."""
         return int(counted(self._optimizer.stats())["staleness"].get("0", 0)) if self._ours else None
 
     def _forward_backward(self, images: tf.Tensor, labels: tf.Tensor) -> None:

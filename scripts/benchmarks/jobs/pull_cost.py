@@ -88,7 +88,7 @@ class Plain:
         self._job, self._kind, self._vector, self._calls = job, kind, torch.zeros(elements), 0
 
     def __call__(self, root: int) -> float:
-        """As above."""
+        """Return the seconds that a collective took."""
         self._calls += 1
         self._vector[-1] = self._job.rank + self._calls
         expected = root + self._calls
@@ -125,7 +125,7 @@ def watched(job: Job, action: Callable[[], Any]) -> dict[str, float]:
 
 
 def wire(job: Job, acts: dict[str, Act], block: Block) -> dict[str, Any]:
-    """What some of each arm in a row bring and take, and what goes to and fro while nothing happens."""
+    """Count the bytes of some pulls of each arm in a row, and those that travel while nothing happens."""
     found: dict[str, Any] = {"idle": watched(job, lambda: time.sleep(block["idle"]))}
     for arm in block["arms"]:
         act = acts[arm]

@@ -32,7 +32,7 @@ class Classifier(torch.nn.Module):
 
 
 class TorchLearner:
-    """As ``Learner``."""
+    """A ``Learner`` of torch."""
 
     def __init__(self, job: Job, block: Block) -> None:
         torch.manual_seed(block["seed"])
@@ -44,7 +44,7 @@ class TorchLearner:
         self.identical, self.close = self._arm.identical, self._arm.close
 
     def step(self, batch: Batch, rate: float, computed: Callable[[], None]) -> None:
-        """As ``Learner``.
+        """Take a step.
 
         An arm hands gradients over during the backward pass. So that they leave when the computation has ended, they
         are computed beforehand, and the backward pass is that of a linear function with just these gradients.
@@ -64,7 +64,7 @@ class TorchLearner:
 
     @torch.no_grad()
     def classify(self, batch: Batch) -> NDArray[np.int64]:
-        """As ``Learner``."""
+        """Return the clips' classes."""
         logits = self._model(torch.from_numpy(batch.frames), torch.from_numpy(batch.lengths))
         found: NDArray[np.int64] = logits.argmax(dim=1).numpy()
         return found

@@ -30,7 +30,7 @@ class Lstm(keras.layers.Layer):
     """
 
     def build(self, shape: tuple[int | None, ...]) -> None:
-        """As Keras asks for."""
+        """Make the weights."""
         self.kernel = self.add_weight(shape=(PIXELS + HIDDEN, 4 * HIDDEN), initializer="glorot_uniform", name="kernel")
         self.bias = self.add_weight(shape=(4 * HIDDEN,), initializer="zeros", name="bias")
 
@@ -56,7 +56,7 @@ class Lstm(keras.layers.Layer):
 
 
 class KerasLearner:
-    """As ``Learner``."""
+    """A ``Learner`` of Keras."""
 
     def __init__(self, job: Job, block: Block) -> None:
         keras.utils.set_random_seed(block["seed"])
@@ -71,32 +71,32 @@ class KerasLearner:
         self._update = tf.function(self._apply)
 
     def step(self, batch: Batch, rate: float, computed: Callable[[], None]) -> None:
-        """As ``Learner``."""
+        """Take a step."""
         self._optimizer.learning_rate = rate
         gradients = self._compute(batch.frames, batch.lengths, batch.labels)
         computed()
         self._update(gradients)
 
     def stats(self) -> dict[str, Any]:
-        """As ``Learner``."""
+        """Return ``stats()`` as JSON; nothing of Horovod's arm."""
         return counted(self._optimizer.stats()) if self._ours else {}
 
     def drain(self) -> None:
-        """As ``Learner``."""
+        """Apply every gradient everywhere."""
         if self._ours:
             self._optimizer.drain()
 
     def classify(self, batch: Batch) -> NDArray[np.int64]:
-        """As ``Learner``."""
+        """Return the clips' classes."""
         found: NDArray[np.int64] = self._logits(tf.constant(batch.frames), tf.constant(batch.lengths)).numpy().argmax(1)
         return found
 
     def identical(self) -> bool:
-        """As ``Learner``."""
+        """Collective: return whether all ranks have the same weights, bit for bit."""
         return self._job.same(b"".join(weights.tobytes() for weights in self._model.get_weights()))
 
     def close(self) -> None:
-        """As ``Learner``."""
+        """Collective: stop the engine."""
         if self._ours:
             stop_engine(self._optimizer)
 

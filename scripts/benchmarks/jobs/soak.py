@@ -28,7 +28,7 @@ def pause(draws: random.Random, plan: dict[str, Any]) -> float:
 
 
 class Notes:
-    """What a rank notes of its memory while it trains.
+    """A rank's notes of its memory while it trains.
 
     Args:
         job: this rank.

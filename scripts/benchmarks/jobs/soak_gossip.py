@@ -25,7 +25,7 @@ class Soak:
         self.job, plan = job, job.plan
         torch.manual_seed(0)
         model, self._inputs = small()
-        self._graphs = random.Random(plan["seed"])  # (the same on all ranks)
+        self._graphs = random.Random(plan["seed"])  # the same on all ranks
         self._draws = random.Random(1000 * plan["seed"] + job.rank + 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         options: dict[str, Any] = {"mixing": "metropolis"} if plan["arm"].startswith("dpsgd") else {}

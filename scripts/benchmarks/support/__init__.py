@@ -1,1 +1,1 @@
-"""What the cases share: jobs are started, their blocks become rows and goals, these a table, JSON and a plot."""
+"""Parts of the cases: jobs are started, their blocks become rows and goals, these a table, JSON and a plot."""

@@ -14,7 +14,7 @@ FOLLOWING = {
     "lsgd": ("local_period", "global_period", "group", "global_pull"),
     "easgd": ("global_period", "alpha", "beta"),
 }
-"""What a training may say of these; the rest is the optimizer's default."""
+"""Settings that a training may have of these; the rest is the optimizer's default."""
 SYNCHRONOUS = ("horovod", "ddp", "all")
 LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft")
 """torch's own post-local SGD, D-PSGD as the package decent-dp has it, and torchft's local SGD: their ranks' weights
@@ -22,7 +22,7 @@ differ."""
 POST_LOCAL_PERIOD = 4
 """Steps between two averages of local SGD: that of torch's own example."""
 PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft"}
-"""What rivals are to Python."""
+"""Rivals' packages, by their names in Python."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
@@ -35,7 +35,7 @@ REDUCED = ("fp16", "bf16")
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
 MUTANT = "drops_late"
-"""Of ``solo``: late gradients are lost."""
+"""A variant of ``solo`` that loses late gradients."""
 
 
 def quorum_of(arm: str) -> str | int | float:
@@ -85,12 +85,12 @@ def reductions_of(base: str) -> tuple[str, ...]:
 
 
 def eager(arm: str) -> bool:
-    """Whether an arm is partial allreduce of ours, with a quorum."""
+    """Return whether an arm is partial allreduce of ours, with a quorum."""
     return compression_of(arm)[0] not in (*RIVALS, PLAIN, *LEADERS) and gossip_of(arm) is None
 
 
 def waits_for_nobody(arm: str) -> bool:
-    """Whether under an arm each rank steps at its own pace, whatever the others do."""
+    """Return whether under an arm each rank steps at its own pace, whatever the others do."""
     how = gossip_of(arm)
     return arm in LEADERS or (how is not None and how[0] == "adpsgd")
 
@@ -133,7 +133,7 @@ def parse_arms(
         ranks: of the job.
         rivals: those that the case has.
         gossip: whether it has those that gossip.
-        leaders: whether it has those that follow a leader, or a centre.
+        leaders: whether it has those that follow a leader, or a center.
         reduced: whether it has those whose gradients are compressed.
 
     Raises:
@@ -163,10 +163,10 @@ def parse_arms(
 
 
 def installed(arms: Sequence[str]) -> list[str]:
-    """Those whose package is there, if they need one."""
+    """Return those whose package is there, if they need one."""
     return [arm for arm in arms if arm not in PACKAGES or importlib.util.find_spec(PACKAGES[arm])]
 
 
 def pairs_off(ranks: int) -> bool:
-    """Whether so many ranks can be in decent-dp's graph."""
+    """Return whether so many ranks can be in decent-dp's graph."""
     return ranks > 1 and not ranks & (ranks - 1)

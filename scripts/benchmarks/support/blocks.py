@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 Block = dict[str, Any]
 Own = dict[str, Any]
-"""What one rank found."""
+"""Results of one rank."""
 Key = TypeVar("Key", bound=Hashable)
 
 

@@ -19,7 +19,7 @@ from .digits import TEST_FOLD, Indices, fold, images
 MEDIAN, SHORTEST, LONGEST = 167, 29, 1776
 """UCF101's frames a video."""
 SIGMA = 0.49
-"""Of the lengths' logarithm: with that median a mean of 188 frames and a standard deviation of 98."""
+"""Deviation of the lengths' logarithm: with that median a mean of 188 frames and a standard deviation of 98."""
 SHARE = 0.4
 CLASSES = 10
 PIXELS = 64

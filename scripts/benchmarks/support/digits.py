@@ -19,7 +19,7 @@ FOLD_SEED = 7
 TEST_FOLD = 0
 """The images to test on, where there is one fold."""
 MEAN, DEVIATION = 0.305, 0.376
-"""Of the pixels, which are 0 to 1."""
+"""Mean and deviation of the pixels, which are 0 to 1."""
 
 
 FOLDER = "HVD_ASYNC_BENCH_FOLDER"

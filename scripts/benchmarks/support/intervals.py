@@ -23,7 +23,7 @@ class Interval(NamedTuple):
         return max(self.value - self.low, self.high - self.value)
 
     def within(self, low: float, high: float) -> bool:
-        """Whether the whole interval lies between these."""
+        """Return whether the whole interval lies between these."""
         return low <= self.low and self.high <= high
 
 

@@ -34,6 +34,8 @@ GOODBYE = 15.0
 """Seconds that processes may take to end by themselves."""
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
+GROUPS_ENV = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+"""Environment of jobs that make process sets, as groups of ranks have them."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
 

@@ -18,7 +18,7 @@ Pull = Sequence[Any]
 
 @dataclass
 class Clock:
-    """Of a training: it stops between stretches.
+    """A training's clock, which stops between stretches.
 
     Attributes:
         now: seconds of all stretches together.
@@ -35,7 +35,7 @@ class Clock:
         self.now += seconds
 
     def at(self, unix: float) -> float:
-        """What the clock showed then."""
+        """Return what the clock showed then."""
         number = bisect.bisect_right(self._begun, unix) - 1
         if number < 0:
             return 0.0
@@ -79,7 +79,7 @@ def reigns(pulls: Sequence[Pull], end: float) -> list[Reign]:
 
 
 def shares(pulls: Sequence[Pull], group: int = ALL) -> dict[int, float]:
-    """Of a group's pulls, or those of all, how many each rank led."""
+    """Return the share of a group's pulls, or those of all, that each rank led."""
     counts = Counter(pull[2] for pull in pulls if pull[1] == group)
     return {leader: count / counts.total() for leader, count in sorted(counts.items())}
 
@@ -108,7 +108,7 @@ def draw(axes: Any, pulls: Sequence[Pull], ranks: int, size: int, end: float, la
         look = {"facecolor": plot.COLOURS[6] if whole else fills[reign.group % 2]}
         if not whole:
             look["hatch"] = ("", "////")[reign.group % 2]
-        # (rank 0 is at the top, where y is least)
+        # rank 0 is at the top, where y is least
         place = (reign.leader - 0.42, 0.40) if whole else (reign.leader + 0.04, 0.36)
         axes.broken_barh([(reign.start, reign.end - reign.start)], place, edgecolor="black", linewidth=0.3, **look)
     led, beside = shares(pulls), {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}

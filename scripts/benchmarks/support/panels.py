@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 11.0, 3.4
 
 
 class Panel(NamedTuple):
-    """What is drawn of the runs that have it: title, axes' labels, whether a run has it, how."""
+    """A part of the picture: title, axes' labels, whether a run has something for it, how that is drawn."""
 
     title: str
     x: str
@@ -45,7 +45,7 @@ def curve(title: str, x: str, y: str, x_label: str, y_label: str, *, log: bool =
 
 
 def _is_short(run: Run) -> bool:
-    """Whether its epochs, if it has told of any, make no line, and its summary says as much."""
+    """Return whether its epochs, if it has told of any, make no line, and its summary says as much."""
     return len(run.epochs) < 2 and bool(run.summary)
 
 
@@ -61,8 +61,8 @@ def by_rank(title: str, y: str, values: Callable[[Run], list[float]]) -> Panel:
 
 
 def at_the_end(title: str, y: str, key: str, *mark: str, log: bool = False) -> Panel:
-    """Of runs that have told nothing but a summary, or of one epoch: a bar a run; ``mark``: another figure's key,
-    marker and meaning."""
+    """A bar a run, of those that told nothing but a summary, or of one epoch; ``mark``: another figure's key, marker
+    and meaning."""
 
     def draw(axes: Any, runs: Runs, names: list[str]) -> None:
         keys = (key, *mark[:1])
@@ -159,7 +159,7 @@ PANELS = (
 
 
 def draw(figure: Any, runs: Runs) -> None:
-    """What the runs have: panels side by side in pairs, and below them who led when, a line of the picture a run."""
+    """Draw the panels that runs have something for, in pairs, and below them who led when, a line a run."""
     names = list(runs)
     panels = [(panel, {n: run for n, run in runs.items() if panel.there(run)}) for panel in PANELS]
     panels = [(panel, having) for panel, having in panels if having]
@@ -171,7 +171,7 @@ def draw(figure: Any, runs: Runs) -> None:
     grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
     drawn = []
     for number, (panel, having) in enumerate(panels):
-        # (the last one of an odd number is as wide as two)
+        # the last one of an odd number is as wide as two
         last = number == len(panels) - 1
         place = slice(number % columns, columns) if last else number % columns
         axes = figure.add_subplot(grid[number // columns, place])

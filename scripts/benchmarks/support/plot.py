@@ -1,4 +1,4 @@
-"""Plots to PNG: what the cases' drawings share. matplotlib is imported only when a plot is asked for."""
+"""Plots to PNG, and parts of the cases' drawings. matplotlib is imported only when a plot is asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D
 """Okabe and Ito's: they can be told apart whatever colours one sees. Hatches tell arms apart without colour."""
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
-"""Of a group of bars; groups are 1 apart."""
+"""Width of a group of bars; groups are 1 apart."""
 ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto", "post-local-sgd", "decent-dp", "torchft")
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
@@ -26,7 +26,7 @@ FAMILIES = (
     ("lsgd", "easgd"),
 )
 STYLES = ("-", "--", "-.", ":")
-"""Of their lines; partial allreduce, with its quorums, is the second."""
+"""Styles of their lines; partial allreduce, with its quorums, is the second."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
@@ -145,7 +145,7 @@ def near_one(axes: Any) -> None:
     """Shares, on a scale on which those near 1 are told apart: evenly spaced in the logarithm of what is left to 1."""
     import numpy as np
 
-    whole = 1.005  # (so that 1 itself has a place)
+    whole = 1.005  # so that 1 itself has a place
     axes.set_yscale(
         "function", functions=(lambda y: -np.log10(np.maximum(whole - y, 1e-9)), lambda z: whole - 10.0**-z)
     )
@@ -179,7 +179,7 @@ def legend(figure: Any, *axes: Any) -> None:
 
 
 def sides(value: float, low: float | None, high: float | None) -> list[list[float]]:
-    """Of an error bar, as matplotlib wants them; a side that is endless, in JSON null, is not drawn."""
+    """Return the sides of an error bar; one that is endless, in JSON null, is not drawn."""
     return [[math.nan if end is None else max(0.0, sign * (value - end))] for sign, end in ((1, low), (-1, high))]
 
 

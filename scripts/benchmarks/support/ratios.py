@@ -33,7 +33,7 @@ class Ratios:
 
     @classmethod
     def of(cls, baseline: str, blocks: Sequence[Mapping[str, Any]]) -> Ratios:
-        """Those of all cycles of a job."""
+        """Return the ratios of all cycles of a job."""
         found = cls(baseline)
         for cycle in sorted({block["cycle"] for block in blocks}):
             found.add({block["arm"]: mean_seconds(block) for block in blocks if block["cycle"] == cycle})

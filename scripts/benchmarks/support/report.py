@@ -1,4 +1,4 @@
-"""What a case found: rows, goals, and their table and JSON. Pure but for the machine's description."""
+"""Results of a case: rows, goals, and their table and JSON. Pure but for the machine's description."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Goal:
 
 @dataclass
 class Report:
-    """What a case found.
+    """Results of a case.
 
     Attributes:
         case, ranks, transport: of the jobs.
@@ -98,12 +98,12 @@ class Report:
         self.wants(what, value, wanted or f">= {limit:g}", value >= limit)
 
     def text(self) -> str:
-        """For people."""
+        """Return the table, notes and goals, for people."""
         parts = [table(self.rows, self.columns), *(f"note: {note}" for note in self.notes)]
         return "\n".join([*parts, *(str(goal) for goal in self.goals)])
 
     def content(self) -> dict[str, Any]:
-        """For programs."""
+        """Return all there is, for programs."""
         return {
             "case": self.case,
             "ranks": self.ranks,
@@ -115,7 +115,7 @@ class Report:
         }
 
     def json(self) -> str:
-        """That as JSON."""
+        """Return ``content`` as JSON."""
         return json.dumps(finite(self.content()), indent=2) + "\n"
 
     def write(self, path: Path) -> None:

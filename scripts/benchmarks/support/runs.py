@@ -1,4 +1,4 @@
-"""What runs of the runners have left in their ``--log-dir``, or told by ``--summary``, read for ``scripts/plot.py``."""
+"""Runs of the runners, read from their ``--log-dir`` or ``--summary`` for ``scripts/plot.py``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HINT = "give a runner's --log-dir, CSV files of it, its --summary, or one JSON f
 
 @dataclass
 class Run:
-    """What is known of a run.
+    """A run, as far as it is known.
 
     Attributes:
         place: the folder or the file.
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def arm(self) -> str | None:
-        """As the benchmarks call it: a quorum, an algorithm, "horovod"; None if it is not known."""
+        """The run's arm by its name in the benchmarks: a quorum, an algorithm, "horovod"; None if it is not known."""
         if not self.summary:
             return None
         algorithm, quorum = self.summary["algorithm"], self.summary["quorum"]
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def _told(self) -> int:
-        """What ``ranks`` is if the leaders are not asked; 0 if nothing else says."""
+        """The number of ranks without asking who led; 0 if nothing else says."""
         return max(
             *(self.size, len(self.by_rank("wait_s")), len(self.step_times)), int(self.summary.get("world_size", 0))
         )
@@ -80,7 +80,7 @@ class Run:
         """The sums over all epochs, else what the summary says of the last time that the run was started."""
         found = [row[column] for row in self.epochs if row.get(column)]
         if found:
-            return [sum(each) for each in itertools.zip_longest(*found, fillvalue=0.0)]  # (resumed with more ranks)
+            return [sum(each) for each in itertools.zip_longest(*found, fillvalue=0.0)]  # resumed with more ranks
         return list(self.summary.get(f"{column}_by_rank") or [])
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
@@ -95,7 +95,7 @@ class Run:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """What tells runs apart: algorithm or quorum, else the names of their folders, else the whole paths."""
+    """Return names that differ: algorithm or quorum, else the names of the folders, else the whole paths."""
     ways: tuple[Callable[[Run], str | None], ...] = (lambda run: run.arm, lambda run: run.place.resolve().stem)
     for way in ways:
         names = [way(run) for run in runs]
@@ -160,7 +160,7 @@ def _take(run: Run, path: Path) -> bool:
             run.pulls = [] if any(leader == ALL for _, _, leader in pulls) else pulls
             return bool(run.pulls)
         raise ValueError(f"it begins with {','.join(head)[:60]!r}")
-    except (OSError, ValueError, csv.Error) as error:  # (a UnicodeDecodeError is a ValueError)
+    except (OSError, ValueError, csv.Error) as error:  # a UnicodeDecodeError is a ValueError
         raise ValueError(f"{path} is no {', '.join(NAMES)} of a runner ({error}): {HINT}") from None
 
 
@@ -186,7 +186,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What a runner's ``--summary`` says. ValueError if it is none."""
+    """Return what a runner's ``--summary`` says. ValueError if it is none."""
     content = read_json(path)
     missing = [key for key in KEYS if key not in content]
     if missing:

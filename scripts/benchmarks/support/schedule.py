@@ -53,7 +53,7 @@ def solo_bound(times: Schedule) -> float:
 
 @dataclass(frozen=True)
 class Replay:
-    """What becomes of a schedule under a quorum.
+    """A schedule played under a quorum.
 
     Attributes:
         seconds: until every rank has done all its steps.

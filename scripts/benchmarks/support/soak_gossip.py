@@ -1,4 +1,4 @@
-"""What ``soak`` looks at in an arm that gossips: pairings or steps over one random graph after the other."""
+"""The part of ``soak`` for arms that gossip: pairings or steps over one random graph after the other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row_of(block: Block, setting: dict[str, Any], figures: dict[str, Any]) -> Ro
 
 
 def judge(report: Report, each: Row) -> None:
-    """Add what must show. (A deadlock ends the job by force, and there is no row.)"""
+    """Add what must show. A deadlock ends the job by force, and there is no row."""
     arm, ranks, wanted = each["arm"], report.ranks, each["setting"]["rounds"]
     what = "pairings" if arm.startswith("adpsgd") else "steps of each rank"
     report.wants(f"{what}, {arm}", each["rounds"], f">= {wanted}", each["rounds"] >= wanted, exact=True)

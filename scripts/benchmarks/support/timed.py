@@ -1,4 +1,4 @@
-"""What ``straggler`` and ``skew`` share: blocks for ``jobs/timed.py``, and what their results say."""
+"""Steps by a schedule, for ``straggler`` and ``skew``: blocks for ``jobs/timed.py``, and figures of their results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def mean_contributors(block: Block) -> float | None:
 
 
 def held_seconds(block: Block) -> float | None:
-    """As ``wait_seconds``, but until the round fired, by the coordinator's clock; None for arms that are not ours."""
+    """Return the seconds that a rank waited until its round fired, by the coordinator's clock, mean over ranks and
+    steps; None for arms that are not ours."""
     held = block["by_rank"][0]["stats"].get("held_s")
     return sum(held) / len(block["by_rank"]) / steps_of(block) if held else None
 

@@ -1,1 +1,1 @@
-"""What the jobs share: a rank of a job, arms, models, trainings."""
+"""Parts of the jobs: a rank, arms, models, trainings."""

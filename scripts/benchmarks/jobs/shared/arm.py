@@ -62,11 +62,11 @@ class Contiguous:
         self._compression = compression
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """As Horovod's."""
+        """Return what is sent, and what decompressing needs."""
         return self._compression.compress(tensor.contiguous())
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> Any:
-        """As Horovod's."""
+        """Return what came, in its own type."""
         return self._compression.decompress(tensor, context)
 
 
@@ -148,7 +148,7 @@ class Arm:
 
     @property
     def waited(self) -> float:
-        """As above."""
+        """Seconds waited so far; see the class."""
         return float(self.optimizer.stats().wait_s) if self.ours else self._waited
 
     def distance(self) -> float | None:

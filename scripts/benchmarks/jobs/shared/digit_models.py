@@ -1,4 +1,4 @@
-"""What torch's jobs on the real digits share: images, batches by rank, the two networks, losses and accuracies."""
+"""The real digits for torch: images, batches by rank, two networks, losses and accuracies."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WARM_UP = 0.1
 
 
 Block = dict[str, Any]
-"""What a plan asks for at a time: an arm with its settings."""
+"""One entry of a plan: an arm with its settings."""
 RunBlock = Callable[["Job", Block], None]
 
 
@@ -106,7 +106,7 @@ def rate(highest: float, step: int, steps: int) -> float:
 
 
 def counted(stats: Any) -> dict[str, Any]:
-    """What ``stats()`` says, as JSON."""
+    """Return ``stats()`` as JSON."""
     return {key: _plain(value) for key, value in vars(stats).items()}
 
 
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def difference(after: Any, before: Any) -> Any:
-    """What has been counted since ``before``, in numbers, lists and dictionaries alike."""
+    """Return the counts since ``before``, in numbers, lists and dictionaries alike."""
     if isinstance(after, dict):
         return {key: difference(value, before.get(key)) for key, value in after.items()}
     if isinstance(after, list):

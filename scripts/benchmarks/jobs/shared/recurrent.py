@@ -38,7 +38,7 @@ class Learner(Trained, Protocol):
         """Forward and backward; ``computed()``; only then are the gradients handed over."""
 
     def stats(self) -> dict[str, Any]:
-        """As ``Arm.stats``."""
+        """Return ``stats()`` as JSON; nothing of a rival."""
 
     def drain(self) -> None:
         """Apply every gradient everywhere."""

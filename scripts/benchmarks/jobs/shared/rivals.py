@@ -17,7 +17,7 @@ from ...support.arms import POST_LOCAL_PERIOD
 from .rank import Job
 
 TOPOLOGY = "one-peer-exp"
-"""Of decent-dp."""
+"""The graph of decent-dp."""
 
 
 def wrap(
@@ -81,7 +81,7 @@ class _InBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all its optimizers."""
+        """The groups of all its optimizers."""
         return [group for optimizer in self._model._optims for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
@@ -105,14 +105,14 @@ def _average_by_torchft(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, ends: contextlib.ExitStack
 ) -> None:
     """Each rank is a group of its own to torchft, whose managers ask a lighthouse, on rank 0, before each average."""
-    os.environ.setdefault("RUST_LOG", "error")  # (it tells every request otherwise)
+    os.environ.setdefault("RUST_LOG", "error")  # it tells every request otherwise
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import LocalSGD
 
     host = socket.gethostbyname(socket.gethostname())
     store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    ends.callback(lambda _: None, store)  # (others use it until all managers have ended)
+    ends.callback(lambda _: None, store)  # others use it until all managers have ended
     address = None
     if job.rank == 0:
         lighthouse = LighthouseServer(bind=f"{host}:0", min_replicas=job.size)
@@ -128,7 +128,7 @@ def _average_by_torchft(
         state_dict=model.state_dict,
         min_replica_size=job.size,
         use_async_quorum=False,
-        init_sync=False,  # (all begin with the same weights)
+        init_sync=False,  # all begin with the same weights
         max_retries=0,  # an average that fails is an error
         rank=0,
         world_size=1,

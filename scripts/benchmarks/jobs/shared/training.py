@@ -56,7 +56,7 @@ class Training:
         began, unix = time.perf_counter(), time.time()
         yield lambda: self.clock.now + time.perf_counter() - began
         if self.arm.gossip:
-            self.arm.optimizer.cut()  # (whoever waits for this rank hears that it has stopped)
+            self.arm.optimizer.cut()  # ranks that wait for this one are told that it has stopped
         self._job.barrier()
         self.clock.went(unix, self._job.agree(time.perf_counter() - began))
 
