@@ -43,6 +43,7 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
@@ -117,9 +118,11 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_all_registered(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
+        if config.algorithm not in ALGORITHMS:
+            raise ProtocolError(f"optimizer {self._optimizer} gossips by {config.algorithm!r}, which is no algorithm")
         size = len(self.ranks)
         fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
-        if config.algorithm == "adpsgd" and not fit:
+        if ALGORITHMS[config.algorithm].pairs and not fit:
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
         return config
 
@@ -159,7 +162,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
 
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
-        if self._running(rank, event).algorithm != "adpsgd":
+        if not ALGORITHMS[self._running(rank, event).algorithm].pairs:
             raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
         self._wants.setdefault(rank, now)  # (told again, if an averaging that it did not ask for was on its way)
 
@@ -183,7 +186,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if self._flight is not None or not waits or self._is_ahead(group):
             return commands
         there = self._accounted(group)
-        since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
+        since = min(waits) if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, min(waits))
         if not self._active() <= there and now < since + self._duration:
             self._wake_at = since + self._duration
             return commands

@@ -26,6 +26,7 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Sender, SentShare, edge
 from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer, ReceivedMessage
@@ -112,7 +113,7 @@ class PushSumWorker(Worker):
     @property
     def wants_before(self) -> bool:
         """Whether ``mix`` wants the weights as they were before the update: D-PSGD, if they have not gone yet."""
-        return self.config.algorithm == "dpsgd" and not self._ahead
+        return ALGORITHMS[self.config.algorithm].sends_before_update and not self._ahead
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -145,8 +146,7 @@ class PushSumWorker(Worker):
         if late:  # all that others have sent at earlier steps comes in before more is given away
             self._await_messages()
             x = self._take_in(x, self._step - 1)
-        if self.config.algorithm != "allreduce":
-            x = self._send(before if sends_before else x, x)
+        x = self._send(before if sends_before else x, x)
         if not late:
             self._await_messages()
         x = self._take_in(x, self._step)
@@ -161,7 +161,7 @@ class PushSumWorker(Worker):
     @property
     def _sends_ahead(self) -> bool:
         """Whether a step's messages go at the end of the step before."""
-        return self.config.algorithm == "dpsgd" and self.config.local_size == 1
+        return ALGORITHMS[self.config.algorithm].sends_before_update and self.config.local_size == 1
 
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
         """As ``GossipPlan.into``, of a step since the last drain or cut."""
