@@ -9,7 +9,8 @@ from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.plan import DEFAULTS, USES, GossipPlan, make_plan
+from hvd_async.algorithms.gossip.options import ALGORITHMS, NOT_GIVEN
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -74,9 +75,9 @@ class GossipState(LocalState):
         algorithm = given["algorithm"]
         several = self._algorithms | {algorithm}
         # (alone it averages every so many steps; beside others it is what they take the place of)
-        own = USES.get(algorithm, frozenset()) if algorithm != "allreduce" or len(several) == 1 else frozenset()
-        others = frozenset().union(*(USES.get(other, ()) for other in several - {algorithm})) - own - set(named)
-        return self._plan_of({**given, **{name: DEFAULTS[name] for name in others}})
+        own = _options_of(algorithm) if algorithm != "allreduce" or len(several) == 1 else frozenset()
+        others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
+        return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
 
     def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
         plan = make_plan(self.sharers.named, **settings)
@@ -197,6 +198,11 @@ class GossipWrapped(LocalWrapped):
 
     def _async_unpack(self, share: Mapping[str, Any]) -> SavedState:
         return SavedState(share["weight"], dict(share["copies"]), share["base"])
+
+
+def _options_of(algorithm: str) -> frozenset[str]:
+    """Return the names of an algorithm's own options; none if it is unknown."""
+    return frozenset(ALGORITHMS[algorithm].options) if algorithm in ALGORITHMS else frozenset()
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async.algorithms.eager.quorum import initiator, needed
-from hvd_async.algorithms.gossip.plan import COMPRESSIONS, make_plan
+from hvd_async.algorithms.gossip.options import COMPRESSIONS
+from hvd_async.algorithms.gossip.plan import make_plan
 
 Schedule = NDArray[np.float64]
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")

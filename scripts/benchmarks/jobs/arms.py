@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.leader.state_machine import ALL
+from hvd_async.algorithms.leader.messages import ALL_RANKS
 from hvd_async.torch.collectives import LIFECYCLE
 
 from ..schedule import IN_BACKWARD, IN_STEP, LEADERS, LOCAL_RIVALS, PLAIN, RIVALS, compression_of, gossip_of, quorum_of
@@ -176,8 +176,8 @@ class Arm:
         if self.name not in LEADERS:
             return None
         receiver = self.optimizer._async.worker.receiver
-        target = receiver.come().targets.get(ALL)
-        return None if target is None else float((receiver.shown - target).norm())
+        target = receiver.pending_results().targets.get(ALL_RANKS)
+        return None if target is None else float((receiver.snapshot - target).norm())
 
     def norm(self) -> float:
         """The norm of this rank's weights."""
