@@ -138,10 +138,10 @@ class GossipTrainer:
             seen.weights.append(worker.weight)
             return mixed
 
-        def spied_offer(of: int, message: torch.Tensor) -> Any:
+        def spied_offer(of: int, x: torch.Tensor, weight: float) -> Any:
             nonlocal step
             step = of
-            return offer(of, message)
+            return offer(of, x, weight)
 
         def spied_encode(edge: str, vector: torch.Tensor) -> Any:
             data, decoded = encode(edge, vector)
