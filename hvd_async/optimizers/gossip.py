@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -39,7 +40,7 @@ class GossipState(LocalState):
         ValueError: settings, of now or of a later epoch, that cannot be.
     """
 
-    worker: PushSumWorker | None
+    worker: GossipWorker | None
 
     def __init__(
         self, lifecycle: Lifecycle, sharers: RankGroup, options: Mapping[str, Any], schedule: Mapping[int, str] | None
@@ -172,19 +173,19 @@ class GossipWrapped(LocalWrapped):
         self._async_forget()
         self._async.take(given, plan)
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> PushSumWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
         state = self._async
         if state.worker is not None:  # of an engine that was shut down, and drained before
             state.stats_before = self.stats()
         config = state.plan.config
-        kind = (
+        kind: type[GossipWorker] = (
             ADPSGDWorker
-            if config.algorithm == "adpsgd"
+            if ALGORITHMS[config.algorithm].pairs
             else HierarchicalWorker
             if config.local_size > 1
             else PushSumWorker
         )
-        worker: PushSumWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
+        worker: GossipWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
         if state.restored is not None:
             worker.restore(state.restored)
         return worker
