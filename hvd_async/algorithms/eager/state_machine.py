@@ -1,4 +1,4 @@
-"""The coordinator's state machine for one optimizer: events and ``now`` in, commands out. No clock, no I/O.
+"""State machine of partial allreduce: events and ``now`` in, commands out. No clock, no I/O.
 
 The laws it keeps:
 
@@ -71,7 +71,7 @@ class _Bucket:
 
 @dataclass
 class _Round:
-    """What belongs to a round and not to a bucket, from its first arrival until it is settled."""
+    """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""
 
     quorum: Quorum
     why: str
@@ -89,7 +89,7 @@ class _InStep:
 
 
 class EagerStateMachine(StateMachine[EagerConfig]):
-    """Partial allreduce of one optimizer."""
+    """Rounds of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -105,11 +105,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """Rolls that were called."""
 
     def tick(self, now: float) -> list[Command]:
-        """Fire what only waited for its grace to run out."""
+        """Start rounds that only waited for their grace to end."""
         return self._advance(None, now)
 
     def deadline(self) -> float | None:
-        """The earliest end of a grace."""
+        """Return the earliest end of a grace."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
 
     def roll_call(self, fired_before: float) -> list[Command]:
@@ -123,7 +123,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return [ReportReceived(self._optimizer, self._calls)]
 
     def take_notice(self) -> str | None:
-        """Another quorum was chosen, and why."""
+        """Return a notice that another quorum was chosen, and why."""
         return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -143,7 +143,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
-        # (a rank outside of a process set is on its own, with the quorum of the others)
+        # a rank outside of a process set is alone, with the quorum of the others
         most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
         check_quorum(config.quorum, most)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
@@ -197,7 +197,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             )
         bucket.position[rank] = event.step
         bucket.loaded = True
-        for each in self._buckets:  # (a rank that is in its next step has seen the round of the one before)
+        for each in self._buckets:  # a rank in its next step has seen the round of the one before
             each.landed = max(each.landed, event.step - 1)
         if event.step == bucket.fired + 1:
             bucket.waiting[rank] = now
@@ -231,11 +231,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Its engine still says what it has received."""
+        """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
         return self._present(rank, event) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
-        for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
+        for bucket in self._buckets:  # its gradients stay pending there, and go with a later round
             bucket.waiting.pop(rank, None)
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
@@ -247,7 +247,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return all(bucket.fired >= round_ for bucket in self._buckets)
 
     def _too_late(self, bucket: _Bucket, round_: int) -> set[int]:
-        """The computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
+        """Return the computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
         assert self._config is not None
         return {r for r in self._active() if round_ - bucket.position[r] > self._config.max_staleness}
 
@@ -324,7 +324,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             del self._rounds[old]
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Carry what is pending in a last round, with the last hyperparameters."""
+        """Reduce all pending gradients in a last round, with the last hyperparameters."""
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands: list[Command] = []
