@@ -15,6 +15,7 @@ import hvd_async.torch as hvd
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.hierarchical import GOSSIP, STAGES
 from hvd_async.algorithms.gossip.messages import ExchangeDone
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES, Case
@@ -342,7 +343,8 @@ def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(options, v
             trainer.opt.step()
         finally:
             assert trainer.opt.stats().steps == 2
-            assert trainer.opt._async.worker._giving.offered <= 3
+            worker = trainer.opt._async.worker
+            assert not isinstance(worker, PushSumWorker) or worker._giving.offered <= 3
             for call in (trainer.opt.step, trainer.opt.drain, trainer.opt.cut, trainer.opt.consensus_distance):
                 with pytest.raises(
                     ReplicaStateError, match=r"broken off: FloatingPointError.*restart from a checkpoint"

@@ -2,23 +2,24 @@
 
 The laws it keeps:
 
-1. *One order.* Round t of a bucket fires once, after round t - 1 of it, and is commanded to every rank.
-2. *Staleness.* Round t fires only if t - position(r) <= max_staleness for every rank r that is not done. Its position
-   is the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace
-   "rounds"). A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round fired
-   after that, so its staleness (round - 1 - v) keeps the bound.
-3. *Quorum.* Round t fires when ``decide`` says so, plus ``grace`` seconds unless all are in by then.
-4. *Hyperparameters belong to the round*: they are those of the rank that fired its last bucket, if that rank is in
-   ``step()``, else of the first rank that is. Whoever waits for a round is in ``step()``, so nobody waits for them.
-5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round (with the hyperparameters
-   of the one before, or those that the first rank opened with), then all are told; after a cut (no rank asked for
-   more) it stays where it is.
+1. *One order.* When round t - 1 of a bucket has started, round t may; each starts once, and is commanded to every rank.
+2. *Staleness.* When t - position(r) <= max_staleness for every active rank r, round t may start. A rank's position is
+   the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
+   A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round started after that,
+   so its staleness (round - 1 - v) keeps the bound.
+3. *Quorum.* When ``decide`` says so, round t starts: at once if all ranks are ready, else after ``grace`` seconds.
+4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
+   they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
+   waits for them.
+5. *Nothing is left.* When all ranks have finished a drain, one last round carries all pending gradients, with the
+   hyperparameters of the round before, or those that the first rank registered with; then all are told. After a cut, in
+   which no rank asked for a drain, gradients stay pending.
 6. *Illegal moves change nothing.* They raise ProtocolError.
-7. *Who holds a round up is named*, also when it has fired: of a round that is long on its way a roll is called, and an
-   engine that does not answer has not submitted it.
+7. *Whoever delays a round is named*, also after its start: when a round is in flight for long, a roll is called, and a
+   rank whose engine does not answer has not submitted it.
 
-States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
-the rounds fired and all ranks count as computing again) ; refused, if the ranks do not agree.
+States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
+re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
 """
 
 from __future__ import annotations
