@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_async.algorithms.leader.state_machine import ALL
+from hvd_async.algorithms.leader.messages import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode
 from hvd_async.runtime.coordinator import Coordinator
@@ -49,8 +49,8 @@ def distance_to_leader(optimizer: Any) -> float | None:
         None where this rank knows no leader of all ranks, or leads itself.
     """
     pulls = optimizer._async.worker.receiver
-    leader = pulls.come().targets.get(ALL)
-    return None if leader is None else float(((pulls.shown - leader) ** 2).sum() ** 0.5)
+    leader = pulls.pending_results().targets.get(ALL_RANKS)
+    return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
 
 
 class InjectedError(RuntimeError):

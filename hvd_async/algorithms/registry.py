@@ -1,17 +1,24 @@
-"""All families of algorithms, joined."""
+"""All families and algorithms, joined from the families' tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hvd_async.algorithms.eager import messages as eager
+from hvd_async.algorithms.eager.options import ALGORITHMS as EAGER
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.algorithms.gossip import messages as gossip
+from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.algorithms.leader import messages as leader
+from hvd_async.algorithms.leader.options import ALGORITHMS as LEADER
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
-from hvd_async.runtime.family import Family
+from hvd_async.runtime.family import Algorithm, Family
 
 FAMILIES = (
     Family("eager", eager.EagerConfig, eager.EVENTS, eager.COMMANDS, EagerStateMachine),
     Family("gossip", gossip.GossipConfig, gossip.EVENTS, gossip.COMMANDS, GossipStateMachine),
     Family("leader", leader.LeaderConfig, leader.EVENTS, leader.COMMANDS, LeaderStateMachine, leader.PullProgress),
 )
+ALGORITHMS: Mapping[str, Algorithm] = {**EAGER, **GOSSIP, **LEADER}
+"""By name."""

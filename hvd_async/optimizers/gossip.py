@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.plan import DEFAULTS, USES, GossipPlan, make_plan
+from hvd_async.algorithms.gossip.options import ALGORITHMS, NOT_GIVEN
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.local import LocalState, LocalWrapped
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -38,7 +40,7 @@ class GossipState(LocalState):
         ValueError: settings, of now or of a later epoch, that cannot be.
     """
 
-    worker: PushSumWorker | None
+    worker: GossipWorker | None
 
     def __init__(
         self, lifecycle: Lifecycle, sharers: RankGroup, options: Mapping[str, Any], schedule: Mapping[int, str] | None
@@ -74,9 +76,9 @@ class GossipState(LocalState):
         algorithm = given["algorithm"]
         several = self._algorithms | {algorithm}
         # (alone it averages every so many steps; beside others it is what they take the place of)
-        own = USES.get(algorithm, frozenset()) if algorithm != "allreduce" or len(several) == 1 else frozenset()
-        others = frozenset().union(*(USES.get(other, ()) for other in several - {algorithm})) - own - set(named)
-        return self._plan_of({**given, **{name: DEFAULTS[name] for name in others}})
+        own = _options_of(algorithm) if algorithm != "allreduce" or len(several) == 1 else frozenset()
+        others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
+        return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
 
     def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
         plan = make_plan(self.sharers.named, **settings)
@@ -171,19 +173,19 @@ class GossipWrapped(LocalWrapped):
         self._async_forget()
         self._async.take(given, plan)
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> PushSumWorker:
+    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
         state = self._async
         if state.worker is not None:  # of an engine that was shut down, and drained before
             state.stats_before = self.stats()
         config = state.plan.config
-        kind = (
+        kind: type[GossipWorker] = (
             ADPSGDWorker
-            if config.algorithm == "adpsgd"
+            if ALGORITHMS[config.algorithm].pairs
             else HierarchicalWorker
             if config.local_size > 1
             else PushSumWorker
         )
-        worker: PushSumWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
+        worker: GossipWorker = kind(engine, state.plan, self._async_post(state.plan), finish)
         if state.restored is not None:
             worker.restore(state.restored)
         return worker
@@ -197,6 +199,11 @@ class GossipWrapped(LocalWrapped):
 
     def _async_unpack(self, share: Mapping[str, Any]) -> SavedState:
         return SavedState(share["weight"], dict(share["copies"]), share["base"])
+
+
+def _options_of(algorithm: str) -> frozenset[str]:
+    """Return the names of an algorithm's own options; none if it is unknown."""
+    return frozenset(ALGORITHMS[algorithm].options) if algorithm in ALGORITHMS else frozenset()
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:

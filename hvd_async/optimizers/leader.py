@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.leader import equations
-from hvd_async.algorithms.leader.equations import Strength, Strengths
+from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
+from hvd_async.algorithms.leader.options import ALGORITHMS
 from hvd_async.algorithms.leader.pulls import PullResults
+from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.local import LocalState, LocalWrapped
@@ -19,21 +20,6 @@ from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.stats import LeaderStats
-
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "lsgd": {
-        "local_period": None,
-        "global_period": 16,
-        "local_pull": 0.1,
-        "global_pull": 0.1,
-        "local_prox": 0.1,
-        "global_prox": 0.1,
-        "group": "host",
-        "loss_window": 10,
-    },
-    "easgd": {"global_period": 16, "alpha": None, "beta": 0.43},
-}
-"""Of options, by algorithm; what is not there means nothing to it."""
 
 
 class LeaderState(LocalState):
@@ -46,7 +32,7 @@ class LeaderState(LocalState):
         algorithm: "lsgd" or "easgd".
         buffers: how batch-norm statistics agree: "local" or "average".
         lr_spread: how learning rates differ between ranks.
-        options: see DEFAULTS; None for the default.
+        options: the algorithm's own, see ``ALGORITHMS``; None for the default.
 
     Attributes:
         config: of all of them.
@@ -83,13 +69,13 @@ class LeaderState(LocalState):
         self.given = {name: given[name] for name in names}
         """Strengths, by name."""
         self.strengths = Strengths(**self.given)
-        self.window, self.spread = given.get("loss_window", 1), equations.lr_factor(lr_spread, sharers.index)
+        self.window, self.spread = given.get("loss_window", 1), selection.lr_factor(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
         alone = isinstance(sharers.process_set, SingleRank)  # (it has nobody to follow but itself, nor a centre)
         if "group" in given and not alone:
-            grouped = equations.groups(given["group"], sharers.ranks, host_size)
+            grouped = selection.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
             algorithm="lsgd" if alone else algorithm,
             groups=[list(places) for places in grouped],
@@ -115,9 +101,9 @@ def _moves(*strengths: Strength) -> bool:
 
 def _resolved(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with their defaults."""
-    if algorithm not in DEFAULTS:
-        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, DEFAULTS))}")
-    defaults = DEFAULTS[algorithm]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
+    defaults = ALGORITHMS[algorithm].options
     stray = [name for name, value in options.items() if value is not None and name not in defaults]
     if stray:
         raise ValueError(f"{', '.join(stray)}: {algorithm} has no use for it; leave it out, or take another algorithm")
@@ -141,7 +127,7 @@ def _checked(name: str, value: Any, callables: bool) -> None:
     if callable(value) and not callables:
         raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
     try:
-        equations.value_at(value, 1)
+        selection.value_at(value, 1)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -225,7 +211,7 @@ class LeaderWrapped(LocalWrapped):
     def _async_finish(self, worker: LeaderWorker, flush: bool) -> None:
         super()._async_finish(worker, flush)
         if flush:
-            worker.receiver.tell(self._async_statistics())
+            worker.receiver.publish_statistics(self._async_statistics())
 
     def _async_losses(self, worker: LeaderWorker) -> None:
         """Hand over what was recorded."""

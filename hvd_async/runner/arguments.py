@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from hvd_async.algorithms.eager.quorum import parse_quorum
-from hvd_async.algorithms.leader.equations import SPREADS
+from hvd_async.algorithms.leader.selection import SPREADS
 from hvd_async.mixing import SCHEMES
 from hvd_async.topology import NAMED, WITH_PEERS
 

@@ -1,9 +1,10 @@
-"""A family of algorithms to the runtime, which is given a table of them: its messages and its state machine."""
+"""Families and algorithms as the rest of the library sees them: the runtime is given tables of both."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +14,7 @@ from hvd_async.runtime.state_machine import StateMachine
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family of algorithms: its messages and its state machine.
 
     Attributes:
         name: "eager", "gossip", "leader".
@@ -21,7 +22,7 @@ class Family:
         events: its own, from rank to coordinator.
         commands: its own, from coordinator to rank.
         state_machine: what the coordinator runs for one optimizer.
-        details: what ``Drained`` brings of it; None if nothing.
+        details: the family's own content of ``Drained``; None if there is none.
     """
 
     name: str
@@ -30,3 +31,24 @@ class Family:
     commands: tuple[type[OptimizerCommand], ...]
     state_machine: type[StateMachine[Any]]
     details: type[msgspec.Struct] | None = None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm, as data; a family may add fields of its own.
+
+    Attributes:
+        name: "sgp".
+        family: the name of its family.
+        options: its own options and their defaults; all others are refused.
+        sends: what ranks send each other.
+        waits_for: whom a step waits for.
+        symmetric_graph: whether both ends of each edge of its graph must send.
+    """
+
+    name: str
+    family: str
+    options: Mapping[str, Any]
+    sends: Literal["gradients", "weights"]
+    waits_for: Literal["quorum", "neighbours", "nobody"]
+    symmetric_graph: bool = False

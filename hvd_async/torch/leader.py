@@ -8,7 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.algorithms.leader.equations import Strength
+from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.optimizers.horovod_options import check_leader_options, local_ranks
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap

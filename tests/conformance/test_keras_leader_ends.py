@@ -150,7 +150,7 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(follo
             except KeyError:
                 pass
             assert trainer.weights().tobytes() == own.tobytes()
-        centre = np.asarray(worker.receiver.centre, np.float64)
+        centre = np.asarray(worker.receiver.consensus, np.float64)
         trainer.opt.drain()
         drained = trainer.weights()
         trainer.train(3)  # training goes on

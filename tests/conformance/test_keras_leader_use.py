@@ -195,7 +195,7 @@ def test_evaluation_in_fit_sees_the_centre(drain):
             assert (evaluated.tobytes() == ended.tobytes()) is drain
             assert np.abs(evaluated - start).max() > 1e-3
         assert opt.stats().pulls == opt.stats().steps == 6
-        centre = np.asarray(opt._async_worker().receiver.centre, np.float64)
+        centre = np.asarray(opt._async_worker().receiver.consensus, np.float64)
         assert flat(model.weights).tobytes() == centre.tobytes()
         if drain:
             assert watch.evaluated[-1].tobytes() == centre.tobytes()

@@ -212,7 +212,7 @@ def test_a_hosts_state_after_a_cut_is_its_own_whatever_another_host_does_meanwhi
         trainer.opt.cut()
         if rank >= 2:  # the other host is in its next step, and its message is here
             worker = trainer.opt._async_worker()
-            worker.engine.wait(lambda: bool(worker._letters.come))
+            worker.engine.wait(lambda: bool(worker._letters.received))
         assert trainer.opt.state_dict()["hvd_async"]["cut"]
         trainer.train(1).opt.drain()
         return trainer.weights().tobytes()

@@ -33,7 +33,7 @@ class SpiedLog(list[Any]):
     def __init__(self, receiver: Any) -> None:
         super().__init__()
         self.receiver, self.sent, self.taken = receiver, dict[int, Array](), list[tuple[int, Array]]()
-        settle = receiver.settle
+        settle = receiver.merge_statistics
 
         def spied(own: torch.Tensor, step: int, clip: Any) -> Any:
             averages: list[Any] = []
@@ -48,7 +48,7 @@ class SpiedLog(list[Any]):
                 self.taken.append((step, averaged.double().numpy().copy()))
             return settled
 
-        receiver.settle = spied
+        receiver.merge_statistics = spied
 
     def append(self, entry: Any) -> None:
         if entry[0] == "sent":

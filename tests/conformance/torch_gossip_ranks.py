@@ -16,6 +16,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
@@ -127,8 +128,7 @@ class GossipTrainer:
     def watch(self) -> Seen:
         """Meet the other ranks, and record from now on what this one does."""
         worker, seen = self.opt._async_worker(), Seen()
-        mix, offer, encode = worker.mix, worker._offer, worker._known.encode
-        step = 0
+        mix = worker.mix
 
         def spied_mix(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
             held = worker.weight * self.before
@@ -138,19 +138,28 @@ class GossipTrainer:
             seen.weights.append(worker.weight)
             return mixed
 
-        def spied_offer(of: int, message: torch.Tensor) -> Any:
-            nonlocal step
-            step = of
-            return offer(of, message)
-
-        def spied_encode(edge: str, vector: torch.Tensor) -> Any:
-            data, decoded = encode(edge, vector)
-            seen.sent[step] = decoded.double().numpy().copy()
-            return data, decoded
-
-        worker.mix, worker._offer, worker._known.encode = spied_mix, spied_offer, spied_encode
+        worker.mix = spied_mix
+        if isinstance(worker, PushSumWorker):
+            _watch_messages(worker, seen)
         seen.log = worker.log = []
         return seen
+
+
+def _watch_messages(worker: PushSumWorker, seen: Seen) -> None:
+    """Record what receivers decode of each step's messages."""
+    offer, encode, step = worker._offer, worker._known.encode, 0
+
+    def spied_offer(of: int, x: torch.Tensor, weight: float) -> Any:
+        nonlocal step
+        step = of
+        return offer(of, x, weight)
+
+    def spied_encode(edge: str, vector: torch.Tensor) -> Any:
+        data, decoded = encode(edge, vector)
+        seen.sent[step] = decoded.double().numpy().copy()
+        return data, decoded
+
+    worker._offer, worker._known.encode = spied_offer, spied_encode  # type: ignore[method-assign]
 
 
 T = TypeVar("T", bound=GossipTrainer)

@@ -76,7 +76,7 @@ def test_a_centre_is_the_same_bits_everywhere_and_leaders_are_too(following):
         for _ in range(30):
             own.step()
         own.drain(flush=False)
-        come = own.worker().receiver.come()
+        come = own.worker().receiver.pending_results()
         return [come.targets[ALL].tobytes()] if following is ELASTIC or ALL in come.targets else []
 
     held = [one for own in Cluster(4, jitter=0.001).run(train) for one in own]
@@ -345,7 +345,7 @@ def test_a_snapshot_is_never_changed_by_later_steps():
         for _ in range(30):
             own.step()
             receiver = own.worker().receiver
-            held += [(vector, vector.copy()) for vector in (receiver.shown, receiver.centre, own.x)]
+            held += [(vector, vector.copy()) for vector in (receiver.snapshot, receiver.consensus, own.x)]
         own.drain()
         for vector, was in held:
             np.testing.assert_array_equal(vector, was)

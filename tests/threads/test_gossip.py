@@ -107,7 +107,7 @@ def test_differences_for_no_step_are_read_after_those_for_one(graph):
     def before_end(place: int, worker: PushSumWorker) -> None:
         if place == 0:
             senders = {sender for sender, _ in worker._into(0, 7)}
-            worker.engine.wait(lambda: all((sender, 7) in worker._letters.come for sender in senders))
+            worker.engine.wait(lambda: all((sender, 7) in worker._letters.received for sender in senders))
 
     records = run(one, before_end=before_end)
     check(one, records)

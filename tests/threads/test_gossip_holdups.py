@@ -80,7 +80,7 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
 
         def spied(event: Any) -> None:
             if isinstance(event, WaitingForMessage):
-                assert event.seen == worker._mail.landed
+                assert event.seen == worker._mail.completed
                 assert worker._letters.missing()
                 own.append(event.seen)
             send(event)
@@ -89,7 +89,7 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
 
     def stuck(worker: PushSumWorker) -> None:
         watch.until({1: (2, {0}), 2: (2, {0})}, missing)
-        worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._mail.landed])
+        worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._mail.completed])
 
     one = job([4, 4, 4], "sgp", "complete")
     check(one, run(one, before_step=at(0, 2, stuck), tweak=tweak))
@@ -143,7 +143,7 @@ def test_a_rank_that_is_done_holds_nobody_up():
 def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
     """Also those of a rank that knows already that it is done: what both ends of an edge know stays the same."""
     one = job(((2, 2, 2), (3, 3, 3)), "osgp", "star", max_staleness=1, compression="int8", cuts=frozenset({0}))
-    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._letters.retired == {1: 2, 2: 2}))
+    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._letters.finished == {1: 2, 2: 2}))
     records = run(one, before_step=before_step)
     check_sums(one, records)
     assert records[0].segments[0].sends[:2] == [[1, 2], [1, 2]]
@@ -191,9 +191,9 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
 
         def late() -> None:
             worker.complete_drain = complete_drain  # type: ignore[method-assign]
-            before = mail.landed
+            before = mail.completed
             pass_gate(told)
-            worker.engine.wait(lambda: bool(mail._held) or mail.landed > before)
+            worker.engine.wait(lambda: bool(mail._held) or mail.completed > before)
             complete_drain()
 
         worker.complete_drain, mail.exchange = late, watched  # type: ignore[method-assign]
@@ -233,7 +233,7 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
 
     def tweak(worker: PushSumWorker) -> None:
         guarded.append(Guarded(worker))
-        worker._letters.come = guarded[-1]
+        worker._letters.received = guarded[-1]
 
     one = job([4, 4])
     check(one, run(one, tweak=tweak))

@@ -23,9 +23,21 @@ STOREYS = [
 """From the ground: an import points to a lower storey, or stays inside its package."""
 STOREY = {name: level for level, storey in enumerate(STOREYS) for name in storey}
 FAMILIES = {"eager", "gossip", "leader"}
-PURE = {"messages", "state_machine", "quorum", "auto_quorum", "plan", "equations"}
+PURE = {
+    "messages",
+    "state_machine",
+    "quorum",
+    "auto_quorum",
+    "plan",
+    "options",
+    "selection",
+    "lsgd",
+    "easgd",
+    "rule",
+    "push_sum",
+}
 """Files of a family that need no thread, socket or clock."""
-FOR_PURE = {"messages", "state_machine"}
+FOR_PURE = {"messages", "state_machine", "family"}
 """What they may import of the runtime."""
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
 MAY = {

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import MessageQueued
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
-from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER, LeaderStateMachine
+from hvd_async.algorithms.leader.messages import (
+    ALL_RANKS,
+    CENTER,
+    NO_LEADER,
+    LeaderConfig,
+    PullDone,
+    PullProgress,
+    StartPull,
+    StepTaken,
+)
+from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.unit.pull_simulation import Job, Simulation
@@ -93,7 +102,7 @@ def test_laws_hold_under_any_interleaving(job):
     assert (simulation.machine.take_notice() is not None) == (ledger.leaderless > 0)
     assert simulation.machine.take_notice() is None
     if job.config.algorithm == "easgd":
-        assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL, CENTER)}
+        assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL_RANKS, CENTER)}
 
 
 def test_the_simulation_has_teeth():
@@ -107,7 +116,7 @@ def test_the_simulation_has_teeth():
         assert Simulation(replace(job, silent=frozenset(range(4)))).run().ledger.nobody > 0
         tried += one.illegal_tried
         leaderless += one.ledger.leaderless
-        local += sum(group != ALL for group, _ in one.ledger.led)
+        local += sum(group != ALL_RANKS for group, _ in one.ledger.led)
         led |= {leader for _, leader in one.ledger.led}
     assert min(tried, leaderless, local) > 20
     assert led == {0, 1, 2, 3}
@@ -159,7 +168,7 @@ def test_a_pull_is_due_at_the_step_that_makes_up_the_period_of_all():
     assert play(machine, (3, 2.5)) == [StartPull(7, 2, 1, 3)]
     assert play(machine, (0, PullDone(7, 1)), (2, PullDone(7, 2)), *steps(1.0, 2.0, 3.0, 0.5), (0, 1.0)) == []
     assert play(machine, (1, 2.0), (2, 3.0)) == [StartPull(7, 3, 0, 0)]
-    assert play(machine, (3, 0.5)) == [StartPull(7, 4, 1, 3), StartPull(7, 5, ALL, 3)]  # the group's first
+    assert play(machine, (3, 0.5)) == [StartPull(7, 4, 1, 3), StartPull(7, 5, ALL_RANKS, 3)]  # the group's first
 
 
 def test_fast_ranks_do_more():
@@ -167,7 +176,7 @@ def test_fast_ranks_do_more():
     assert play(machine, *[(0, 1.0)] * 3) == []
     assert play(machine, (0, 1.0)) == [StartPull(7, 1, 0, 0)]
     assert play(machine, *[(0, 1.0)] * 11) == []
-    assert play(machine, (0, 1.0)) == [StartPull(7, 2, ALL, 0)]  # (that of the group is on its way)
+    assert play(machine, (0, 1.0)) == [StartPull(7, 2, ALL_RANKS, 0)]  # (that of the group is on its way)
 
 
 def test_one_pull_of_a_group_at_a_time_and_what_was_due_meanwhile_once():
@@ -184,9 +193,9 @@ def test_a_pull_of_all_and_those_of_groups_do_not_wait_for_each_other():
     assert play(machine, *steps(1.0, 2.0, 3.0, 4.0)) == [
         StartPull(7, 1, 0, 0),
         StartPull(7, 2, 1, 2),
-        StartPull(7, 3, ALL, 0),
+        StartPull(7, 3, ALL_RANKS, 0),
     ]
-    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [StartPull(7, 4, ALL, 1)]
+    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [StartPull(7, 4, ALL_RANKS, 1)]
     assert play(machine, (2, PullDone(7, 2))) == [StartPull(7, 5, 1, 2)]
 
 
@@ -197,9 +206,9 @@ def replace_config(config: LeaderConfig, **changes: object) -> LeaderConfig:
 def test_a_group_of_one_follows_nobody_of_its_own():
     machine = opened(TRIO, 3)
     assert play(machine, *steps(3.0, 2.0, 1.0), (0, 3.0), (1, 2.0)) == []
-    assert play(machine, (2, 1.0)) == [StartPull(7, 1, ALL, 2)]
+    assert play(machine, (2, 1.0)) == [StartPull(7, 1, ALL_RANKS, 2)]
     alone = opened(replace_config(TRIO, groups=[[0]]), 1)
-    assert play(alone, (0, 1.0), (0, 1.0)) == [StartPull(7, 1, ALL, 0)]
+    assert play(alone, (0, 1.0), (0, 1.0)) == [StartPull(7, 1, ALL_RANKS, 0)]
 
 
 @pytest.mark.parametrize(
@@ -216,15 +225,15 @@ def test_a_group_of_one_follows_nobody_of_its_own():
 )
 def test_the_lowest_finite_mean_leads(losses, leader):
     machine = opened(replace_config(TRIO, global_period=1), 3)
-    assert play(machine, *steps(*losses)) == [StartPull(7, 1, ALL, leader)]
+    assert play(machine, *steps(*losses)) == [StartPull(7, 1, ALL_RANKS, leader)]
     assert machine.take_notice() is None
 
 
 def test_a_rank_is_chosen_by_what_it_told_last():
     machine = opened(TRIO, 3)
-    assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [StartPull(7, 1, ALL, 2)]
+    assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [StartPull(7, 1, ALL_RANKS, 2)]
     assert play(machine, (0, PullDone(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [
-        StartPull(7, 2, ALL, 0)
+        StartPull(7, 2, ALL_RANKS, 0)
     ]
 
 
@@ -236,15 +245,17 @@ def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     assert "has a finite mean loss, so nobody leads it and nobody is pulled; look at what record_loss()" in news
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     assert machine.take_notice() is None
-    assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [StartPull(7, 1, ALL, 0)]
+    assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [
+        StartPull(7, 1, ALL_RANKS, 0)
+    ]
 
 
 def test_where_nobody_has_told_a_loss_the_ranks_hear_it_each_time():
     """Also in a group of which nobody has, where others have."""
     machine = opened(TRIO, 3)
-    assert play(machine, *steps(None, None, None) * 2) == [StartPull(7, 1, ALL, NO_LEADER)]
+    assert play(machine, *steps(None, None, None) * 2) == [StartPull(7, 1, ALL_RANKS, NO_LEADER)]
     assert play(machine, *steps(None, None, None) * 2) == [
-        StartPull(7, 2, ALL, NO_LEADER)
+        StartPull(7, 2, ALL_RANKS, NO_LEADER)
     ]  # nothing has to land before
     machine = opened()
     assert play(machine, (0, 1.0), *[(2, None)] * 3) == []
@@ -254,9 +265,9 @@ def test_where_nobody_has_told_a_loss_the_ranks_hear_it_each_time():
 
 def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
     machine = opened(ELASTIC, 3)
-    assert play(machine, *steps(None, 1.0, math.nan) * 2) == [StartPull(7, 1, ALL, CENTER)]
+    assert play(machine, *steps(None, 1.0, math.nan) * 2) == [StartPull(7, 1, ALL_RANKS, CENTER)]
     assert play(machine, *steps(None, None, None) * 4) == []
-    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 2, ALL, CENTER)]
+    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 2, ALL_RANKS, CENTER)]
     assert machine.take_notice() is None
 
 
@@ -270,19 +281,19 @@ def test_counts_are_kept_over_a_cut_and_cleared_at_a_drain(flush):
     due = 40 - standing.steps[-1]
     assert play(machine, *[(1 + step % 3, 2.0) for step in range(15)]) == []
     local = [command.group for command in play(machine, *[(1 + step % 3, 2.0) for step in range(15, due - 1)])]
-    assert ALL not in local
-    assert play(machine, (0, 1.0))[-1] == StartPull(7, len(local) + 1, ALL, 0)
+    assert ALL_RANKS not in local
+    assert play(machine, (0, 1.0))[-1] == StartPull(7, len(local) + 1, ALL_RANKS, 0)
 
 
 def test_after_a_cut_nothing_is_pulled_before_somebody_steps():
     """What was due while a pull was on its way waits, so that nothing is on its way after a cut."""
     machine = opened(replace_config(ELASTIC, global_period=1), 3)
-    assert play(machine, *steps(None, None, None)) == [StartPull(7, 1, ALL, CENTER)]
+    assert play(machine, *steps(None, None, None)) == [StartPull(7, 1, ALL_RANKS, CENTER)]
     assert play(machine, *steps(None, None, None), *[(rank, Finished(7, [2], False)) for rank in range(2)]) == []
     (drained,) = play(machine, (2, Finished(7, [2], False)))
     assert drained == Drained(7, 1, [6], 2, False, PullProgress(0, [3], [None] * 3))
     assert play(machine, (0, PullDone(7, 1))) == []
-    assert play(machine, (1, None)) == [StartPull(7, 2, ALL, CENTER)]
+    assert play(machine, (1, None)) == [StartPull(7, 2, ALL_RANKS, CENTER)]
     assert play(machine, (0, PullDone(7, 1)), (0, PullDone(7, 2))) == []
 
 
@@ -290,7 +301,7 @@ def test_what_stood_at_a_cut_goes_on_in_another_job():
     standing = PullProgress(1, [3, 0, 14], [2.0, 1.0, None, 3.0])
     machine = opened(replace_config(PAIRS, standing=standing))
     assert play(machine, (2, None)) == []
-    assert play(machine, (0, None)) == [StartPull(7, 1, 0, 1), StartPull(7, 2, ALL, 1)]
+    assert play(machine, (0, None)) == [StartPull(7, 1, 0, 1), StartPull(7, 2, ALL_RANKS, 1)]
     again = opened(replace_config(PAIRS, standing=standing))
     *_, drained = play(again, *[(rank, Finished(7, [0], False)) for rank in range(4)])
     assert drained.details.means == standing.means

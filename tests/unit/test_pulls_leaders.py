@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull
-from hvd_async.algorithms.leader.state_machine import ALL
+from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullDone, PullProgress, StartPull
 from hvd_async.runtime.messages import Drained, Finished
 from tests.unit.test_pulls import PAIRS, TRIO, opened, play, replace_config, steps
 
@@ -17,11 +16,11 @@ def test_ranks_that_are_done_do_not_count():
     machine = opened(replace_config(TRIO, global_period=4), 3)
     assert play(machine, *steps(0.5, 1.0, 1.5) * 3, (1, 1.0), (1, 1.0)) == []  # 11 of 12
     assert play(machine, (0, Finished(7, [3]))) == []  # 7 of 8
-    assert play(machine, (2, 2.0)) == [StartPull(7, 1, ALL, 1)]
+    assert play(machine, (2, 2.0)) == [StartPull(7, 1, ALL_RANKS, 1)]
     assert play(machine, (0, PullDone(7, 1)), (1, 1.0), (2, 2.0), (2, 2.0)) == []
     assert play(machine, (1, Finished(7, [6]))) == []  # 1 of 4
     assert play(machine, (2, 2.0), (2, 2.0)) == []
-    assert play(machine, (2, 2.0)) == [StartPull(7, 2, ALL, 2)]
+    assert play(machine, (2, 2.0)) == [StartPull(7, 2, ALL_RANKS, 2)]
     (drained,) = play(machine, (2, Finished(7, [9])))
     assert drained == Drained(7, 2, [18], 2, True, PullProgress(0, [0] * 4, [0.5, 1.0, 2.0]))
 
@@ -35,13 +34,13 @@ def test_a_group_whose_ranks_are_all_done_is_pulled_no_more():
 def test_a_rank_that_hangs_leads_no_longer():
     """Rank 0 has the lowest loss and takes no more steps: the others are not pulled to it for ever."""
     machine = opened(replace_config(TRIO, global_period=1, loss_window=3), 3)
-    assert play(machine, *steps(0.1, 1.0, 2.0)) == [StartPull(7, 1, ALL, 0)]
+    assert play(machine, *steps(0.1, 1.0, 2.0)) == [StartPull(7, 1, ALL_RANKS, 0)]
     led = []
     for _ in range(4):
         led += play(machine, (0, PullDone(7, len(led) + 1)), (1, 1.0), (2, 2.0), (1, 1.0))
     assert [pull.leader for pull in led] == [0, 0, 1, 1]  # it was more than 3 steps ago
     assert play(machine, *[(0, PullDone(7, 5))], (0, 0.1), (1, 1.0), (2, 2.0)) == [
-        StartPull(7, 6, ALL, 0)
+        StartPull(7, 6, ALL_RANKS, 0)
     ]  # it is back
 
 
@@ -87,6 +86,6 @@ def test_no_pull_that_brings_nothing(changes, total):
     for _ in range(64):
         for command in play(machine, *steps(1.0, 2.0, 3.0, 4.0)):
             pulls.append(command)
-            first = 0 if command.group == ALL else machine._groups[command.group].ranks[0]
+            first = 0 if command.group == ALL_RANKS else machine._groups[command.group].ranks[0]
             assert play(machine, (first, PullDone(7, command.round))) == []
     assert len(pulls) == total

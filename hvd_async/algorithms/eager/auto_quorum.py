@@ -79,7 +79,7 @@ class AutoQuorum:
         return self._choice
 
     def take_notice(self) -> str | None:
-        """What has changed since the last call, for people; None if nothing has."""
+        """Return a text on changes since the last call; None if there was none."""
         news, self._news = self._news, None
         return news
 

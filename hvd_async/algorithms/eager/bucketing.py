@@ -1,4 +1,4 @@
-"""Which gradients travel together."""
+"""Buckets: gradients that travel together."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Counters:
         self._sent = self._bytes = self._peak = self._rounds = 0
         self._latency = self._longest = 0.0
 
-    def hold(self, nbytes: int) -> None:
+    def add_held_bytes(self, nbytes: int) -> None:
         """So many bytes of gradients more (or, negative, fewer) are held."""
         with self._lock:
             self._bytes += nbytes

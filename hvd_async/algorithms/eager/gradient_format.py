@@ -1,4 +1,4 @@
-"""What the core knows of a binding's gradients: flat vectors that count what they hold, and how they travel.
+"""The format of a binding's gradients: flat vectors with counting elements, and their compression.
 
 A *vector* of bucket b is its gradients, flat, then ``slots`` elements that count gradients: a rank that hands one over
 has 1 in slot ``index % slots`` and 0 in the others. So the sum over the ranks that a round brings back tells how many
@@ -91,7 +91,7 @@ class GradientFormat:
         return sum(round(count / self.scale) for count in self.peek(sums, self.slots))
 
     def bytes_sent(self, bucket: int) -> int:
-        """What a rank puts on the wire for a bucket's round."""
+        """Return the vector that a rank sends in a bucket's round."""
         return (self.sent or self.nbytes)[bucket]
 
 
@@ -119,7 +119,7 @@ class ReducedRound:
 
 
 class PendingGradient(NamedTuple):
-    """What is pending in one bucket of one rank at a cut: gradients' sum (None if there is none), their versions."""
+    """Pending gradients of one bucket of one rank at a cut: their sum (None if there is none), their versions."""
 
     vector: Vector | None
     versions: list[int]

@@ -1,4 +1,4 @@
-"""Partial allreduce: what ranks and the coordinator say to each other, and what ranks must have in common."""
+"""Messages of partial allreduce between ranks and coordinator, and the configuration that ranks must share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvd_async.runtime.messages import Config, Hyper, OptimizerCommand, Optimize
 
 
 class EagerConfig(Config, frozen=True, tag=True):
-    """What all ranks of a partial allreduce must have in common before the first round.
+    """Configuration that all ranks of an optimizer must have in common before the first round.
 
     Attributes:
         quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
@@ -27,12 +27,12 @@ class EagerConfig(Config, frozen=True, tag=True):
 
     @property
     def counts(self) -> int:
-        """How many numbers ``Done.produced`` has."""
+        """The length of ``Finished.produced``."""
         return self.buckets
 
 
 class StepEntered(OptimizerEvent, frozen=True, tag=True):
-    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it told last."""
+    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last."""
 
     step: int
     hyper: Hyper | None = None
@@ -52,7 +52,7 @@ class VersionTaken(OptimizerEvent, frozen=True, tag=True):
 
 
 class RoundsReceived(OptimizerEvent, frozen=True, tag=True):
-    """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have come back to this engine."""
+    """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have completed on this engine."""
 
     call: int
     landed: list[int]
@@ -88,14 +88,14 @@ class StartRound(OptimizerCommand, frozen=True, tag=True):
 
 
 class SetHyperparameters(OptimizerCommand, frozen=True, tag=True):
-    """The hyperparameters of a round of which a bucket went before they were known."""
+    """The hyperparameters of a round that started with a bucket before they were known."""
 
     round: int
     hyper: Hyper
 
 
 class ReportReceived(OptimizerCommand, frozen=True, tag=True):
-    """A round is long on its way: say at once that what was commanded before is submitted."""
+    """A round is in flight for long: report at once that earlier commands have been submitted."""
 
     call: int
 

@@ -20,7 +20,7 @@ from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Hyper
 
 NAMES_IN_RING = 4
-"""Collectives of one bucket that may be in flight at once; their names come back, as Horovod's cache likes it."""
+"""Collectives of one bucket that may be in flight at once; their names are used again, which Horovod's cache needs."""
 
 
 @dataclass
@@ -63,31 +63,31 @@ class RoundsInFlight:
         self._flights: dict[int, _Flight] = {}
         self._next_ready = 1
         self.landed = [0] * self._buckets
-        """Rounds that have come back, by bucket."""
+        """Completed rounds, by bucket."""
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
-        """A gradient, computed at ``version``, is pending from now on."""
+        """Add a gradient, computed at ``version``, to the pending ones."""
         pending = self._pending[bucket]
         if pending.vector is None:
             pending.vector = vector
         else:
             pending.vector += vector
-            self._tally.hold(-self._wire.nbytes[bucket])
+            self._tally.add_held_bytes(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Begin with what an earlier run's cut has left (before the engine knows this optimizer)."""
+        """Begin with the pending gradients of an earlier run's cut, before the engine knows this optimizer."""
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
-                self._tally.hold(self._wire.nbytes[bucket])
+                self._tally.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
-        """What no round has carried yet, by bucket."""
+        """Return gradients that no round has carried yet, by bucket."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def go(self, go: StartRound) -> None:
-        """Take what is pending and submit it for a round."""
+        """Take the pending gradients and submit them for a round."""
         name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
         if name in self._busy or any(held.bucket == go.bucket for held in self._held):
             self._held.append(go)  # its name, or that of a round before it, is still in flight here
@@ -132,7 +132,7 @@ class RoundsInFlight:
             self._tally.took(staleness)
         self._tally.went(bucket, firing, self._wire.bytes_sent(bucket))
         if taken.vector is None:
-            self._tally.hold(self._wire.nbytes[bucket])  # of what comes back
+            self._tally.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
         return taken.vector
 
     def _flight(self, round_: int) -> _Flight:

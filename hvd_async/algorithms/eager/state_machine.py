@@ -1,24 +1,25 @@
-"""The coordinator's state machine for one optimizer: events and ``now`` in, commands out. No clock, no I/O.
+"""State machine of partial allreduce: events and ``now`` in, commands out. No clock, no I/O.
 
 The laws it keeps:
 
-1. *One order.* Round t of a bucket fires once, after round t - 1 of it, and is commanded to every rank.
-2. *Staleness.* Round t fires only if t - position(r) <= max_staleness for every rank r that is not done. Its position
-   is the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace
-   "rounds"). A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round fired
-   after that, so its staleness (round - 1 - v) keeps the bound.
-3. *Quorum.* Round t fires when ``decide`` says so, plus ``grace`` seconds unless all are in by then.
-4. *Hyperparameters belong to the round*: they are those of the rank that fired its last bucket, if that rank is in
-   ``step()``, else of the first rank that is. Whoever waits for a round is in ``step()``, so nobody waits for them.
-5. *Nothing is left.* When all ranks are done, what may be pending goes out in one last round (with the hyperparameters
-   of the one before, or those that the first rank opened with), then all are told; after a cut (no rank asked for
-   more) it stays where it is.
+1. *One order.* When round t - 1 of a bucket has started, round t may; each starts once, and is commanded to every rank.
+2. *Staleness.* When t - position(r) <= max_staleness for every active rank r, round t may start. A rank's position is
+   the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
+   A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round started after that,
+   so its staleness (round - 1 - v) keeps the bound.
+3. *Quorum.* When ``decide`` says so, round t starts: at once if all ranks are ready, else after ``grace`` seconds.
+4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
+   they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
+   waits for them.
+5. *Nothing is left.* When all ranks have finished a drain, one last round carries all pending gradients, with the
+   hyperparameters of the round before, or those that the first rank registered with; then all are told. After a cut, in
+   which no rank asked for a drain, gradients stay pending.
 6. *Illegal moves change nothing.* They raise ProtocolError.
-7. *Who holds a round up is named*, also when it has fired: of a round that is long on its way a roll is called, and an
-   engine that does not answer has not submitted it.
+7. *Whoever delays a round is named*, also after its start: when a round is in flight for long, a roll is called, and a
+   rank whose engine does not answer has not submitted it.
 
-States: opening (until every rank has opened and all agree) -> running <-> drained (all done: counters are re-based to
-the rounds fired and all ranks count as computing again) ; refused, if the ranks do not agree.
+States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
+re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Bucket:
 
 @dataclass
 class _Round:
-    """What belongs to a round and not to a bucket, from its first arrival until it is settled."""
+    """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""
 
     quorum: Quorum
     why: str
@@ -89,7 +90,7 @@ class _InStep:
 
 
 class EagerStateMachine(StateMachine[EagerConfig]):
-    """Partial allreduce of one optimizer."""
+    """Rounds of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -105,11 +106,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """Rolls that were called."""
 
     def tick(self, now: float) -> list[Command]:
-        """Fire what only waited for its grace to run out."""
+        """Start rounds that only waited for their grace to end."""
         return self._advance(None, now)
 
     def deadline(self) -> float | None:
-        """The earliest end of a grace."""
+        """Return the earliest end of a grace."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
 
     def roll_call(self, fired_before: float) -> list[Command]:
@@ -123,7 +124,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return [ReportReceived(self._optimizer, self._calls)]
 
     def take_notice(self) -> str | None:
-        """Another quorum was chosen, and why."""
+        """Return a notice that another quorum was chosen, and why."""
         return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -143,7 +144,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
-        # (a rank outside of a process set is on its own, with the quorum of the others)
+        # a rank outside of a process set is alone, with the quorum of the others
         most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
         check_quorum(config.quorum, most)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
@@ -197,7 +198,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             )
         bucket.position[rank] = event.step
         bucket.loaded = True
-        for each in self._buckets:  # (a rank that is in its next step has seen the round of the one before)
+        for each in self._buckets:  # a rank in its next step has seen the round of the one before
             each.landed = max(each.landed, event.step - 1)
         if event.step == bucket.fired + 1:
             bucket.waiting[rank] = now
@@ -231,11 +232,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Its engine still says what it has received."""
+        """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
         return self._present(rank, event) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
-        for bucket in self._buckets:  # (what it has handed over stays pending there, and goes with a later round)
+        for bucket in self._buckets:  # its gradients stay pending there, and go with a later round
             bucket.waiting.pop(rank, None)
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
@@ -247,7 +248,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return all(bucket.fired >= round_ for bucket in self._buckets)
 
     def _too_late(self, bucket: _Bucket, round_: int) -> set[int]:
-        """The computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
+        """Return the computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
         assert self._config is not None
         return {r for r in self._active() if round_ - bucket.position[r] > self._config.max_staleness}
 
@@ -324,7 +325,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             del self._rounds[old]
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Carry what is pending in a last round, with the last hyperparameters."""
+        """Reduce all pending gradients in a last round, with the last hyperparameters."""
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands: list[Command] = []

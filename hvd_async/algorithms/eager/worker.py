@@ -81,9 +81,9 @@ class EagerWorker(Worker):
         self._settled_at = 0
         """Steps at the last drain or cut."""
         self.mend: int | None = None
-        """Of the last drain or cut: the rank whose weights all take over, since it was shown most rounds; or None."""
+        """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
         self._at_cut: list[PendingGradient] | None = None
-        """What was pending at the last cut, until the next step: ranks that go on before this one may fire rounds."""
+        """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class EagerWorker(Worker):
             self._handed.add(bucket)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
-        """As ``finish_step``, and apply the rounds, as the start or ``apply`` says; returns how many there were."""
+        """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
         rounds = self.finish_step(vectors, hyper)
         count = len(rounds)
         self._apply_all(rounds, apply or self._apply)
@@ -205,7 +205,7 @@ class EagerWorker(Worker):
             self._empty = True
         else:
             self._produced[bucket] += 1
-            self._tally.hold(self.wire.nbytes[bucket])
+            self._tally.add_held_bytes(self.wire.nbytes[bucket])
 
     def _uncount(self) -> None:
         """Take back what ``_prepare`` has counted of vectors that hold nothing."""
@@ -218,7 +218,7 @@ class EagerWorker(Worker):
 
     def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
         rounds.reverse()
-        while rounds:  # (one that is applied need not be held while the others are)
+        while rounds:  # a round that is applied need not be kept while the others are
             with self.applying(rounds[-1]):
                 apply(rounds.pop())
 
@@ -234,7 +234,7 @@ class EagerWorker(Worker):
         self.end()
 
     def begin(self, round_: ReducedRound) -> None:
-        """As the beginning of ``applying``, where it is no block of code. ``end`` follows."""
+        """Begin to apply a round, as ``applying`` does where it can be a block of code. ``end`` follows."""
         self.whole.begin(f"round {round_.index} could not be applied")
 
     def end(self) -> None:
@@ -245,7 +245,7 @@ class EagerWorker(Worker):
         self._version = round_.index
         self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
         self._rounds_applied += round_.gradients > 0
-        self._tally.hold(-sum(self.wire.nbytes))
+        self._tally.add_held_bytes(-sum(self.wire.nbytes))
         self.whole.end()
 
     # -- draining (training thread) ---------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class EagerWorker(Worker):
         self.wind_up(True)
 
     def cut(self, apply: Apply | None = None) -> None:
-        """As ``drain``, but what no round has carried yet stays pending (unless a rank drains)."""
+        """Finish as ``drain``, but gradients that no round has carried stay pending, unless a rank drains."""
         self._apply = apply or self._apply
         self.wind_up(False)
 
@@ -297,14 +297,14 @@ class EagerWorker(Worker):
         return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
 
     def apply_available(self) -> bool:
-        """As the worker's."""
+        """Announce that this rank has finished."""
         self._check_refused()
         self.whole.check()
         self._apply_all(self._inbox.waiting(), self._apply)
         return self._inbox.complete(self._version)
 
     def announce_finished(self, flush: bool) -> None:
-        """As the worker's; at the process's end also between backward() and step()."""
+        """Raise, if this rank cannot finish now; at the process's end it can, also between backward() and step()."""
         if self._handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
@@ -328,13 +328,13 @@ class EagerWorker(Worker):
         self._end(drained.flushed)
 
     def discard_results(self) -> None:
-        """Rounds that come from now on are applied nowhere here."""
+        """Apply no round from now on."""
         self._inbox.discard()
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
     def pending(self) -> list[PendingGradient]:
-        """What no round has carried yet, by bucket; complete after a cut."""
+        """Return gradients that no round has carried yet, by bucket; complete after a cut."""
         if self._at_cut is not None and self.settled:
             return self._at_cut
         if self.engine.replaced and self.settled:  # it was shut down, and drained before
@@ -351,14 +351,14 @@ class EagerWorker(Worker):
         return found.result()
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Begin with what an earlier run has left pending (before ``open``); versions as they were at its cut."""
+        """Begin with an earlier run's pending gradients, before ``open``; versions as they were at its cut."""
         self._transit.restore(held)
         self._restored = any(vector is not None for vector, _ in held)
         for bucket, (_, versions) in enumerate(held):
             self._produced[bucket] += len(versions)
 
     def stats(self) -> Stats:
-        """A snapshot."""
+        """Return a snapshot of the counts."""
         return self._tally.stats(
             steps=self._steps,
             rounds=self._version,
@@ -392,8 +392,8 @@ class EagerWorker(Worker):
         super().on_command(command)
 
     def _keep(self, held: list[PendingGradient] | None) -> None:
-        """Hold what was pending at a cut, or no more of it."""
+        """Keep the pending gradients of a cut, or drop them."""
         for sign, kept in ((-1, self._at_cut), (1, held)):
             lengths = zip(kept or [], self.wire.nbytes, strict=False)
-            self._tally.hold(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
+            self._tally.add_held_bytes(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
         self._at_cut = held

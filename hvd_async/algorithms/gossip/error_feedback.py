@@ -1,7 +1,7 @@
-"""What neighbours know of a rank's weights, where messages are differences to it (CHOCO-SGD, Koloskova et al., 2019).
+"""CHOCO-SGD error feedback (Koloskova et al., ICML 2019, Algorithm 2): messages are differences to estimates.
 
-Both ends of an edge keep the same copy and add to it what was sent, as the receiver decodes it: what compression has
-left out is part of the next difference.
+For each edge both ends keep the same estimate of the sender's weights and add each message to it, as the receiver
+decodes it: what compression leaves out is part of the next difference.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.runtime.interfaces import Vector
 
 SHARED = "everywhere"
-"""What all ranks know: the weights that they began with, or that the last drain gave them."""
+"""The estimate that all ranks have: the weights they began with, or those of the last drain."""
 
 
 class SavedState(NamedTuple):
-    """What of a rank's gossip a checkpoint after ``cut()`` holds, beside its weights z."""
+    """A rank's state in a checkpoint after ``cut()``, beside its weights z."""
 
     weight: float
     copies: dict[str, Vector]
-    """CHOCO-SGD: what neighbours know, by the name of the edge's end."""
+    """CHOCO-SGD's estimates, by the name of the edge's end."""
     base: int
     """Steps since the last drain, of the rank that took most."""
 
 
 class ErrorFeedback:
-    """One optimizer's. Where messages are no differences, it only codes them.
+    """One optimizer's estimates. Where messages are no differences, it only encodes and decodes.
 
     Args:
-        post: how messages look.
-        graph: on another one both ends begin anew.
+        post: the format of messages.
+        graph: estimates of another graph's edges are not used.
     """
 
     def __init__(self, post: MessageFormat, graph: str) -> None:
@@ -38,23 +38,23 @@ class ErrorFeedback:
         self._copies: dict[str, Vector] = {}
 
     def begin(self, weights: Vector) -> None:
-        """All ranks know these now, and nothing else."""
+        """Start from these weights as the only estimate, the same on all ranks."""
         self._copies.clear()
         if self._post.differences:
             self._copies[SHARED] = weights + 0
 
     @property
     def begun(self) -> bool:
-        """Whether there is something to take a difference to."""
+        """Whether there is an estimate to take differences to."""
         return bool(self._copies)
 
     def forget_edges(self) -> None:
-        """Go on from what all ranks know."""
+        """Go on from the estimate that all ranks have."""
         if self._copies:
             self._copies = {SHARED: self._copies[SHARED]}
 
     def encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
-        """Bytes to send over an edge, and what the receiver makes of them."""
+        """Return the bytes to send over an edge, and the vector that the receiver decodes."""
         post = self._post
         if not post.differences:
             data = post.encode(vector)
@@ -64,7 +64,7 @@ class ErrorFeedback:
         return data, self._add(edge, known, data)
 
     def decode(self, edge: str, data: Vector) -> Vector:
-        """What has come over an edge."""
+        """Return the vector received over an edge."""
         return self._add(edge, self._known(edge), data) if self._post.differences else self._post.decode(data)
 
     def _known(self, edge: str) -> Vector:
@@ -81,10 +81,10 @@ class ErrorFeedback:
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Vector]:
-        """The copies, by name."""
+        """Return the estimates, by name."""
         return dict(self._copies)
 
     def restore(self, copies: dict[str, Vector]) -> None:
-        """Take back what ``kept`` gave, as far as it is of this graph."""
+        """Take back the estimates that ``kept`` gave, of this graph only."""
         here = (SHARED, self._name(""))
         self._copies = {name: copy for name, copy in copies.items() if name.startswith(here)}

@@ -1,4 +1,4 @@
-"""Averages over all ranks that are not done, which they take at steps of the same number."""
+"""Averages over all ranks that have not finished, taken at steps of the same number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_async.runtime.interfaces import Vector
 
 
 class _Summed(NamedTuple):
-    """An average that has come: the sum of x over so many ranks, and that of their push-sum weights."""
+    """A completed average: the sum of x over so many ranks, and that of their push-sum weights."""
 
     x: Vector
     weight: float
@@ -19,39 +19,39 @@ class _Summed(NamedTuple):
 
 
 class GlobalAverages:
-    """One optimizer's.
+    """One optimizer's averages over all ranks.
 
     Args:
         engine: this rank's.
-        post: how vectors travel.
+        post: the format of vectors.
     """
 
     def __init__(self, engine: Engine, post: MessageFormat) -> None:
         self._engine, self._post = engine, post
-        self._brought: dict[int, Vector] = {}
-        """This rank's x for those that have not gone yet (engine thread)."""
+        self._contributed: dict[int, Vector] = {}
+        """This rank's x for averages that have not started yet (engine thread)."""
         self._sums: dict[int, _Summed] = {}
         self._index = 0
-        """Since the last drain or cut."""
+        """Averages since the last drain or cut."""
 
-    def bring(self, optimizer: int, x: Vector, weight: float) -> int:
-        """Join the next average with this x, which is given away; returns its number (training thread, as the rest)."""
+    def contribute(self, optimizer: int, x: Vector, weight: float) -> int:
+        """Join the next average with x, which is given away; return its number (training thread, as the rest)."""
         self._index += 1
         index = self._index
 
         def send() -> None:
-            self._brought[index] = x
+            self._contributed[index] = x
             self._engine.send(AverageEntered(optimizer, index, weight))
 
         self._engine.call_soon(send)
         return index
 
-    def come(self, index: int) -> bool:
-        """Whether ``take`` would return at once."""
+    def is_complete(self, index: int) -> bool:
+        """Return whether ``result`` is available."""
         return index in self._sums
 
-    def take(self, index: int) -> tuple[Vector, float]:
-        """The mean of x, and of the push-sum weights."""
+    def result(self, index: int) -> tuple[Vector, float]:
+        """Return the mean of x, and of the push-sum weights."""
         total = self._sums.pop(index)
         return total.x * (1.0 / total.ranks), total.weight / total.ranks
 
@@ -60,18 +60,18 @@ class GlobalAverages:
         self._index = 0
 
     def submit(self, command: StartAverage) -> None:
-        """Submit this rank's part, or nothing if it is done (engine thread)."""
+        """Submit this rank's part, or zeros if it has finished (engine thread)."""
         name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
-        own = self._brought.pop(command.index, None)
-        own = own if self._engine.rank in command.ranks else None  # (it may have been discarded while it waited)
+        own = self._contributed.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted while it waited
         vector = self._post.zeros() if own is None else own
 
-        def landed(total: Vector) -> None:
+        def on_complete(total: Vector) -> None:
             with self._engine.changed:
                 if own is not None:
                     self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
 
         self._engine.submit(
             lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),
-            landed,
+            on_complete,
         )

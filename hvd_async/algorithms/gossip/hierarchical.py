@@ -1,26 +1,29 @@
-"""Gossip between hosts, as one rank sees it: the ranks of a host are averaged first, and go on with the same weights.
+"""Hierarchical gossip: the ranks of a host are averaged first, hosts gossip, and a host's ranks share the same weights.
 
-Each rank of a host owns a part of the weights, and a part has a push-sum weight of its own: its owner may have taken in
-what the owner of another part has not, or have left out an edge to a host that is done. A step has three stages, each a
-message: every rank sends the owners their parts; an owner adds them up and gossips the host's sum of its part with the
-owners of that part on other hosts; it sends what comes of it, divided by their number, back to the ranks. So one host
-sends the weights once to each of its neighbours, over the connections of all its ranks. Engines do the second and third
-stage, whatever their training thread does; what is sent is mass, weights and push-sum weights alike, so the sums over
-the ranks never change here either.
+A step is a reduce-scatter within the host, gossip of each shard between hosts, and an all-gather within the host. Each
+rank owns a shard of the weights. Every rank sends the owners their shards; an owner adds them up and gossips the host's
+sum of its shard with the owners of that shard on other hosts; it sends the result, divided by their number, back to the
+ranks. So one host sends the weights once to each of its neighbours, over the connections of all its ranks. Engines do
+the second and third stage, whatever their training thread does.
+
+A shard has a push-sum weight of its own: its owner may have received a message that the owner of another shard has
+not, or have left out an edge to a host that has finished. All messages carry x and w alike (``push_sum``), so their
+sums over ranks never change here either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from hvd_async.algorithms.gossip import push_sum
+from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.messages import RankFinished
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.push_sum import MIN_WEIGHT
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.push_sum import Message, State
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -30,26 +33,19 @@ STAGES = 3
 REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 
 
-class _Shard(NamedTuple):
-    """A part of the weights, times how much it counts, and that."""
-
-    x: Vector
-    weight: float
-
-
 @dataclass
 class _Step:
-    """A step of the host, as the owner of a part sees it."""
+    """A step of the host, at the owner of a shard."""
 
-    given: dict[int, _Shard] = field(default_factory=dict)
-    """By the ranks of the host that have given theirs."""
+    contributed: dict[int, State] = field(default_factory=dict)
+    """The shard of each rank of the host that has sent it, by place."""
     before: Vector = None
-    """The owner's part before its update, of D-PSGD."""
-    mass: _Shard | None = None
-    """The host's, once all have given and other hosts were sent their share."""
+    """The owner's shard before its update (D-PSGD)."""
+    total: State | None = None
+    """The host's sum, once all ranks have contributed and other hosts were sent their share."""
 
 
-class HierarchicalWorker(PushSumWorker):
+class HierarchicalWorker(GossipWorker):
     """One optimizer of one rank whose host gossips."""
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
@@ -58,54 +54,55 @@ class HierarchicalWorker(PushSumWorker):
         self._host, self._own = divmod(self._place, size)
         self._locals = range(self._host * size, (self._host + 1) * size)
         self._weights = [1.0] * size
-        """Push-sum weights of the parts; ``weight`` is their mean."""
+        """Push-sum weights of the shards; ``weight`` is their mean."""
         self._excess: Vector | None = None
-        """What x has beyond z x ``weight``; None if all parts have that weight."""
+        """The difference of x to z x ``weight``; None if all shards have that weight."""
         self._split_up = False
-        """Whether at the last cut messages of other hosts were waiting, or parts had different weights."""
+        """Whether at the last cut messages of other hosts were waiting, or shards had different weights."""
+        self._neighbour_stopped = False
+        """Whether an empty message was received since the last drain or cut: its sender keeps what it has."""
         # Engine thread's:
         self._steps: dict[int, _Step] = {}
         self._mixed = 0
-        """The last step that was sent back."""
+        """The last step whose result was sent back."""
         self._had: set[tuple[int, int]] = set()
-        """Messages that were taken in before they had to be: (host, its step)."""
-        self._parts: dict[int, dict[int, _Shard]] = {}
-        """What came back, by step and owner."""
+        """Messages added before the step that waits for them: (host, its step)."""
+        self._parts: dict[int, dict[int, State]] = {}
+        """Results received, by step and owner."""
         self._ended: Drained[Any] | None = None
-        """An end that this rank, whose optimizer is gone, has to come to by itself."""
+        """An end that this rank, whose optimizer is deleted, has to complete by itself."""
 
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step, as ``PushSumWorker.mix``; z is that of the whole host."""
+        self.check_step()
         number = self._opened_number()
-        self._check_drained()
         self._step += 1
         step, weights = self._step, self._weights
         parts = self._post.split(self._with_excess(after))
         own_before = self._post.split(self._with_excess(before))[self._own] if self.wants_before else None
-        letters = [
+        messages = [
             OutgoingMessage(to, self._post.encode(parts[part]), weights[part])
             for part, to in enumerate(self._locals)
             if to != self._place
         ]
 
-        def give() -> None:
-            self._mail.offer(number, step * STAGES + REDUCE_SCATTER, letters, 0.0)
+        def submit() -> None:
+            self._mail.offer(number, step * STAGES + REDUCE_SCATTER, messages, 0.0)
             self._at(step).before = own_before
-            self._take_part(step, self._place, _Shard(parts[self._own] + 0, weights[self._own]))
+            self._contribute(step, self._place, State(parts[self._own] + 0, weights[self._own]))
 
-        self.engine.call_soon(give)
+        self.engine.call_soon(submit)
         self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
-        back = self._parts.pop(step)
-        return self._settle([back[part] for part in range(len(self._locals))])
+        shards = self._parts.pop(step)
+        return self._gathered([shards[part] for part in range(len(self._locals))])
 
     def _with_excess(self, x: Vector) -> Vector:
         return x if self._excess is None else self._post.add(x, self._excess, 1.0)
 
-    def _settle(self, parts: list[_Shard]) -> Vector:
-        """Take these parts for x and their weights; returns z."""
-        weights = self._weights = [weight for _, weight in parts]
+    def _gathered(self, shards: list[State]) -> Vector:
+        """Make these shards this rank's x and push-sum weights; return z."""
+        weights = self._weights = [shard.w for shard in shards]
         mean = self._weight = weights[0] if len(set(weights)) == 1 else sum(weights) / len(weights)
-        z = [x if weight == 1.0 else x * (1.0 / weight) for x, weight in parts]
+        z = [push_sum.model(shard) for shard in shards]
         even = all(weight == mean for weight in weights)
         self._excess = None if even else self._post.join([x * (w - mean) for x, w in zip(z, weights, strict=True)])
         return self._post.join(z)
@@ -113,27 +110,30 @@ class HierarchicalWorker(PushSumWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """As ``PushSumWorker.gather``; after a cut, what other hosts have sent and no step took waits for the next."""
+        """Average all ranks with ``flush``; after a cut, messages of other hosts that no step took wait for one."""
         self._count_anew()
+        self._together = flush
         if not flush:
-            self._together = False
-            self._split_up = bool(self._letters.come) or self._excess is not None
+            self._split_up = bool(self._letters.received) or self._excess is not None
             return weights
-        z = super().gather(weights, flush)
-        self._weights = [1.0] * len(self._locals)
+        x = self._with_leftover(weights * self._weight, keep=False)
+        self._excess = None
+        z = super().consensus(x)
+        self._weight, self._weights = 1.0, [1.0] * len(self._locals)
         return z
 
     def _count_anew(self) -> None:
-        with self.engine.changed:  # what waits is of no step of the time after, and will be taken by its first
-            self._letters.come = {
-                (host, -i): self._letters.come[host, step] for i, (host, step) in enumerate(sorted(self._letters.come))
+        with self.engine.changed:  # messages that wait belong to no later step: the first one takes them
+            self._letters.received = {
+                (host, -i): self._letters.received[host, step]
+                for i, (host, step) in enumerate(sorted(self._letters.received))
             }
             self._steps.clear()
             self._had.clear()
             self._mixed = 0
 
     def discard_results(self) -> None:
-        """This rank's optimizer is gone; its engine goes on with its part of the weights for the ranks of its host."""
+        """Go on with this rank's shard for the ranks of its host, though its optimizer is deleted."""
         self.keep, self._ended = None, self._inbox.drained
         if self._ended is None:
             self._mail.resume()
@@ -144,25 +144,22 @@ class HierarchicalWorker(PushSumWorker):
         """Count steps anew once all exchanges of an end are done, as ``complete_drain`` does for an optimizer:
         its host counts on it."""
         ended = self._ended
-        if ended is None or self._mail.landed < ended.rounds:
+        if ended is None or self._mail.completed < ended.rounds:
             return
         self._ended = None
         self._count_anew()
         self._base = 0 if ended.flushed else self._base + self._longest
         if ended.flushed:
             with self.engine.changed:
-                self._letters.come.clear()
-        self._giving.short = False
+                self._letters.received.clear()
+        self._neighbour_stopped = False
         self._mail.resume()
 
-    def _take_in(self, x: Vector, until: int | None = None) -> Vector:
-        """Add what other hosts have sent, in a drain: to this rank's part of this rank's x."""
-        x = self._with_leftover(x, keep=False)
-        self._excess = None
-        return x
+    def _restart(self) -> None:
+        self._neighbour_stopped = False
+        super()._restart()
 
     def consensus(self, x: Vector) -> Vector:
-        """As ``PushSumWorker.consensus``."""
         weight = self._weight
         x = self._with_leftover(x, keep=True)
         mean = super().consensus(x)
@@ -170,26 +167,27 @@ class HierarchicalWorker(PushSumWorker):
         return mean
 
     def _with_leftover(self, x: Vector, keep: bool) -> Vector:
+        """Return x with messages of other hosts that no step took added to this rank's shard."""
         with self.engine.changed:
-            come = [self._letters.come[key] for key in sorted(self._letters.come)]
+            leftover = [self._letters.received[key] for key in sorted(self._letters.received)]
             if not keep:
-                self._letters.come.clear()
+                self._letters.received.clear()
         x = self._with_excess(x)
-        if not come:
+        if not leftover:
             return x
         parts = self._post.split(x)
-        for weight, part in come:
+        for weight, part in leftover:
             parts[self._own] = self._post.add(parts[self._own], part, 1.0)
             self._weight += weight / len(parts)
-        self._taken += 0 if keep else len(come)
+        self._taken += 0 if keep else len(leftover)
         return self._post.join(parts)
 
     def kept(self) -> SavedState | None:
-        """As ``PushSumWorker.kept``.
+        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain.
 
         Raises:
-            ReplicaStateError: after a cut, while messages of other hosts wait to be taken in, or have been by the
-                owners of some parts only.
+            ReplicaStateError: after a cut, when messages of other hosts wait, or only the owners of some shards have
+                added theirs.
         """
         if self._split_up and not self._together:
             raise ReplicaStateError(
@@ -199,7 +197,6 @@ class HierarchicalWorker(PushSumWorker):
         return super().kept()
 
     def restore(self, kept: SavedState) -> None:
-        """As ``PushSumWorker.restore``."""
         super().restore(kept)
         self._weights = [self._weight] * len(self._locals)
 
@@ -216,9 +213,7 @@ class HierarchicalWorker(PushSumWorker):
                 self._ended = command
                 self._end_without_optimizer()
 
-    def _tell_starved(self) -> None:
-        """An exchange has landed."""
-        super()._tell_starved()
+    def _on_exchange_done(self) -> None:
         self._end_without_optimizer()
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
@@ -226,109 +221,111 @@ class HierarchicalWorker(PushSumWorker):
         x = self._post.decode(data)
         self._taken += stage != GOSSIP
         if stage == REDUCE_SCATTER:
-            self._take_part(step, sender, _Shard(x, weight))
+            self._contribute(step, sender, State(x, weight))
         elif stage == ALL_GATHER:
-            self._returned(step, sender - self._locals[0], _Shard(x, weight))
+            self._add_result(step, sender - self._locals[0], State(x, weight))
         else:
             host = sender // len(self._locals)
-            self._giving.short |= weight == 0.0
+            self._neighbour_stopped |= weight == 0.0
             p = dict(self._into(self._host, step))[host]
             with self.engine.changed:
-                self._letters.come[host, step] = (p * weight, x * p)
+                share = push_sum.weighted(Message(x, weight), p)
+                self._letters.received[host, step] = (share.w, share.x)
             self._progress()
 
     def _at(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())
 
-    def _take_part(self, step: int, giver: int, mass: _Shard) -> None:
-        self._at(step).given[giver] = mass
+    def _contribute(self, step: int, sender: int, shard: State) -> None:
+        self._at(step).contributed[sender] = shard
         self._progress()
 
-    def _returned(self, step: int, place: int, mass: _Shard) -> None:
+    def _add_result(self, step: int, owner: int, shard: State) -> None:
         with self.engine.changed:
-            self._parts.setdefault(step, {})[place] = mass
+            self._parts.setdefault(step, {})[owner] = shard
             self.engine.changed.notify_all()
 
     def _active(self, place: int, step: int) -> bool:
-        """Whether a rank takes a step, as far as is known."""
-        return step <= self._letters.retired.get(place, step)
+        """Return whether a rank takes a step, as far as is known."""
+        return step <= self._letters.finished.get(place, step)
 
     def _goes_on(self, host: int, step: int) -> bool:
-        """Whether some rank of a host takes a step, as far as is known."""
+        """Return whether some rank of a host takes a step, as far as is known."""
         size = len(self._locals)
         return any(self._active(place, step) for place in range(host * size, (host + 1) * size))
 
     def _progress(self) -> None:
-        """Do what can be done of the next step of the host."""
+        """Go on with the next steps of the host, as far as messages are here."""
         late = self.config.max_staleness > 0
         while (step := self._steps.get(self._mixed + 1)) is not None:
             number = self._mixed + 1
-            if step.mass is None:
-                if any(self._active(place, number) and place not in step.given for place in self._locals):
+            if step.total is None:
+                if any(self._active(place, number) and place not in step.contributed for place in self._locals):
                     return
-                if not step.given or (late and self._lacks(number)):
+                if not step.contributed or (late and self._lacks(number)):
                     return
-                step.mass = self._share(number, step)
+                step.total = self._gossip(number, step)
             if self._lacks(number):
                 return
-            self._give_back(number, step, self._with_others(step.mass, number, number))
+            self._send_back(number, step, self._with_others(step.total, number, number))
             del self._steps[number]
             self._mixed = number
 
-    def _share(self, number: int, step: _Step) -> _Shard:
-        """Add up what the ranks of the host have given, and send other hosts their share; OSGP: also of what they have
-        sent at earlier steps."""
-        masses = [step.given[place] for place in sorted(step.given)]
-        x, weight = masses[0].x + 0, masses[0].weight
-        for mass in masses[1:]:
-            x, weight = self._post.add(x, mass.x, 1.0), weight + mass.weight
+    def _gossip(self, number: int, step: _Step) -> State:
+        """Add up the shards of the host's ranks, and send other hosts their share; return the rest. OSGP: messages of
+        earlier steps are added before."""
+        first, *others = (step.contributed[place] for place in sorted(step.contributed))
+        total = push_sum.receive(
+            State(first.x + 0, first.w), ((Message(*shard), 1.0) for shard in others), self._post.add
+        )
         if self.config.max_staleness:
-            x, weight = self._with_others(_Shard(x, weight), number, number - 1)
+            total = self._with_others(total, number, number - 1)
         size = len(self._locals)
         receivers = [
             (host, p) for host, p in self.plan.out_edges(self._host, self._base + number) if self._goes_on(host, number)
         ]
-        if step.before is None or len({mass.weight for mass in masses}) > 1:  # (the owner is done; or after a cut)
-            message = x + 0
+        ranks = 1 + len(others)
+        if step.before is None or any(shard.w != first.w for shard in others):  # the owner has finished; or after a cut
+            x = total.x + 0
         else:
-            message = step.before * float(len(masses))
-        sent, given = weight, sum(p for _, p in receivers)
-        short = self._giving.short or not all(self._goes_on(host, number) for host in self.plan.senders(self._host))
-        if short and weight < MIN_WEIGHT * len(masses):
-            message, sent, given = message * 0.0, 0.0, 0.0
-        data = self._post.encode(message)
-        letters = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
-        self._mail.offer(self._opened_number(), number * STAGES + GOSSIP, letters, sent)
-        if given:
-            x = self._post.add(x, message, -given)
-        return _Shard(x, weight * (1.0 - given))
+            x = step.before * float(ranks)
+        p = sum(p for _, p in receivers)
+        senders = self.plan.senders(self._host)
+        gets_less = self._neighbour_stopped or not all(self._goes_on(host, number) for host in senders)
+        if push_sum.may_send(total.w, gets_less, ranks):
+            rest, message = push_sum.send(total, x, p, self._post.add) if p else (total, Message(x, total.w))
+        else:
+            rest, message = total, Message(x * 0.0, 0.0)
+        data = self._post.encode(message.x)
+        messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
+        self._mail.offer(self._opened_number(), number * STAGES + GOSSIP, messages, message.w)
+        return rest
 
     def _lacks(self, number: int) -> bool:
-        """Whether a message is missing that a step has to wait for."""
-        last = number - self.config.max_staleness  # (earlier ones were waited for in earlier steps)
+        """Return whether a message is missing that a step has to wait for."""
+        last = number - self.config.max_staleness  # earlier ones were waited for in earlier steps
         return any(
-            self._goes_on(host, last) and (host, last) not in self._letters.come and (host, last) not in self._had
+            self._goes_on(host, last) and (host, last) not in self._letters.received and (host, last) not in self._had
             for host, _ in (self._into(self._host, last) if last > 0 else ())
         )
 
-    def _with_others(self, mass: _Shard, number: int, until: int) -> _Shard:
-        """With what other hosts have sent, of their steps up to ``until``."""
+    def _with_others(self, total: State, number: int, until: int) -> State:
+        """Return a shard with messages of other hosts added, of their steps up to ``until``."""
         with self.engine.changed:
-            here = sorted(key for key in self._letters.come if key[1] <= until)
-            come = [self._letters.come.pop(key) for key in here]
-        x, weight = mass
-        for (_, past), (own_weight, part) in zip(here, come, strict=True):
-            x, weight = self._post.add(x, part, 1.0), weight + own_weight
+            here = sorted(key for key in self._letters.received if key[1] <= until)
+            received = [self._letters.received.pop(key) for key in here]
+        total = push_sum.receive(total, ((Message(x, w), 1.0) for w, x in received), self._post.add)
+        for _, past in here:
             self._staleness[max(0, number - past)] += 1
         self._had = {(host, past) for host, past in self._had.union(here) if past >= number - self.config.max_staleness}
-        self._taken += len(come)
-        return _Shard(x, weight)
+        self._taken += len(received)
+        return total
 
-    def _give_back(self, number: int, step: _Step, mass: _Shard) -> None:
-        share = 1.0 / len(step.given)
-        x, weight = mass.x * share, mass.weight * share
-        data = self._post.encode(x)
-        letters = [OutgoingMessage(place, data) for place in sorted(step.given) if place != self._place]
-        self._mail.offer(self._opened_number(), number * STAGES + ALL_GATHER, letters, weight)
-        if self._place in step.given:
-            self._returned(number, self._own, _Shard(x, weight))
+    def _send_back(self, number: int, step: _Step, total: State) -> None:
+        """Send each rank of the host its part of the result."""
+        part = push_sum.divided(total, len(step.contributed))
+        data = self._post.encode(part.x)
+        messages = [OutgoingMessage(place, data) for place in sorted(step.contributed) if place != self._place]
+        self._mail.offer(self._opened_number(), number * STAGES + ALL_GATHER, messages, part.w)
+        if self._place in step.contributed:
+            self._add_result(number, self._own, part)

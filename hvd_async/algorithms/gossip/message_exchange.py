@@ -1,4 +1,4 @@
-"""Messages between ranks, on the engine thread: offered, carried by an exchange of all ranks, delivered."""
+"""Messages between ranks, on the engine thread: queued, exchanged by one ``alltoall`` of all ranks, delivered."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Rows, Vector
 
 NAMES_IN_RING = 4
-"""Exchanges that may be in flight at once; their names come back, as Horovod's cache likes it."""
+"""Exchanges that may be in flight at once; their names are used again, which Horovod's response cache needs."""
 HEADER = struct.Struct("<qd")
-"""Of a message: its key, the sender's push-sum weight."""
+"""The header of a message: its key, the sender's push-sum weight."""
 
 
 class OutgoingMessage(NamedTuple):
@@ -29,21 +29,21 @@ class OutgoingMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How a binding's messages look and travel.
+    """A binding's format of messages, and the vector operations it needs.
 
     Attributes:
         encode: makes bytes (uint8, flat) of a vector; they may share its memory.
-        decode: takes them back.
+        decode: makes the vector of these bytes.
         pack: lays encoded vectors and their headers out as ``rows`` rows of ``nbytes`` bytes and a header.
         unpack: takes a row apart: encoded vector, header.
         nbytes: of an encoded vector.
-        rows: of what a rank submits to an exchange, always.
+        rows: number of rows that a rank submits to each exchange.
         lossless: whether ``decode(encode(x))`` is x.
-        differences: whether what is encoded is the difference to what the receiver knows (CHOCO-SGD).
+        differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
         add: ``add(x, y, a)`` is x + a y; it may change x.
         split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
         join: takes that back.
-        zeros: a vector that holds nothing; it is never changed, and may be the same one each time.
+        zeros: a vector of zeros; it is never changed, and may be the same one each time.
         scalar: a vector of one float64.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
         members: those ranks; empty for all.
@@ -74,11 +74,11 @@ class _QueuedStep(NamedTuple):
 
 
 class MessageExchange:
-    """One optimizer's.
+    """The exchanges of one optimizer on this rank.
 
     Args:
         engine: this rank's.
-        post: how messages look.
+        post: the format of messages.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
         snapshot: the encoded vector with which this rank is averaged with the partner at this place (AD-PSGD).
         after: called when all messages of an exchange were delivered.
@@ -100,15 +100,15 @@ class MessageExchange:
         self._busy: set[str] = set()
         self._held: deque[StartExchange] = deque()
         self._last: int | None = None
-        """The last exchange before a drain that this rank has not ended yet; those after it wait."""
-        self.landed = self.gone = 0
-        """Exchanges that are over here; of these, how many carried an offer of this rank."""
+        """The last exchange before a drain that this rank has not completed yet; later ones wait."""
+        self.completed = self.own_sent = 0
+        """Exchanges that have completed here; of these, how many carried messages of this rank."""
         self.sent = self.bytes_sent = 0
         self.seconds = 0.0
-        """Of all exchanges here."""
+        """Duration of all exchanges here, summed."""
 
     def offer(self, optimizer: int, key: int, letters: list[OutgoingMessage], weight: float) -> None:
-        """Have an exchange carry messages, one to a receiver, soon; without any, only say that there are none."""
+        """Queue a step's messages, one to a receiver, for an exchange; without any, announce that there are none."""
         if not letters:
             self._engine.send(NoMessage(optimizer, key))
             return
@@ -120,7 +120,7 @@ class MessageExchange:
         self._last = last
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a ``pause``."""
         self._last = None
         self._try_held()
 
@@ -162,7 +162,7 @@ class MessageExchange:
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
         first = self._place[command.mail[0][0] if command.mail else command.pairs[0][0]]
 
-        def landed(result: Any) -> None:
+        def on_complete(result: Any) -> None:
             received, counts = result
             self._busy.discard(name)
             self.seconds += time.monotonic() - started
@@ -171,15 +171,15 @@ class MessageExchange:
                 data, header = self._post.unpack(row)
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, data)
-            self.landed += 1
-            self.gone += any(sender == own for sender, _ in command.mail)
-            # (To whom it goes knows when it has come. The sender's part is over when the system has taken it, which may
-            # be at once, and then exchanges seem to take no time.)
+            self.completed += 1
+            self.own_sent += any(sender == own for sender, _ in command.mail)
+            # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
+            # exchanges would seem to take no time.
             if first in senders:
                 self._engine.send(ExchangeDone(command.optimizer, command.round))
             self._after()
             self._try_held()
 
         self._engine.submit(
-            lambda: self._engine.collectives.alltoall(packed, splits, name, self._post.process_set), landed
+            lambda: self._engine.collectives.alltoall(packed, splits, name, self._post.process_set), on_complete
         )

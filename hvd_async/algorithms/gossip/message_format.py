@@ -15,37 +15,37 @@ CHUNK = 2048
 """Elements that share a scale in 8 bits."""
 LEVELS = 127
 LARGEST = {"fp16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
-"""Numbers in half precision."""
+"""The largest number of each half precision."""
 ALIGNMENT = 16
 """Bytes to which rows are filled up, so that each can be read as numbers in place."""
 
 
 def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
-    """Bytes of an encoded vector."""
+    """Return the bytes of an encoded vector."""
     if compression == "int8":
         return -(-elements // CHUNK) * (CHUNK + 4)
     return elements * (itemsize if compression == "none" else 2)
 
 
 def row_bytes(nbytes: int) -> int:
-    """Bytes of a row that holds an encoded vector and its header."""
+    """Return the bytes of a row that holds an encoded vector and its header."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + HEADER.size
 
 
 def to_bf16(vector: Array) -> Array:
-    """float32 to the nearest bfloat16 (ties to even), as uint16."""
+    """Convert float32 to the nearest bfloat16 (ties to even), as uint16."""
     bits = vector.astype(np.float32, copy=False).view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(vector), np.uint16(0x7FC0), rounded)
 
 
 def from_bf16(bits: Array) -> Array:
-    """bfloat16, as uint16, to float32."""
+    """Convert bfloat16, as uint16, to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def quantize(vector: Array) -> Array:
-    """8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
+    """Encode 8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
     chunks = np.zeros((-(-len(vector) // CHUNK), CHUNK), np.float32)
     chunks.reshape(-1)[: len(vector)] = vector
     scales = np.abs(chunks).max(axis=1, keepdims=True) / np.float32(LEVELS)
@@ -54,7 +54,7 @@ def quantize(vector: Array) -> Array:
 
 
 def dequantize(data: Array, elements: int) -> Array:
-    """What ``quantize`` has made of so many elements, as float32."""
+    """Return the float32 vector of so many elements that ``quantize`` encoded."""
     count = -(-elements // CHUNK)
     scales = data[: 4 * count].view(np.float32).reshape(count, 1)
     levels = data[4 * count :].view(np.int8).reshape(count, CHUNK)
@@ -64,14 +64,14 @@ def dequantize(data: Array, elements: int) -> Array:
 def make_post(
     elements: int, dtype: Any, compression: str, rows: int, sharers: RankGroup | None = None, parts: int = 1
 ) -> MessageFormat:
-    """How NumPy vectors of weights travel.
+    """Return the message format of NumPy vectors of weights.
 
     Args:
         elements: of a vector.
         dtype: float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
-        sharers: the ranks that gossip; None: all.
+        sharers: the ranks that share the optimizer; None: all.
         parts: a message holds one of so many parts of a vector.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
@@ -82,7 +82,7 @@ def make_post(
     def encode(vector: Array) -> Array:
         if compression == "int8":
             return quantize(vector)
-        if compression in LARGEST:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+        if compression in LARGEST:  # the sender keeps what clipping and rounding leave out
             vector = np.clip(vector, -LARGEST[compression], LARGEST[compression])
             return (to_bf16(vector) if compression == "bf16" else vector.astype(np.float16)).view(np.uint8)
         return np.ascontiguousarray(vector, kind).view(np.uint8)

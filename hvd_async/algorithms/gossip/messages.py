@@ -1,4 +1,4 @@
-"""Gossip: what ranks and the coordinator say to each other, and what ranks must have in common."""
+"""Messages of gossip between ranks and coordinator, and the configuration that ranks must have in common."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
 
 
 class GossipConfig(Config, frozen=True, tag=True):
-    """What all ranks that gossip must have in common before the first exchange.
+    """Configuration that all ranks of an optimizer must have in common before the first exchange.
 
     Attributes:
         algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
         graph: the topology's name, and a digest of its edges and their weights.
-        neighbours: of each rank (by its place among those that share the optimizer); AD-PSGD alone needs them here.
-        max_staleness: steps (OSGP).
+        neighbours: places of each rank's neighbours, by its own place; empty except for AD-PSGD.
+        max_staleness: steps that a message may be late (OSGP).
         max_local_steps: steps a rank may take between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
-        compression: how messages travel.
+        compression: encoding of messages.
         local_size: ranks that are averaged before they gossip; 1: none.
     """
 
@@ -32,7 +32,7 @@ class GossipConfig(Config, frozen=True, tag=True):
 
 
 class MessageQueued(OptimizerEvent, frozen=True, tag=True):
-    """This rank has a message for other ranks, ``key`` of its own; its engine holds it until an exchange takes it."""
+    """This rank has queued messages of its step ``key``, which its engine keeps until an exchange takes them."""
 
     key: int
 
@@ -44,11 +44,11 @@ class NoMessage(OptimizerEvent, frozen=True, tag=True):
 
 
 class PairRequested(OptimizerEvent, frozen=True, tag=True):
-    """This rank wants to be averaged with a neighbour (AD-PSGD)."""
+    """This rank is ready to be averaged with a neighbour (AD-PSGD)."""
 
 
 class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
-    """This rank waits for a message that was in none of the first ``seen`` exchanges, and has none to offer."""
+    """This rank waits for a message that was in none of the first ``seen`` exchanges, and has none queued."""
 
     seen: int
 
@@ -61,7 +61,7 @@ class AverageEntered(OptimizerEvent, frozen=True, tag=True):
 
 
 class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
-    """An exchange is over on this rank."""
+    """An exchange has completed on this rank."""
 
     round: int
 
@@ -75,8 +75,8 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
 
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
-    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others bring
-    nothing."""
+    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others
+    contribute zeros."""
 
     index: int
     ranks: list[int]
@@ -84,7 +84,7 @@ class StartAverage(OptimizerCommand, frozen=True, tag=True):
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):
-    """A rank is done: nothing of its steps after ``step`` (since the last drain) will come."""
+    """A rank has finished: it sends nothing of its steps after ``step`` (since the last drain)."""
 
     rank: int
     step: int

@@ -1,4 +1,4 @@
-"""Which ranks gossip with which, with what weights: a topology and its mixing matrices, checked for an algorithm."""
+"""Gossip plans: a topology and its mixing matrices, checked for an algorithm."""
 
 from __future__ import annotations
 
@@ -13,57 +13,23 @@ import numpy as np
 
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.messages import GossipConfig
+from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS, NO_USE, NOT_GIVEN, GossipAlgorithm
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
 
-DIRECTED = ("sgp", "osgp")
-SYMMETRIC = ("dpsgd", "adpsgd")
-ALGORITHMS = (*DIRECTED, *SYMMETRIC, "allreduce")
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 """Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
 MOST_COPIES = 32
-"""Vectors of weights that a rank keeps for 8-bit differences."""
-COMPRESSIONS = ("none", "fp16", "bf16", "int8")
-DEFAULTS: Mapping[str, Any] = {
-    "graph": None,
-    "peers": 1,
-    "weights": "uniform",
-    "max_staleness": None,
-    "max_local_steps": 4,
-    "average_every": 0,
-    "compression": "none",
-    "local_size": 1,
-}
-"""The options of ``make_plan`` that only some algorithms use."""
-_PUSH = frozenset(DEFAULTS) - {"max_staleness", "max_local_steps"}
-USES: Mapping[str, frozenset[str]] = {
-    "sgp": _PUSH,
-    "osgp": _PUSH | {"max_staleness"},
-    "dpsgd": _PUSH,
-    "adpsgd": frozenset({"graph", "peers", "max_local_steps", "compression"}),
-    "allreduce": frozenset({"average_every"}),
-}
-"""Which."""
-_NO_USE = {
-    "graph": "topology: {0} averages all ranks; leave it out",
-    "peers": "peers: {0} averages all ranks; leave it out",
-    "weights": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
-    "topology",
-    "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
-    "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
-    "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
-    "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "local_size": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
-}
+"""Vectors of weights that a rank may keep for 8-bit differences."""
 
 
 @dataclass(frozen=True)
 class GossipPlan:
-    """Who sends to whom at each step, and what the receiver multiplies by.
+    """Edges of each step with their mixing weights.
 
     Attributes:
-        config: what all ranks must have in common.
+        config: the same on all ranks.
         topology: of the ranks that share the optimizer, by place; of their hosts, if ranks are averaged there first.
         matrices: one a phase, ``W[receiver, sender]``, columns sum to 1.
     """
@@ -74,16 +40,16 @@ class GossipPlan:
 
     @property
     def every(self) -> int:
-        """Steps from one in which messages go to the next. OSGP sends each ``max_staleness`` steps, when those sent
-        before have come: with more under way a rank would give itself away, and z = x / w run off."""
+        """Steps between two sending steps. OSGP sends every ``max_staleness`` steps, when earlier messages have been
+        received: with more in flight a rank would keep too little of x and w, and z = x / w would diverge."""
         return max(1, self.config.max_staleness)
 
     def phase(self, step: int) -> int:
-        """Of a step in which messages go, from 1."""
+        """Return the phase of a sending step, from 1."""
         return (step - 1) // self.every % len(self.matrices)
 
     def moves(self, step: int) -> bool:
-        """Whether any rank sends anything at ``step``."""
+        """Return whether any rank sends anything at ``step``."""
         return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
 
     @cached_property
@@ -101,26 +67,26 @@ class GossipPlan:
         return found
 
     def out_edges(self, place: int, step: int) -> list[tuple[int, float]]:
-        """(receiver, weight) of what ``place`` sends at ``step``, in ascending order."""
+        """Return (receiver, weight) of each message that ``place`` sends at ``step``, in ascending order."""
         return self._edges[self.phase(step)][0][place] if self.moves(step) else []
 
     def in_edges(self, place: int, step: int) -> list[tuple[int, float]]:
-        """(sender, weight) of what ``place`` gets of its senders' step ``step``."""
+        """Return (sender, weight) of each message of step ``step`` that ``place`` receives."""
         return self._edges[self.phase(step)][1][place] if self.moves(step) else []
 
     def senders(self, place: int) -> frozenset[int]:
-        """Of whom ``place`` gets anything, at any step."""
+        """Return the ranks that send to ``place`` at any step."""
         return frozenset(sender for _, into in self._edges for sender, _ in into[place])
 
     @property
     def least_weight(self) -> float:
-        """As ``mixing.least_weight``; lower only while ranks are done, then by the part that a rank keeps of 0.75."""
+        """The value of ``mixing.least_weight``; it is lower only when ranks have finished, then a kept part of 0.75."""
         return mixing.least_weight(self.matrices, overlap=self.config.max_staleness > 0)
 
     @property
     def copies(self) -> int:
-        """Vectors of weights that a rank keeps at most for 8-bit differences (CHOCO-SGD): what all began with, one for
-        each phase in which it sends, one for each sender in each phase."""
+        """The most vectors of weights that a rank keeps for 8-bit differences (CHOCO-SGD): the one all ranks started
+        with, one for each phase in which it sends, one for each sender in each phase."""
         size = len(self.matrices[0])
         counts = [sum(bool(out[r]) + len(into[r]) for out, into in self._edges) for r in range(size)]
         return 1 + max(counts)
@@ -128,17 +94,18 @@ class GossipPlan:
     @property
     def max_messages(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""
-        if self.config.algorithm == "adpsgd":
+        if ALGORITHMS[self.config.algorithm].pairs:
             return 1
         return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
 
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
-    """The algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if some
-    rank never hears of another."""
+    """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
+    weights of some rank never reach another."""
     if graph.unreachable() is not None:
         return ()
-    return DIRECTED + SYMMETRIC if graph.symmetric else DIRECTED
+    fit = (each for each in ALGORITHMS.values() if each.has_graph)
+    return tuple(each.name for each in fit if graph.symmetric or not each.symmetric_graph)
 
 
 def make_plan(
@@ -153,13 +120,13 @@ def make_plan(
     compression: str = "none",
     local_size: int = 1,
 ) -> GossipPlan:
-    """Check how ranks are to gossip, and lay it out.
+    """Return the plan by these options, checked.
 
     Args:
         size: ranks that share the optimizer.
         algorithm: one of ``ALGORITHMS``.
         graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
-        peers: a rank has so many a step, where the graph leaves it open.
+        peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
         max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
         max_local_steps: steps between two averagings (AD-PSGD).
@@ -168,7 +135,7 @@ def make_plan(
         local_size: ranks of a host that are averaged before they gossip.
 
     Raises:
-        ValueError: what does not fit together, and what would.
+        ValueError: options that do not fit together; the message says which would.
     """
     given = {
         "graph": graph,
@@ -180,32 +147,31 @@ def make_plan(
         "compression": compression,
         "local_size": local_size,
     }
-    _check_options(algorithm, given)
+    kind = _checked(algorithm, given)
     if local_size < 1 or size % local_size:
         raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
     if max_staleness is None:
-        max_staleness = 1 if algorithm == "osgp" else 0
-    if algorithm == "allreduce":
-        average_every = average_every or 1
+        max_staleness = kind.options.get("max_staleness", 0)
+    average_every = average_every or kind.options.get("average_every", 0)
     places = size // local_size
-    if algorithm == "allreduce":
-        chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
+    if kind.has_graph:
+        chosen, matrices = _graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
     else:
-        chosen, matrices = _graph(places, algorithm, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
+        chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
     digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
-    neighbours = [list(chosen.neighbours(place)) for place in range(places)] if algorithm == "adpsgd" else []
+    neighbours = [list(chosen.neighbours(place)) for place in range(places)] if kind.pairs else []
     config = GossipConfig(
         algorithm=algorithm,
         graph=f"{chosen.name} ({digest:08x})",
         neighbours=neighbours,
         max_staleness=max_staleness,
-        max_local_steps=max_local_steps if algorithm == "adpsgd" else 0,
+        max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
         average_every=average_every,
         compression=compression,
         local_size=local_size,
     )
     plan = GossipPlan(config, chosen, tuple(matrices))
-    _check_weight(plan)
+    _check_weight(plan, kind)
     if compression == "int8" and plan.copies > MOST_COPIES:
         raise ValueError(
             f"int8 on topology {chosen.name!r} keeps {plan.copies} copies of the weights on a rank (one for each edge "
@@ -215,25 +181,25 @@ def make_plan(
     return plan
 
 
-def _check_weight(plan: GossipPlan) -> None:
-    """Refuse, or warn of, push-sum weights so low that z = x / w runs away."""
-    algorithm, least = plan.config.algorithm, plan.least_weight if plan.config.algorithm in DIRECTED else 1.0
+def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
+    """Refuse, or warn of, push-sum weights so low that z = x / w diverges; on symmetric graphs they stay 1."""
+    least = plan.least_weight if kind.has_graph and not kind.symmetric_graph else 1.0
     if least >= LOW_WEIGHT:
         return
     text = (
-        f"topology {plan.topology.name!r} under {algorithm}: push-sum weights fall to {least:.3g}, so the optimizer's "
+        f"topology {plan.topology.name!r} under {kind.name}: push-sum weights fall to {least:.3g}, so the optimizer's "
         f"step is up to {1 / least:.3g} times as long as its learning rate says"
     )
     hint = "take a topology on which ranks get as much as they give, such as 'exponential'"
-    if algorithm == "osgp":
+    if kind.may_be_late:
         hint += ", with few receivers a step"
     if least < MIN_WEIGHT:
         raise ValueError(f"{text}, which lets weights run away; {hint}")
     warnings.warn(f"{text}; lower that, or {hint}", stacklevel=3)
 
 
-def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that cannot be, that mean nothing to the algorithm, or that do not go together."""
+def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
+    """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
     _check_number("max_local_steps", given["max_local_steps"], 1)
@@ -242,27 +208,31 @@ def _check_options(algorithm: str, given: Mapping[str, Any]) -> None:
     compression = given["compression"]
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
-    for name in sorted(DEFAULTS.keys() - USES[algorithm]):
+    kind = ALGORITHMS[algorithm]
+    for name in sorted(NOT_GIVEN.keys() - kind.options.keys()):
         value = given[name]
         if name == "max_staleness":
-            value = value or None  # (0 is what they have)
-        if not isinstance(value, str | int | None) or value != DEFAULTS[name]:
-            raise ValueError(_NO_USE[name].format(algorithm))
-    if compression == "int8" and algorithm == "adpsgd":
+            value = value or None  # 0 says the same
+        if not isinstance(value, str | int | None) or value != NOT_GIVEN[name]:
+            raise ValueError(NO_USE[name].format(algorithm))
+    if compression == "int8" and kind.pairs:
         raise ValueError(
             f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
             f"fp16 or bf16, or another algorithm"
         )
     if given["local_size"] > 1 and (compression != "none" or given["average_every"]):
         raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
+    return kind
 
 
-def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what: str) -> tuple[Topology, list[Matrix]]:
-    """The graph and its matrices, fit for the algorithm."""
-    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, algorithm)) is not None:
+def _graph(
+    size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any, what: str
+) -> tuple[Topology, list[Matrix]]:
+    """Return the graph and its matrices, checked for the algorithm."""
+    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, kind)) is not None:
         graph, weights = None, own
     if isinstance(weights, str):
-        chosen = _topology(size, graph, peers, algorithm)
+        chosen = _topology(size, graph, peers, kind)
         matrices = mixing.matrices(chosen, weights)
     else:
         if graph is not None or peers != 1:
@@ -280,9 +250,9 @@ def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what
     if chosen.size != size:
         raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
     mixing.check_connected(chosen)
-    if algorithm in SYMMETRIC:
-        _check_symmetric(chosen, algorithm)
-    if algorithm == "dpsgd":
+    if kind.symmetric_graph:
+        _check_symmetric(chosen, kind.name)
+    if kind.doubly_stochastic:
         for matrix in matrices:
             try:
                 mixing.check_doubly(matrix)
@@ -299,9 +269,9 @@ def _graph(size: int, algorithm: str, graph: Any, peers: int, weights: Any, what
     return chosen, matrices
 
 
-def _topology(size: int, graph: Any, peers: int, algorithm: str) -> Topology:
+def _topology(size: int, graph: Any, peers: int, kind: GossipAlgorithm) -> Topology:
     if graph is None:
-        graph = "exponential" if algorithm in DIRECTED else "bipartite-exponential"
+        graph = kind.options["graph"]
     if isinstance(graph, str):
         return topology.named(graph, size, peers)
     topology.check_peers(peers, size)
@@ -320,14 +290,14 @@ def _is_networkx(graph: Any) -> bool:
     return hasattr(graph, "nodes") and hasattr(graph, "is_directed")
 
 
-def _weighted(graph: Any, peers: int, weights: Any, algorithm: str) -> Matrix | None:
-    """The mixing matrix that a networkx graph's edges carry; None if they carry none."""
-    topology.from_networkx(graph)  # (its nodes are ranks)
+def _weighted(graph: Any, peers: int, weights: Any, kind: GossipAlgorithm) -> Matrix | None:
+    """Return the mixing matrix of a networkx graph's edge weights; None if it has none."""
+    topology.from_networkx(graph)  # raises if its nodes are no ranks
     matrix = mixing.of_networkx(graph)
     if matrix is None:
         return None
-    if algorithm == "adpsgd" or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
-        own = "adpsgd averages half and half" if algorithm == "adpsgd" else "leave mixing and peers out"
+    if kind.pairs or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
+        own = f"{kind.name} averages half and half" if kind.pairs else "leave mixing and peers out"
         raise ValueError(
             f"the edges of this networkx graph have weights, which are mixing weights: {own}; or {mixing.STRIP}"
         )
@@ -359,7 +329,7 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 
 def _is_list(weights: Any) -> bool:
-    """Whether it is several matrices, rather than the rows of one."""
-    if isinstance(weights, list | tuple):  # (of different sizes, maybe: NumPy would have no number of dimensions)
+    """Return whether these are several matrices, rather than the rows of one."""
+    if isinstance(weights, list | tuple):  # maybe of different sizes, for which NumPy has no number of dimensions
         return bool(weights) and np.ndim(weights[0]) == 2
     return bool(np.ndim(weights) == 3)

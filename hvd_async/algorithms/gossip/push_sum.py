@@ -1,96 +1,106 @@
-"""What a rank gives away by push-sum: with each message a share of its weights and of its push-sum weight."""
+"""Push-sum's equations as pure functions: SGP (Assran et al., ICML 2019, Algorithm 1), OSGP, D-PSGD.
+
+Rank i has biased weights x_i and a push-sum weight w_i, 1 at the start. One step of SGP, after x_i <- U(x_i, g_i):
+
+    send to each out-neighbour j (line 4 of Algorithm 1):   (x_i, w_i), of which j adds p_ji; rank i keeps p_ii
+    receive (lines 5 and 6):                                x_i <- sum_j p_ij x_j,   w_i <- sum_j p_ij w_j
+    model (line 7):                                         z_i = x_i / w_i
+
+Columns of p sum to 1, so sums of x and of w over ranks and messages in flight never change. OSGP receives messages
+later (its weights are those of their own step); D-PSGD (Lian et al., NeurIPS 2017, Algorithm 1) has symmetric p, whose
+w stay 1, and sends the x_i of before the update.
+
+``add(x, y, a)`` of a message format is x + a y; it may reuse the memory of x.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback
-from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+Vector = Any
+Add = Callable[[Vector, Vector, float], Vector]
 
 MIN_WEIGHT = 0.75
-"""Push-sum weight below which a rank gives nothing away where senders to it are done, or have nothing to give: it would
-go on with ever less, and z = x / w would run away. It sends empty messages then, of weight 0."""
+"""Push-sum weight below which a rank that receives less than it sends keeps what it has: z = x / w diverges as w goes
+to 0. It sends empty messages then, of weight 0."""
 
 
-class SentShare(NamedTuple):
-    """What a step's messages take with them.
+class State(NamedTuple):
+    """One rank's state.
 
     Attributes:
-        x: as the receivers decode it.
-        share: of x and of the push-sum weight, given away in all.
-        weight: that this share is of.
+        x: biased weights, shape (n,).
+        w: push-sum weight.
     """
 
     x: Vector
-    share: float
-    weight: float
+    w: float
 
 
-class Sender:
-    """One optimizer's, on the training thread.
+class Message(NamedTuple):
+    """Biased weights as the receivers decode them, and the sender's push-sum weight."""
+
+    x: Vector
+    w: float
+
+
+class Sent(NamedTuple):
+    """A step's message, and the sum of p over its receivers."""
+
+    message: Message
+    p: float
+
+
+def send(state: State, x: Vector, p: float, add: Add) -> tuple[State, Message]:
+    """Return the state after sending, and the message.
 
     Args:
-        engine: this rank's.
-        plan: who sends to whom.
-        place: this rank's.
-        post: how messages look.
-        mail: where they go.
-        known: what their receivers know.
-        letters: what other ranks send.
-
-    Attributes:
-        offered: steps of which messages were offered, ever.
-        short: whether an empty message has come since the last drain or cut.
+        state: before it.
+        x: the biased weights sent, as receivers decode them, shape (n,); not the state's own vector.
+        p: summed over the receivers.
+        add: see above.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        plan: GossipPlan,
-        place: int,
-        post: MessageFormat,
-        mail: MessageExchange,
-        known: ErrorFeedback,
-        letters: ReceiveBuffer,
-    ) -> None:
-        self._engine, self._plan, self._place, self._post = engine, plan, place, post
-        self._mail, self._known, self._letters = mail, known, letters
-        self.offered = 0
-        self.short = False
-
-    def offer(self, optimizer: int, step: int, phase: int, message: Vector, weight: float) -> SentShare | None:
-        """Offer a step's messages, if any rank has some then; None if they take nothing with them.
-
-        Args:
-            step: since the last drain or cut.
-            phase: the number, from 1, of the step whose edges these are.
-            message: what is sent, shape (n,); it must stay as it is until it has gone.
-            weight: this rank's push-sum weight.
-        """
-        if not self._plan.moves(phase):
-            return None
-        out = [(to, p) for to, p in self._plan.out_edges(self._place, phase) if step <= self._letters.last(to, step)]
-        gift, data = None, None
-        if out and weight < MIN_WEIGHT and self._is_short(step):
-            data, weight = self._post.encode(self._post.zeros()), 0.0
-        elif out:
-            data, sent = self._known.encode(edge("out", self._plan, phase), message)
-            gift = SentShare(sent, sum(p for _, p in out), weight)
-        letters = [OutgoingMessage(to, data) for to, _ in out]
-        self.offered += bool(letters)
-        self._engine.call_soon(lambda: self._mail.offer(optimizer, step, letters, weight))
-        return gift
-
-    def _is_short(self, step: int) -> bool:
-        """Whether this rank cannot count on getting back what it gives."""
-        senders = self._plan.senders(self._place)  # (also of other phases: it may give in this one, and get in none)
-        return self.short or any(step > self._letters.last(sender, step) for sender in senders)
+    return State(add(state.x, x, -p), state.w * (1.0 - p)), Message(x, state.w)
 
 
-def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
-    """The name of what a sender is known by ("out": this rank itself)."""
-    return f"{end} {plan.phase(phase)}"
+def without(state: State, sent: Sent, add: Add) -> State:
+    """Return the state without a message that was made before, of this state or an earlier one."""
+    (x, w), p = sent
+    # a message stays as it is until it is sent: where it is x itself, x must not change in place
+    return State(state.x * (1.0 - p) if x is state.x else add(state.x, x, -p), state.w - p * w)
+
+
+def weighted(message: Message, p: float) -> Message:
+    """Return p times a message: what its receiver adds."""
+    return Message(message.x * p, p * message.w)
+
+
+def receive(state: State, messages: Iterable[tuple[Message, float]], add: Add) -> State:
+    """Return the state after receiving messages, each with its edge's weight p, in this order."""
+    x, w = state
+    for message, p in messages:
+        x = add(x, message.x, p)
+        w += p * message.w
+    return State(x, w)
+
+
+def model(state: State) -> Vector:
+    """Return z = x / w."""
+    return state.x if state.w == 1.0 else state.x * (1.0 / state.w)
+
+
+def biased(z: Vector, w: float) -> State:
+    """Return the state of a model z."""
+    return State(z * w, w)
+
+
+def divided(state: State, ranks: int) -> State:
+    """Return each of so many ranks' equal part of a state."""
+    part = 1.0 / ranks
+    return State(state.x * part, state.w * part)
+
+
+def may_send(w: float, gets_less: bool, ranks: int = 1) -> bool:
+    """Return whether a state that stands for so many ranks may send a share."""
+    return not gets_less or w >= MIN_WEIGHT * ranks

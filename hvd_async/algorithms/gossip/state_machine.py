@@ -1,26 +1,27 @@
-"""The coordinator's state machine for gossip: which messages travel together, who is averaged with whom.
+"""State machine of gossip: which messages travel together, which ranks are averaged as pairs.
 
 The laws it keeps:
 
-1. *One exchange at a time*, each one collective of all ranks. The next goes when the last has landed and every active
-   rank has something for it, or waits itself for a message that was in none so far. Else it goes when it could have
-   gone for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting less would
-   make many small ones of one. (AD-PSGD, where nobody is held up by an exchange: when its first rank has waited so
-   long.)
-2. *In order.* A rank's messages go in the order in which it offered them, one an exchange; of several ranks' those of
-   the earliest step alone, since in one step of a graph nobody gets more than others, and ranks fall into step so.
-   (Not where hosts gossip: their messages of one step are of three stages.) None goes that is more than ``AHEAD``
-   sending steps beyond the slowest active rank, since they would pile up where that one sleeps. A rank that has none of
-   a step says so: it takes no part in the exchange, and is not waited for.
-3. *Pairs* (AD-PSGD): a rank that wants to be averaged is paired with a neighbour that wants it too, those that have
-   waited longest first; where there is none, with one that is active and does not ask. A rank is in one pair of an
-   exchange at the most. So nobody waits for a neighbour that computes.
-4. *Averages* over all ranks go when every active rank is in its average of that number.
-5. *Ends.* A rank that is done is announced: nobody may wait for what it will not send. What has been offered when all
-   are done goes out before they are told.
+1. *One exchange at a time*, each one collective of all ranks. When the last has completed and every active rank has a
+   message for the next, or waits itself for a message that was in none so far, the next starts. Else it starts once it
+   could have started for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting
+   less would make many small ones of one. In AD-PSGD no step waits for an exchange, so the next starts when its first
+   rank has waited so long.
+2. *In order.* A rank's messages go in the order in which it queued them, one step's in an exchange. When several ranks
+   have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
+   ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
+   messages are more than ``AHEAD`` sending steps ahead of the slowest active rank, they wait: they would pile up where
+   that rank sleeps. When a rank has no message in a step it announces so: it takes no part in the exchange, and is not
+   waited for.
+3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
+   first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
+   waits for a neighbour that computes.
+4. *Averages.* When every active rank has entered its average of that number, the average over all starts.
+5. *Ends.* When a rank finishes, all are told: nobody may wait for messages that it will not send. When all have
+   finished, queued messages are sent before the ranks are told.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
-(A graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.)
+The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
 
 SMOOTHING = 0.2
-"""Of the running mean of how long an exchange takes."""
+"""Weight of the last exchange in the running mean of their durations."""
 AHEAD = 8
-"""Sending steps."""
+"""Sending steps that a rank's messages may be ahead of the slowest rank (law 2)."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +68,41 @@ class _Flight:
 
 
 class GossipStateMachine(StateMachine[GossipConfig]):
-    """Gossip of one optimizer."""
+    """Exchanges, pairs and averages of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
         self._wants: dict[int, float] = {}
-        """Ranks that want to be averaged, in order, and since when."""
+        """Ranks that requested a pair, in order, and when."""
         self._gone: dict[int, int] = {}
-        """The last step of each rank that has no message here any more, since the last drain."""
+        """The last step of each rank whose messages were sent, since the last drain."""
         self._told: dict[int, int] = {}
-        """The last step of which each rank has offered messages, or said that it has none, since the last drain."""
+        """The last step of which each rank has queued messages, or announced none, since the last drain."""
         self._starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """The last exchange in which a rank was averaged."""
         self._averages: dict[int, dict[int, float]] = {}
-        """Averages that have not gone: the ranks that are in them, and their push-sum weights."""
+        """Averages that have not started: the ranks that entered, and their push-sum weights."""
         self._average = 0
-        """The last one that went, since the last drain."""
+        """The last average that started, since the last drain."""
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """Each rank's steps at the last drain."""
         self._round = 0
         self._flight: _Flight | None = None
         self._duration = 0.0
-        """Mean seconds of an exchange."""
+        """Mean duration of an exchange, in seconds."""
         self._free_since = -math.inf
-        """When the last exchange landed."""
+        """When the last exchange completed."""
         self._wake_at: float | None = None
 
     def tick(self, now: float) -> list[Command]:
-        """Send the exchange that only waited for more ranks."""
+        """Start the exchange that only waited for more ranks."""
         return self._advance(now)
 
     def deadline(self) -> float | None:
-        """When an exchange goes, whoever is in it."""
+        """Return when an exchange starts, whoever is in it."""
         return self._wake_at
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -111,15 +113,17 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
         commands = super()._on_registered(rank, event, now)
-        if self._config is not None:  # ranks that were done before know others only now
+        if self._config is not None:  # ranks that had finished before are announced now
             commands[1:1] = [self._retired(done) for done in sorted(self._done)]
         return commands
 
     def _on_all_registered(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
+        if config.algorithm not in ALGORITHMS:
+            raise ProtocolError(f"optimizer {self._optimizer} gossips by {config.algorithm!r}, which is no algorithm")
         size = len(self.ranks)
         fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
-        if config.algorithm == "adpsgd" and not fit:
+        if ALGORITHMS[config.algorithm].pairs and not fit:
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
         return config
 
@@ -153,15 +157,15 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _check_offer(self, rank: int, event: OptimizerEvent, key: int) -> None:
         if self._config is None:
             self._running(rank, event)
-        elif rank in self._done and self._config.local_size == 1:  # (else its engine still serves its host)
+        elif rank in self._done and self._config.local_size == 1:  # else its engine still serves its host
             raise ProtocolError(f"rank {rank} offered message {key} although it is done")
         if any(offer.key == key for offer in self._offers[rank]):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
 
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
-        if self._running(rank, event).algorithm != "adpsgd":
+        if not ALGORITHMS[self._running(rank, event).algorithm].pairs:
             raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
-        self._wants.setdefault(rank, now)  # (told again, if an averaging that it did not ask for was on its way)
+        self._wants.setdefault(rank, now)  # sent again, if a pair that it did not request was in flight
 
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
@@ -183,7 +187,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if self._flight is not None or not waits or self._is_ahead(group):
             return commands
         there = self._accounted(group)
-        since = min(waits) if self._config.algorithm == "adpsgd" else max(self._free_since, min(waits))
+        since = min(waits) if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, min(waits))
         if not self._active() <= there and now < since + self._duration:
             self._wake_at = since + self._duration
             return commands
@@ -194,7 +198,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return [*commands, exchange]
 
     def _group(self) -> list[int]:
-        """The ranks whose first offers go together."""
+        """Return the ranks whose first messages go together."""
         keys = {rank: offers[0].key for rank, offers in self._offers.items() if offers}
         assert self._config is not None
         if self._config.local_size > 1:
@@ -203,7 +207,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return [rank for rank, key in keys.items() if key == earliest]
 
     def _is_ahead(self, group: Sequence[int]) -> bool:
-        """Whether the messages of these ranks must wait for the slowest rank."""
+        """Return whether the messages of these ranks must wait for the slowest rank."""
         assert self._config is not None
         if not group or self._config.local_size > 1:
             return False
@@ -211,7 +215,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return self._offers[group[0]][0].key > slowest + AHEAD * max(1, self._config.max_staleness)
 
     def _accounted(self, group: Sequence[int]) -> set[int]:
-        """The ranks that are in the next exchange, or cannot be before it has landed."""
+        """Return the ranks that are in the next exchange, or cannot be before it has completed."""
         there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
         there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
         there.update(*self._averages.values())
@@ -225,14 +229,14 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         for index in sorted(self._averages):
             if self._averages[index].keys() >= self._active():
                 self._average = index
-                # (in one order, so that sums are the same to the bit)
+                # in one order, so that sums are the same to the bit
                 there = sorted(self._averages.pop(index).items())
                 ranks, weights = [rank for rank, _ in there], [weight for _, weight in there]
                 due.append(StartAverage(self._optimizer, index, ranks, sum(weights)))
         return due
 
     def _next(self, now: float) -> StartExchange | None:
-        """The next exchange, of all that waits; None if nobody that waits has a partner."""
+        """Return the next exchange, of all waiting messages and pairs; None if no waiting rank has a partner."""
         mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
         self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in mail}
         pairs = self._pair()
@@ -246,7 +250,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return StartExchange(self._optimizer, self._round, mail, pairs)
 
     def _pair(self) -> list[tuple[int, int]]:
-        """Law 3; of several neighbours the one whose last average is longest ago."""
+        """Return pairs by law 3; of several neighbours the one whose last average is longest ago."""
         assert self._config is not None
         taken: set[int] = set()
         pairs: list[tuple[int, int]] = []
@@ -274,7 +278,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._averages = {index: there for index, there in self._averages.items() if there}
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Its engine still ends exchanges, and serves its host."""
+        """Handle an event of a rank whose optimizer is deleted: its engine completes exchanges, and serves its host."""
         serves = isinstance(event, ExchangeDone) or (isinstance(event, MessageQueued) and self._of_hosts)
         return self._on_event(rank, event, now) if serves else []
 
@@ -284,7 +288,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
-            return []  # (others may not have opened: they are told when all have)
+            return []  # others may not have registered: they are told when all have
         self._wants.pop(rank, None)
         self._starved.pop(rank, None)
         return [self._retired(rank), *self._advance(now)]
@@ -293,7 +297,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Send what has been offered."""
+        """Start exchanges of all queued messages."""
         self._wants.clear()
         self._starved.clear()
         commands: list[Command] = []
@@ -303,7 +307,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             commands.append(exchange)
         self._gone.clear()
         self._told.clear()
-        self._flight = None  # (its landing is not waited for: the ranks know themselves what is still on its way)
+        self._flight = None  # ranks know themselves which exchanges they have not completed
         self._averages.clear()
         self._average = 0
         self._bases = {done: produced[0] for done, produced in self._produced.items()}

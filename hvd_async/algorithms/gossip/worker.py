@@ -1,399 +1,218 @@
-"""Gossip as one rank sees it, in any framework: after each local update its weights are mixed with those of others.
+"""Push-sum on one rank, in any framework: SGP, OSGP, D-PSGD, and averages over all ranks ("allreduce").
 
-Every rank has biased weights x and a push-sum weight w, 1 at first; the model holds z = x / w. What a rank sends leaves
-its x and w, what it takes in joins them, each times the weight that the plan gives the edge: so the sums of x and of w
-over the ranks and the messages on their way never change, whatever comes late, is compressed, or stays unsent because
-a rank is done. SGP and OSGP: Assran et al., ICML 2019.
+The model holds z = x / w. After each local update the rank sends a share of x and w and adds what it receives, each
+message times its edge's weight (``push_sum``): so the sums of x and of w over ranks and messages in flight never
+change, also when messages are late, compressed, or left out because a rank has finished.
 
-D-PSGD: Lian et al., NeurIPS 2017; its w stays 1 by itself. It sends the weights before an update, so they go at the end
-of the step before, and travel while the gradient is computed. (Not those of the first step after a drain or cut, nor
-where hosts gossip.) When all ranks are done, messages of a step that none of them took are left aside at both ends.
+D-PSGD sends the weights from before an update, so messages are sent at the end of the step before, and travel while the
+gradient is computed; not those of the first step after a drain or cut. When all ranks have finished, messages of a step
+that none of them took are discarded at both ends.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
+from hvd_async.algorithms.gossip import push_sum
+from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.global_average import GlobalAverages
-from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat
-from hvd_async.algorithms.gossip.messages import (
-    GossipConfig,
-    RankFinished,
-    StartAverage,
-    StartExchange,
-    WaitingForMessage,
-)
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.messages import StartAverage, WaitingForMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.push_sum import Sender, SentShare, edge
-from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer, ReceivedMessage
-from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
+from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
+from hvd_async.algorithms.gossip.receive_buffer import ReceivedMessage
+from hvd_async.algorithms.gossip.sender import Sender, edge
+from hvd_async.errors import ranks_text
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Drained, OptimizerCommand
-from hvd_async.runtime.worker import Worker
-from hvd_async.stats import GossipStats
-
-WEIGHT_TOLERANCE = 1e-6
-"""Relative, of the sum of push-sum weights."""
+from hvd_async.runtime.messages import OptimizerCommand
 
 
-class PushSumWorker(Worker):
-    """One optimizer of one rank that gossips by push-sum: SGP, OSGP, D-PSGD, or only averages ("allreduce").
-
-    Args:
-        engine: this rank's.
-        plan: who sends to whom.
-        post: how messages look and travel.
-        finish: as ``Worker``.
+class PushSumWorker(GossipWorker):
+    """One optimizer of one rank that gossips by push-sum.
 
     Attributes:
-        keep: what must live until the next drain: other ranks count on this one's weights.
-        log: where a test wants what happened to be recorded: (step, [(sender, its step), ...]) of each step.
+        log: (step, [(sender, its step), ...]) of the messages received in each step.
     """
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
-        super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
-        self.config: GossipConfig = plan.config
-        self.plan, self._post = plan, post
-        self._ranks = post.members or tuple(range(engine.size))
-        self._place = self._ranks.index(engine.rank)
-        self._mail = MessageExchange(engine, post, self._deliver, self._snapshot, self._tell_starved)
+        super().__init__(engine, plan, post, finish)
         self._averages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph)
-        self._letters = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_ahead)
         self._giving = Sender(engine, plan, self._place, post, self._mail, self._known, self._letters)
-        self._weight = 1.0
-        self._step = self._before = 0
-        """Steps since the last drain or cut, and before it."""
-        self._base = self._longest = 0
-        """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
-        self._taken = self._aside = 0
-        """Messages taken in, and left aside."""
-        self._ahead = 0
-        """The step whose messages were offered before it was taken; 0 if there is none."""
-        self._gift: SentShare | None = None
-        """What these messages take with them, once that step is taken."""
-        self._averagings = 0
-        self._stepped = 0
-        """Steps of all ranks before the last drain or cut (engine thread)."""
-        self._uneven = False
-        """Whether some ranks took fewer of them than others since the one before."""
-        self._together = True
-        """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
-        self._staleness: Counter[int] = Counter()
-        self._waited_for = [0.0] * len(self._ranks)
-        self._total = 0
-        """Steps of all ranks until the last drain."""
-        self._all_mass = True
-        """Whether all ranks that have stepped since the last drain are in this one."""
-        self.keep: object = None
-        self.log: list[Any] | None = None
+        self._early = 0
+        """The step whose messages were queued before it was taken; 0 if there is none."""
+        self._sent_early: Sent | None = None
+        """The share that they carry, subtracted once that step is taken."""
         self._noted: list[tuple[int, int]] = []
-        """What the log has not told yet."""
-
-    @property
-    def weight(self) -> float:
-        """The push-sum weight: the optimizer works on z x weight."""
-        return self._weight
-
-    @property
-    def version(self) -> int:
-        """Exchanges that have landed here."""
-        return self._mail.landed
-
-    @property
-    def settled(self) -> bool:
-        """Whether no step was taken since the last drain or cut."""
-        return self._step == 0
+        """Messages received that the log does not have yet."""
 
     @property
     def wants_before(self) -> bool:
-        """Whether ``mix`` wants the weights as they were before the update: D-PSGD, if they have not gone yet."""
-        return self.config.algorithm == "dpsgd" and not self._ahead
+        return super().wants_before and not self._early
 
     # -- a step -----------------------------------------------------------------------------------------------
 
     def begin(self, weights: Vector) -> None:
-        """The model's weights, shape (n,), the same on all ranks, before they meet; they belong to the worker."""
-        if not self._known.begun:  # (weights of an earlier run's cut are each rank's own)
+        if not self._known.begun:  # weights of an earlier run's cut are each rank's own
             self._known.begin(self._post.zeros() if self._restored else weights)
 
-    def check_step(self) -> None:
-        """Raise, if no step can be taken now; before one changes any weight."""
-        self._opened_number()
-        self._check_drained()
-
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step: send, take in what has to be and what is there.
-
-        Args:
-            before: x before the update, shape (n,); not looked at unless ``wants_before``.
-            after: x after the update. Both belong to the worker from now on.
-
-        Returns:
-            z, shape (n,).
-        """
         self.check_step()
-        late, sends_before, x = self.config.max_staleness > 0, self.wants_before, after
+        late, x = self.config.max_staleness > 0, before if self.wants_before else None
+        state = State(after, self._weight)
         self._step += 1
         if self.plan.moves(self._base + self._step):
-            # (a rank that waits for nobody must not run away from what it sends; OSGP: one message an edge under way)
-            self._await(lambda: self._giving.offered - self._mail.gone <= (0 if late else 1))
-        if late:  # all that others have sent at earlier steps comes in before more is given away
+            # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
+            self._await(lambda: self._giving.offered - self._mail.own_sent <= (0 if late else 1))
+        if late:  # messages of earlier steps are added before a share is sent
             self._await_messages()
-            x = self._take_in(x, self._step - 1)
-        if self.config.algorithm != "allreduce":
-            x = self._send(before if sends_before else x, x)
+            state = self._receive(state, self._step - 1)
+        if not self._early:
+            state = self._send(self._step, state.x if x is None else x, state)
+        elif self._sent_early is not None:
+            state = push_sum.without(state, self._sent_early, self._post.add)
         if not late:
             self._await_messages()
-        x = self._take_in(x, self._step)
+        state = self._receive(state, self._step)
         self._note()
         if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
-            x = self._average(x)
-        if self._sends_ahead:
-            self._ahead = self._step + 1
-            self._gift = self._offer(self._ahead, x)
-        return x if self._weight == 1.0 else x * (1.0 / self._weight)
+            state = self._average(state)
+        if self._sends_early:
+            self._early = self._step + 1
+            self._sent_early = self._offer(self._early, state.x, state.w)
+        self._weight = state.w
+        return push_sum.model(state)
 
-    @property
-    def _sends_ahead(self) -> bool:
-        """Whether a step's messages go at the end of the step before."""
-        return self.config.algorithm == "dpsgd" and self.config.local_size == 1
+    def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
+        return self._giving.offer(self._opened_number(), step, self._base + step, x, weight)
 
-    def _into(self, place: int, step: int) -> list[tuple[int, float]]:
-        """As ``GossipPlan.into``, of a step since the last drain or cut."""
-        return self.plan.in_edges(place, self._base + step)
-
-    def _send(self, message: Vector, x: Vector) -> Vector:
-        """Offer this step's messages, if they have not gone ahead; returns x without what is given away."""
-        return self._give(x, self._gift if self._ahead else self._offer(self._step, message))
-
-    def _give(self, x: Vector, gift: SentShare | None) -> Vector:
-        """x without what has been given away."""
-        if gift is None:
-            return x
-        self._weight -= gift.share * gift.weight
-        # (the message must stay as it is until it has gone: x may share its memory)
-        return x * (1.0 - gift.share) if gift.x is x else self._post.add(x, gift.x, -gift.share)
-
-    def _offer(self, step: int, message: Vector) -> SentShare | None:
-        return self._giving.offer(self._opened_number(), step, self._base + step, message, self._weight)
+    def _send(self, step: int, x: Vector, state: State) -> State:
+        sent = self._offer(step, x, state.w)
+        return state if sent is None else push_sum.without(state, sent, self._post.add)
 
     def _await_messages(self) -> None:
-        def told() -> str:
+        """Wait for the messages that this step needs."""
+
+        def awaited() -> str:
             return f"messages of {ranks_text(self._ranks[place] for place in missing_now())} in step {self._step}"
 
         waited, missing_now = self._wait_s, self._letters.missing
         self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
         if missing_now():
-            self.engine.call_soon(self._tell_starved)
+            self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
-            self._await(lambda before=missing: missing_now() != before, told)  # type: ignore[misc]
+            self._await(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
             for place in missing - missing_now():
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s
 
-    def _take_in(self, x: Vector, until: int | None = None) -> Vector:
-        """Mix in what has come, in one order: of senders' steps up to ``until``, or all."""
+    def _receive(self, state: State, until: int | None = None) -> State:
+        """Return the state with messages of senders' steps up to ``until``, or all, added in one order."""
         messages = self._letters.take(until)
-        for sender, step, weight, data in messages:
-            self._staleness[max(0, self._step - step)] += 1
-            if weight == 0.0:
-                self._giving.short = True
-                continue
-            p = dict(self._into(self._place, step))[sender]
-            x = self._post.add(x, self._known.decode(edge(sender, self.plan, self._base + step), data), p)
-            self._weight += p * weight
+        state = push_sum.receive(state, self._decoded(messages), self._post.add)
         self._taken += len(messages)
         if self.log is not None:
             self._noted += [(sender, step) for sender, step, weight, _ in messages if weight]
-        return x
+        return state
+
+    def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
+        """Yield each message that carries something, decoded, with its edge's weight."""
+        for sender, step, weight, data in messages:
+            self._staleness[max(0, self._step - step)] += 1
+            if weight == 0.0:
+                self._giving.neighbour_stopped = True
+                continue
+            p = dict(self._into(self._place, step))[sender]
+            yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
 
     def _note(self) -> None:
-        """Record what was taken in since the last time."""
+        """Log the messages received since the last time."""
         if self.log is not None:
             self.log.append((self._step, self._noted))
             self._noted = []
 
-    def _average(self, x: Vector) -> Vector:
-        """The mean of x and w over the ranks that are not done."""
-        index = self._averages.bring(self._opened_number(), x, self._weight)
-        self._await(lambda: self._averages.come(index))
+    def _average(self, state: State) -> State:
+        """Return the mean of x and w over the ranks that have not finished."""
+        index = self._averages.contribute(self._opened_number(), state.x, state.w)
+        self._await(lambda: self._averages.is_complete(index))
         self._averagings += 1
-        x, self._weight = self._averages.take(index)
-        return x
+        return State(*self._averages.result(index))
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def _counts(self) -> list[int]:
-        return [self._before + self._step]
-
-    def _whole(self) -> bool:
-        """Whether all ranks are done, and all that was sent is here."""
-        drained = self._inbox.drained
-        return drained is not None and self._mail.landed >= drained.rounds
-
-    @property
-    def has_available(self) -> bool:
-        return self._inbox.refused is not None or self._whole()
-
-    def apply_available(self) -> bool:
-        """Nothing to do but wait: messages are taken in at the end."""
-        self._check_refused()
-        return self._whole()
-
-    def complete_drain(self) -> None:
-        """All ranks are done, and all messages are here: let the binding put ``gather``'s weights into the model."""
-        drained = self._take_drained()
-        self._all_mass = drained.whole
-        total = sum(drained.produced)
-        if total != self._total or (drained.flushed and not self._together):
-            self._end(drained.flushed)  # (else nothing is to be done, and a rank's optimizer may be gone by now)
-        self._base = 0 if drained.flushed else self._base + self._longest
-        if drained.flushed:
-            self._total, self.keep = total, None
-        self._before += self._step
-        self._step = 0
+    def _restart(self) -> None:
         self._averages.restart()
-        self._giving.short = False
-        self._letters.restart()
-        self.engine.call_soon(self._mail.resume)
-
-    def discard_results(self) -> None:
-        """Messages that come from now on are mixed into nothing; exchanges go on for the other ranks."""
-        self.keep = None
-        self._letters.discard()
-        self._mail.resume()
+        self._giving.neighbour_stopped = False
+        super()._restart()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """In a drain or cut, after all messages have come: take them in; with ``flush``, average all ranks.
-
-        Args:
-            weights: z, shape (n,); it belongs to the worker from now on.
-            flush: whether it is a drain. A collective then.
-
-        Returns:
-            z: the average of all ranks, or this rank's own.
-
-        Raises:
-            GradientLossError: push-sum weights do not sum to the number of ranks.
-        """
         self._together = flush
-        left: list[ReceivedMessage] = []
-        if self._sends_ahead:
-            weights, left = self._end_ahead(weights)
-        if not flush:
-            if self._letters.come:  # (else the weights stay as they are, to the bit)
-                x = self._take_in(weights * self._weight)
-                self._note()
-                weights = x * (1.0 / self._weight)
-            self._leave_aside(left)
-            if self._uneven:  # which edges were left out is known at one end only: both start anew
-                self._known.forget_edges()
-            return weights
-        x = self._take_in(weights * self._weight)
+        discarded: list[ReceivedMessage] = []
+        if self._sends_early:
+            weights, discarded = self._end_early(weights)
+        if flush:
+            x = self._receive_rest(weights).x
+            z = self.consensus(x)
+            self._weight = 1.0
+            self._known.begin(z)
+            return z
+        if self._letters.received:  # else the weights stay as they are, to the bit
+            weights = push_sum.model(self._receive_rest(weights))
+        self._decode_discarded(discarded)
+        if self._uneven:  # which edges were left out is known at one end only: both start anew
+            self._known.forget_edges()
+        return weights
+
+    def _receive_rest(self, weights: Vector) -> State:
+        """Return the state of z with all messages received."""
+        state = self._receive(push_sum.biased(weights, self._weight))
+        self._weight = state.w
         self._note()
-        z = self.consensus(x)
-        self._weight = 1.0
-        self._known.begin(z)
-        return z
+        return state
 
-    def _end_ahead(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
-        """Subtract from z what went ahead for a step that others took; also returns messages of a step none took."""
-        if self._ahead and self._ahead <= self._longest:
-            x = self._give(weights * self._weight, self._gift)
-            weights = x * (1.0 / self._weight)
-        self._ahead, self._gift = 0, None
-        left = self._letters.take_after(self._longest)
-        self._aside += len(left)
-        return weights, left
+    def _end_early(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
+        """Return z without what was sent early for a step that others took, and messages of a step that none took."""
+        if self._early and self._early <= self._longest:
+            state = push_sum.biased(weights, self._weight)
+            if self._sent_early is not None:
+                state = push_sum.without(state, self._sent_early, self._post.add)
+            self._weight, weights = state.w, push_sum.model(state)
+        self._early, self._sent_early = 0, None
+        discarded = self._letters.take_after(self._longest)
+        self._discarded += len(discarded)
+        return weights, discarded
 
-    def _leave_aside(self, left: list[ReceivedMessage]) -> None:
-        """Decode, after all that came before on the same edges, what is for no step: its sender counts on that."""
-        for sender, step, weight, data in left:
+    def _decode_discarded(self, discarded: list[ReceivedMessage]) -> None:
+        """Decode messages of no step after all earlier ones on the same edges: the sender's estimate includes them."""
+        for sender, step, weight, data in discarded:
             if weight:
                 self._known.decode(edge(sender, self.plan, self._base + step), data)
 
-    def consensus(self, x: Vector) -> Vector:
-        """The mean over all ranks of what has been taken in; a collective, right after a drain or cut.
-
-        Args:
-            x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
-        """
-        total = self.sum(self._post.scalar(self._weight), "the sum of push-sum weights")
-        size, weight = len(total.ranks), float(total.vector[0])
-        if not self._all_mass:  # a rank that was discarded took its share with it
-            return self.sum(x, "the average of all ranks").vector * (1.0 / weight)
-        if abs(weight - size) > WEIGHT_TOLERANCE * size:
-            raise GradientLossError(
-                f"{self.label}: push-sum weights of {size} ranks sum to {weight:.9g}: messages were lost or counted "
-                f"twice. This is a bug in hvd_async; please report it with stats()."
-            )
-        return self.sum(x, "the average of all ranks").vector * (1.0 / size)
-
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def kept(self) -> SavedState | None:
-        """What a checkpoint needs beside the weights, after a cut; None after a drain: nothing."""
-        return None if self._together else SavedState(self._weight, self._known.kept(), self._base)
+    def _estimates(self) -> dict[str, Vector]:
+        return self._known.kept()
 
     def restore(self, kept: SavedState) -> None:
-        """Begin with what an earlier run's cut has left (before ``open``)."""
         self._known.restore(kept.copies)
-        self._weight = kept.weight
-        self._base, self._restored, self._together = kept.base, True, False
-
-    def stats(self) -> GossipStats:
-        """A snapshot."""
-        mail = self._mail
-        return GossipStats(
-            steps=self._before + self._step,
-            exchanges=mail.landed,
-            messages_sent=mail.sent,
-            messages_taken=self._taken,
-            messages_left=self._aside,
-            averagings=self._averagings,
-            staleness=dict(sorted(self._staleness.items())),
-            wait_s=self._wait_s,
-            waited_for=tuple(self._waited_for),
-            bytes_sent=mail.bytes_sent,
-            latency_s=mail.seconds / mail.landed if mail.landed else 0.0,
-            push_sum_weight=self._weight,
-        )
+        super().restore(kept)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def on_command(self, command: OptimizerCommand) -> None:
-        match command:
-            case StartExchange():
-                self._mail.exchange(command)
-            case StartAverage():
-                self._averages.submit(command)
-            case RankFinished(_, rank, step):
-                self._letters.retire(self._ranks.index(rank), step)
-            case Drained():
-                if not self.deleted:
-                    self._mail.pause(command.rounds)
-                known, total = list(self._letters.retired.values()), command.produced[0]
-                steps = {*known, total - self._stepped - sum(known)}  # (all but the last have retired)
-                self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
-                self._letters.begin_anew(map(self._ranks.index, command.gone))
-                super().on_command(command)
-            case _:
-                super().on_command(command)
+        if isinstance(command, StartAverage):
+            self._averages.submit(command)
+        else:
+            super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         self._letters.deliver(sender, key, weight, data)
 
-    def _tell_starved(self) -> None:
-        """If the training thread waits for a message, say that this rank has nothing for the next exchange."""
+    def _on_exchange_done(self) -> None:
+        """If the training thread waits for a message, announce that this rank has nothing for the next exchange."""
         with self.engine.changed:
-            starved = bool(self._letters.missing())
-        if starved:
-            self.engine.send(WaitingForMessage(self._opened_number(), self._mail.landed))
-
-    def _snapshot(self, partner: int, round_: int) -> Vector:
-        raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+            waits = bool(self._letters.missing())
+        if waits:
+            self.engine.send(WaitingForMessage(self._opened_number(), self._mail.completed))

@@ -1,4 +1,4 @@
-"""The engine's half of following a leader: it takes part in pulls, and keeps what they bring for the training thread.
+"""The engine's half of leader-pull: it takes part in pulls, and keeps their results for the training thread.
 
 Whatever the training thread does, the engine gives a snapshot of the weights as they were after the last step.
 """
@@ -6,33 +6,86 @@ Whatever the training thread does, the engine gives a snapshot of the weights as
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
-from hvd_async.algorithms.leader import equations
-from hvd_async.algorithms.leader.counters import PullCounters
-from hvd_async.algorithms.leader.equations import Strengths
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull
-from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER
+from hvd_async.algorithms.leader.messages import ALL_RANKS, CENTER, NO_LEADER, LeaderConfig, PullDone, StartPull
+from hvd_async.algorithms.leader.rule import Rule
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.stats import LeaderStats
 
 Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
-"""Of three vectors: the first, between the other two, element by element."""
+"""A function of three vectors: the first, limited element by element to the range between the other two."""
+REMEMBERED = 10_000
+"""Pulls that ``stats().history`` lists; earlier ones are only counted."""
+
+
+class PullCounters:
+    """Counts of one optimizer's pulls on this rank, kept by its engine thread.
+
+    Attributes:
+        pulls: completed ones.
+        bytes_received: by them.
+    """
+
+    def __init__(self) -> None:
+        self.pulls = self.bytes_received = 0
+        self._led: Counter[tuple[bool, int]] = Counter()
+        """Pulls by whether they are of all ranks, and by leader."""
+        self._seconds = self._distance = 0.0
+        self._distances = 0
+        self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
+
+    @staticmethod
+    def clock() -> float:
+        """Return seconds, for ``add_pull``."""
+        return time.perf_counter()
+
+    def add_pull(self, group: int, leader: int, started: float) -> None:
+        """Count a completed pull of a group, submitted at ``started``."""
+        self.pulls += 1
+        self._led[group == ALL_RANKS, leader] += 1
+        self._seconds += self.clock() - started
+        self._history.append((time.time(), group, leader))
+
+    def add_distance(self, difference: Vector) -> None:
+        """Count this rank's distance to a leader or the center: the length of this vector."""
+        self._distance += float(difference @ difference) ** 0.5
+        self._distances += 1
+
+    def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
+        """Return a snapshot, with the worker's own counts."""
+        led = sorted(self._led.copy().items())
+        return LeaderStats(
+            steps=steps,
+            pulls=self.pulls,
+            led={leader: times for (of_all, leader), times in led if of_all},
+            led_group={leader: times for (of_all, leader), times in led if not of_all},
+            distance=self._distance / self._distances if self._distances else 0.0,
+            pull_s=self._seconds / self.pulls if self.pulls else 0.0,
+            bytes_received=self.bytes_received,
+            wait_s=wait_s,
+            mean_loss=mean_loss,
+            history=tuple(self._history.copy()),
+            distances=self._distances,
+        )
 
 
 @dataclass
 class PullResults:
-    """What pulls have brought, until the training thread takes it up. Vectors are never changed.
+    """Results of pulls that no step has taken yet, as a checkpoint after ``cut()`` holds them. Vectors never change.
 
     Attributes:
-        targets: towards which weights this rank is pulled, by group; not where it leads itself.
-        fresh: groups whose target is new: the number of the pull, and who leads.
-        force: EASGD: what has to be added to the weights.
+        targets: weights towards which this rank is pulled, by group; none where it leads itself. EASGD: the center.
+        fresh: groups pulled since the last step: the number of the pull, and who leads.
+        force: EASGD's, to be added to the weights.
         statistics: batch-norm statistics, averaged.
-        sent: those of this rank that are in that average, as of ``PullExecutor.settle``.
+        sent: this rank's statistics that are in that average, as of ``PullExecutor.merge_statistics``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
@@ -41,54 +94,57 @@ class PullResults:
     statistics: Vector = None
     sent: Vector = None
 
-    def copy(self) -> PullResults:
-        """Another with the same vectors."""
-        return replace(self, targets=dict(self.targets), fresh=dict(self.fresh))
+
+class TakenResults(NamedTuple):
+    """The rule's state that a step takes, and the groups pulled since the step before."""
+
+    state: Any
+    fresh: dict[int, tuple[int, int]]
 
 
 class PullExecutor:
-    """Of one optimizer.
+    """One optimizer's pulls on this rank.
 
     Args:
         engine: this rank's.
-        config: of all ranks.
-        strengths: of the pulls; EASGD's count here.
-        sharers: the ranks.
+        config: the same on all ranks.
+        rule: the algorithm's equations.
+        sharers: the ranks that share the optimizer.
         group_set: the process set of this rank's group, as the binding's collectives know it.
 
     Attributes:
-        group: of this rank.
-        centre: EASGD's (engine thread).
         commanded: pulls so far, of other groups too.
-        record: of pulls.
-        log: where a test wants what happened to be recorded: ("taken", step, fresh) and ("shown", step) of a step,
-            ("averaged", step), ("sent", pull), ("landed", pull), ("drained",).
+        record: counts of pulls.
+        log: events for a test, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
+            ("sent", pull), ("landed", pull), ("drained",). None: they are not recorded.
     """
 
-    def __init__(
-        self, engine: Engine, config: LeaderConfig, strengths: Strengths, sharers: RankGroup, group_set: Any
-    ) -> None:
-        self._engine, self._config, self._strengths, self._sharers = engine, config, strengths, sharers
-        self._group_set = group_set
-        self.group = next(number for number, places in enumerate(config.groups) if sharers.index in places)
+    def __init__(self, engine: Engine, config: LeaderConfig, rule: Rule, sharers: RankGroup, group_set: Any) -> None:
+        self._engine, self._config, self._rule, self._sharers = engine, config, rule, sharers
+        self._group_set, self._group = group_set, group_of(config, sharers)
         self._lock = threading.Lock()
-        """Held while what both threads share changes."""
-        self._shown: Vector = None
+        """Held while state that both threads share changes."""
+        self._snapshot: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Vector = None
         """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
         ranks if they do not travel; that must not change, as ranks would wait for each other's."""
-        self._come = PullResults()
-        self.centre: Vector = None
+        self._state: Any = None
+        """The rule's; replaced, never changed."""
+        self._fresh: dict[int, tuple[int, int]] = {}
+        """Groups pulled since the last step, as in ``PullResults``."""
+        self._averaged: Vector = None
+        """Averaged statistics that no step has taken, and this rank's that are in them."""
+        self._averaged_own: Vector = None
         self.commanded = 0
         self._flying: set[int] = set()
-        """Pulls that this rank takes part in and that are not over."""
+        """Pulls that this rank takes part in and that have not completed."""
         self._waiting: list[StartPull] = []
         """Pulls to submit, in order."""
         self._busy: set[int] = set()
-        """Groups of which one is submitted and not over."""
+        """Groups with a pull in flight."""
         self._last: int | None = None
-        """The last pull before a drain or cut that this rank has not ended yet; those after it wait."""
+        """The last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
         self._restored = False
         self.record = PullCounters()
         self.log: list[Any] | None = None
@@ -96,87 +152,89 @@ class PullExecutor:
     # -- training thread --------------------------------------------------------------------------------------
 
     def begin(self, weights: Vector, statistics: Vector) -> None:
-        """As the worker's."""
-        self._shown, self._statistics = weights, statistics
+        """Start from these weights and statistics: see ``LeaderWorker.begin``."""
+        self._snapshot, self._statistics = weights, statistics
         if not self._restored:
-            self.centre = weights
+            self._state = self._rule.begin(weights)
 
-    def settle(self, own: Vector, step: int, clip: Clip) -> Vector | None:
-        """As the worker's ``settle_statistics``, at a step."""
+    def merge_statistics(self, own: Vector, step: int, clip: Clip) -> Vector | None:
+        """Publish a step's statistics and merge averaged ones in: see ``LeaderWorker.settle_statistics``."""
         if self._statistics is None:
             return None
         with self._lock:
-            averaged, sent = self._come.statistics, self._come.sent
-            self._come.statistics = self._come.sent = None
+            averaged, sent = self._averaged, self._averaged_own
+            self._averaged = self._averaged_own = None
             self._statistics = own
             if averaged is None:
                 return None
             mine = own[:-1]
-            if own[-1] and sent[-1]:  # what this rank has learned since it sent its own is kept
+            if own[-1] and sent[-1]:  # this rank's change since it sent its own is kept
                 averaged = clip(averaged + (mine - sent[:-1]), mine, averaged)
             self._statistics = own + 0
             self._statistics[:-1], self._statistics[-1:] = averaged, 1.0
             self._note("averaged", step)
         return averaged
 
-    def take(self, step: int) -> PullResults:
-        """What has come, at a step."""
+    def take_results(self, step: int) -> TakenResults:
+        """Return the results of pulls so far, which this step applies."""
         with self._lock:
-            come, self._shown = self._come.copy(), self._position()
-            self._come.fresh, self._come.force = {}, None
-            self._note("taken", step, come.fresh)
-        return come
+            taken, self._snapshot = TakenResults(self._state, self._fresh), self._position()
+            self._state, self._fresh = self._rule.after_step(self._state), {}
+            self._note("taken", step, taken.fresh)
+        return taken
 
-    def show(self, weights: Vector, step: int) -> None:
-        """The weights after a step."""
+    def publish_weights(self, weights: Vector, step: int) -> None:
+        """Let pulls start from these weights, those after a step."""
         with self._lock:
-            self._shown = weights
+            self._snapshot = weights
             self._note("shown", step)
 
-    def tell(self, statistics: Vector) -> None:
-        """Batch-norm statistics, outside of a step."""
+    def publish_statistics(self, statistics: Vector) -> None:
+        """Let pulls average these batch-norm statistics, outside of a step."""
         with self._lock:
             self._statistics = None if self._statistics is None else statistics
 
     def withhold_statistics(self) -> None:
-        """Have no part in averages of batch-norm statistics any more: as one whose own are not finite."""
+        """Take no part in averages of batch-norm statistics any more, as a rank whose own are not finite."""
         with self._lock:
             self._statistics = None if self._statistics is None else self._statistics * 0
 
     def start_from(self, weights: Vector) -> None:
-        """All ranks have these weights; what has come is of no more use."""
+        """Start again from weights that all ranks have; results so far are dropped."""
         with self._lock:
-            self._shown, self._come, self.centre = weights, PullResults(), weights
+            self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
+            self._averaged = self._averaged_own = None
             self._note("drained")
 
     @property
-    def shown(self) -> Vector:
+    def snapshot(self) -> Vector:
         """The weights after the last step."""
-        return self._shown
+        return self._snapshot
 
-    def come(self) -> PullResults:
-        """What has come and was not taken, at a cut; EASGD's centre as a target of all."""
+    @property
+    def consensus(self) -> Vector:
+        """EASGD's center, which stands for all ranks; None if a leader does."""
+        return self._rule.consensus(self._state)
+
+    def pending_results(self) -> PullResults:
+        """Return the results that no step has taken, and the rule's state, for a checkpoint."""
         with self._lock:
-            come = self._come.copy()
-        if self._config.algorithm == "easgd":
-            come.targets = {ALL: self.centre}
-        return come
+            targets, force = self._rule.save(self._state)
+            return PullResults(targets, dict(self._fresh), force, self._averaged, self._averaged_own)
 
-    def restore(self, come: PullResults) -> None:
-        """What ``come`` gave, in an earlier run."""
-        self._come, self._restored = come.copy(), True
-        if self._config.algorithm == "easgd":
-            self.centre = self._come.targets.pop(ALL)
+    def restore(self, results: PullResults) -> None:
+        """Take back the ``pending_results`` of an earlier run, before ``begin``."""
+        self._state, self._restored = self._rule.restore(results.targets, results.force), True
+        self._fresh, self._averaged, self._averaged_own = dict(results.fresh), results.statistics, results.sent
 
-    def landed_all(self, last: int) -> bool:
-        """Whether all pulls up to number ``last`` are over here."""
-        with self._engine.changed:  # (the next ones may be coming)
+    def has_completed(self, last: int) -> bool:
+        """Whether all pulls up to number ``last`` have completed here."""
+        with self._engine.changed:  # the engine may be adding later ones
             return not any(number <= last for number in self._flying)
 
     def _position(self) -> Vector:
-        """The weights after the last step, and EASGD's force since: it counts at once, though the training thread may
-        sleep, and the next pull starts from there."""
-        return self._shown if self._come.force is None else self._shown + self._come.force
+        """Return the weights from which a pull starts."""
+        return self._rule.position(self._state, self._snapshot)
 
     def _note(self, *entry: Any) -> None:
         if self.log is not None:
@@ -185,9 +243,9 @@ class PullExecutor:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def pull(self, command: StartPull) -> None:
-        """Take part in a pull, soon."""
+        """Take part in a pull, as soon as it may start."""
         self.commanded += 1
-        if command.leader != NO_LEADER and command.group in (ALL, self.group):
+        if command.leader != NO_LEADER and command.group in (ALL_RANKS, self._group):
             with self._engine.changed:
                 self._flying.add(command.round)
             self._waiting.append(command)
@@ -203,7 +261,7 @@ class PullExecutor:
         self._advance()
 
     def _advance(self) -> None:
-        """Submit what need not wait: for the end of this rank's drain or cut, or for the group's pull before it."""
+        """Submit pulls, except those that wait for this rank's drain or cut, or for the group's last pull."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
             late = self._last is not None and command.round > self._last
@@ -215,84 +273,76 @@ class PullExecutor:
 
     def _submit(self, command: StartPull) -> None:
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
-        process_set = self._sharers.process_set if command.group == ALL else self._group_set
+        process_set = self._sharers.process_set if command.group == ALL_RANKS else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
         with self._lock:
-            shown, statistics = self._position(), self._statistics
+            snapshot, statistics = self._position(), self._statistics
             self._note("sent", command.round)
         started, parts = self.record.clock(), 1 if statistics is None else 2
 
-        def over(received: float) -> None:
+        def part_done(received: float) -> None:
             nonlocal parts
             parts -= 1
             self.record.bytes_received += int(received)
             if not parts:
-                self._over(command, started)
+                self._complete(command, started)
 
-        def averaged(total: Vector) -> None:
+        def on_statistics(total: Vector) -> None:
             with self._lock:
                 if total[-1] > 0:
-                    self._come.statistics, self._come.sent = total[:-1] / total[-1], statistics
-            over(self._ring(command, total))
+                    self._averaged, self._averaged_own = total[:-1] / total[-1], statistics
+            part_done(self._ring_bytes(command, total))
 
-        def summed(total: Vector) -> None:
-            self._move_centre(command, shown, total)
-            over(self._ring(command, total))
+        def on_sum(total: Vector) -> None:
+            self._apply(command, snapshot, total)
+            part_done(self._ring_bytes(command, total))
 
-        def landed(vector: Vector) -> None:
-            self._keep(command, own, vector)
-            over(0 if own else vector.nbytes)
+        def on_leaders_weights(vector: Vector) -> None:
+            self._apply(command, snapshot, None if own else vector)
+            part_done(0 if own else vector.nbytes)
 
         if statistics is not None:
             self._engine.submit(
-                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set), averaged
+                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set), on_statistics
             )
         if command.leader == CENTER:
-            self._engine.submit(lambda: collectives.allreduce_sum(shown + 0, name, process_set), summed)
+            self._engine.submit(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
         else:
-            vector = shown if own else collectives.empty_like(shown)
-            self._engine.submit(lambda: collectives.broadcast(vector, command.leader, name, process_set), landed)
+            vector = snapshot if own else collectives.empty_like(snapshot)
+            self._engine.submit(
+                lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights
+            )
 
-    def _ring(self, command: StartPull, total: Vector) -> float:
-        """Bytes that a rank receives in a ring of the pull's ranks that adds up."""
+    def _ring_bytes(self, command: StartPull, total: Vector) -> float:
+        """Return the bytes that a rank receives in a ring allreduce of the pull's ranks."""
         ranks = len(self._places(command))
         return float(2 * (ranks - 1) / ranks * total.nbytes)
 
     def _places(self, command: StartPull) -> Sequence[int]:
-        """Of the pull's ranks, among the sharers."""
-        return range(self._sharers.size) if command.group == ALL else self._config.groups[command.group]
+        """Return the places of the pull's ranks among the sharers."""
+        return range(self._sharers.size) if command.group == ALL_RANKS else self._config.groups[command.group]
 
-    def _move_centre(self, command: StartPull, shown: Vector, total: Vector) -> None:
-        """EASGD, by the weights ``shown`` that this rank had when the pull was submitted, and their ``total``."""
-        apart = self.centre - shown
-        self.record.distance(apart)
-        force = apart * self._strengths.alpha
-        mean = total * (1.0 / self._sharers.size)
-        centre = equations.move_center(self.centre, mean, self._strengths.beta)
+    def _apply(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
+        """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
+        pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
+        for difference in differences:
+            self.record.add_distance(difference)
         with self._lock:
-            self.centre = centre
-            self._come.force = force if self._come.force is None else self._come.force + force
-            self._fresh(command)
+            self._state = self._rule.merge(self._state, pulled)
+            self._fresh[command.group] = (command.round, command.leader)
+            self._note("landed", command.round)
 
-    def _keep(self, command: StartPull, own: bool, vector: Vector) -> None:
-        """LSGD: a leader's weights."""
-        with self._lock:
-            if own:
-                self._come.targets.pop(command.group, None)
-            else:
-                self._come.targets[command.group] = vector
-            self._fresh(command)
-
-    def _fresh(self, command: StartPull) -> None:
-        self._come.fresh[command.group] = (command.round, command.leader)
-        self._note("landed", command.round)
-
-    def _over(self, command: StartPull, started: float) -> None:
+    def _complete(self, command: StartPull, started: float) -> None:
         self._busy.discard(command.group)
-        self.record.landed(command.group, command.leader, started)
+        self.record.add_pull(command.group, command.leader, started)
         with self._engine.changed:
             self._flying.discard(command.round)
             self._engine.changed.notify_all()
         if self._engine.rank == self._sharers.ranks[self._places(command)[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
         self._advance()
+
+
+def group_of(config: LeaderConfig, sharers: RankGroup) -> int:
+    """Return the number of this rank's group."""
+    return next(number for number, places in enumerate(config.groups) if sharers.index in places)

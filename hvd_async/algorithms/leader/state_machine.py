@@ -1,17 +1,17 @@
-"""The coordinator's state machine for leaders: when which ranks are pulled towards whom.
+"""State machine of leader-pull: when which group of ranks is pulled towards which leader, or the center.
 
 The laws it keeps:
 
-1. *Steps of all ranks count together.* A group's pull is due when its active ranks have taken ``local_period`` steps
-   each on the average since its last, a pull of all when all active ranks have taken ``global_period``: fast
-   ranks do more. A rank that is done takes its part of what was counted along: its end makes no pull due.
-2. *The leader* is the active rank with the lowest mean loss of those told in the last ``loss_window`` steps of a rank,
-   on the average (``global_period``, if that is longer): not one that is done, or hangs. One whose loss is not finite
-   never leads, and where nobody's is there is no pull. Where none of a group has told any, the ranks hear that. (EASGD
-   has a centre and asks for no loss.) When all are done, the same holds of all; and if none of them is recent, the last
-   that was told leads. A group of one, and one of all ranks, has no leader of its own.
-3. *One pull of a group at a time*; what becomes due meanwhile is due when it has landed, once.
-4. *Nobody is waited for*: engines take part for ranks that compute, sleep or are done.
+1. *Steps of all ranks count together.* When a group's active ranks have taken ``local_period`` steps each on the
+   average since its last pull, the next is due; when all active ranks have taken ``global_period``, one of all is.
+   Fast ranks do more. When a rank finishes, its part of the count is taken out: its end makes no pull due.
+2. *The leader* is the active rank with the lowest mean loss of those sent in the last ``loss_window`` steps of a rank,
+   on the average (``global_period``, if that is longer): not one that has finished, or hangs. When a rank's loss is not
+   finite it never leads; when nobody's is there is no pull. When no rank of a group has ever sent a loss, the ranks are
+   told so. With a center (EASGD) no loss is needed. When all have finished, the same holds of all ranks; and if no loss
+   is recent, the last one sent leads. A group of one, and one of all ranks, has no leader of its own.
+3. *One pull of a group at a time.* When another becomes due meanwhile, it starts once the first has completed, once.
+4. *Nobody is waited for*: engines take part for ranks that compute, sleep or have finished.
 5. *Illegal moves change nothing.* They raise ProtocolError.
 """
 
@@ -22,18 +22,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.leader import equations
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.messages import (
+    ALL_RANKS,
+    CENTER,
+    NO_LEADER,
+    LeaderConfig,
+    PullDone,
+    PullProgress,
+    StartPull,
+    StepTaken,
+)
+from hvd_async.algorithms.leader.options import ALGORITHMS
+from hvd_async.algorithms.leader.selection import pick_leader
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-
-ALL = -1
-"""In place of a group: all ranks."""
-CENTER = -1
-"""In place of a leader: EASGD's centre."""
-NO_LEADER = -2
-"""In place of a leader: no rank of the group has told a loss."""
 
 
 @dataclass
@@ -41,11 +44,11 @@ class _Group:
     """Ranks that are pulled together.
 
     Attributes:
-        ranks: which.
+        ranks: its ranks.
         period: steps each, on the average, between two pulls.
-        active: how many of them count.
-        steps: since the last that became due.
-        flight: the number of the pull that is on its way.
+        active: how many of its ranks count.
+        steps: since the last pull that became due.
+        flight: the number of the pull in flight.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +59,7 @@ class _Group:
 
 
 class LeaderStateMachine(StateMachine[LeaderConfig]):
-    """LSGD or EASGD of one optimizer."""
+    """Leader-pull of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -65,21 +68,21 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         self._clock = 0.0
         """Steps of an active rank, on the average."""
         self._heard: dict[int, float] = {}
-        """When each rank has told its mean, by this clock."""
+        """When each rank has sent its mean loss, by this clock."""
         self._round = 0
         self._leaderless = 0
         self._told = False
 
     def tick(self, now: float) -> list[Command]:
-        """Nothing waits for time to pass."""
+        """Return nothing: no pull waits for time to pass."""
         return []
 
     def deadline(self) -> float | None:
-        """As ``tick``."""
+        """Return None: as ``tick``."""
         return None
 
     def take_notice(self) -> str | None:
-        """Pulls that had no leader, once."""
+        """Return a warning of pulls that had no leader, once."""
         if not self._leaderless or self._told:
             return None
         self._told = True
@@ -93,11 +96,13 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
 
     def _on_all_registered(self, config: Any) -> LeaderConfig:
         assert isinstance(config, LeaderConfig)
-        if config.algorithm == "lsgd":
+        if config.algorithm not in ALGORITHMS:
+            raise ProtocolError(f"optimizer {self._optimizer} follows {config.algorithm!r}, which is no algorithm")
+        if not ALGORITHMS[config.algorithm].has_center:
             for number, places in enumerate(config.groups):
                 ranks = tuple(self.ranks[place] for place in places)
                 self._groups[number] = _Group(ranks, config.local_period, self._count(ranks))
-        self._groups[ALL] = _Group(self.ranks, config.global_period, self._count(self.ranks))
+        self._groups[ALL_RANKS] = _Group(self.ranks, config.global_period, self._count(self.ranks))
         if config.standing is not None:
             for group, steps in zip(self._groups.values(), config.standing.steps, strict=True):
                 group.steps = steps
@@ -120,7 +125,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
                 over = [group for group in self._groups.values() if group.flight == number]
                 for group in over:
                     group.flight = None
-                if not over:  # of before an end: nothing of it may start anything after a cut
+                if not over:  # a pull from before an end: it may start nothing after a cut
                     return []
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
@@ -128,12 +133,12 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
 
     def _due(self) -> list[Command]:
         commands: list[Command] = []
-        for number, group in self._groups.items():  # (local ones first)
+        for number, group in self._groups.items():  # local ones first
             needed = group.period * group.active
             if group.flight is not None or not 0 < needed <= group.steps or not self._is_pulled(number):
                 continue
             group.steps %= needed
-            leader = CENTER if self._of_centre else equations.pick_leader(self._means, self._recent(group.ranks))
+            leader = CENTER if self._has_center else pick_leader(self._means, self._recent(group.ranks))
             if leader is None and self._means.keys() & set(group.ranks):
                 self._leaderless += 1
                 continue
@@ -146,32 +151,32 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def _is_pulled(self, number: int) -> bool:
         """Whether a group is ever pulled."""
         assert self._config is not None
-        if number == ALL:
+        if number == ALL_RANKS:
             return self._config.whole
         return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
 
     def _counting(self) -> set[int]:
-        """Ranks that are not done; a cut is none of a rank's steps, nor its end. Those that are gone never count."""
+        """Return the ranks whose steps count: active ones, in a cut finished ones too. Deleted ones never do."""
         return self._active() if self._flush else self.present
 
     def _count(self, ranks: Sequence[int]) -> int:
         return len(self._counting().intersection(ranks))
 
     def _recent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of them that may lead now: of all, if all are done."""
+        """Return the ranks of these that may lead now: also finished ones, if all have."""
         assert self._config is not None
         oldest = self._clock - max(self._config.loss_window, self._config.global_period)
         there = self._counting() or self.present
         return [rank for rank in ranks if rank in there and self._heard.get(rank, -math.inf) >= oldest]
 
     @property
-    def _of_centre(self) -> bool:
-        return self._config is not None and self._config.algorithm == "easgd"
+    def _has_center(self) -> bool:
+        return self._config is not None and ALGORITHMS[self._config.algorithm].has_center
 
     # -- ends -------------------------------------------------------------------------------------------------
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Its engine still takes part in pulls."""
+        """Handle an event of a rank whose optimizer is gone: its engine still takes part in pulls."""
         return self._on_event(rank, event, now) if isinstance(event, PullDone) else []
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
@@ -181,19 +186,19 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return []
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """What is not due yet never will be, after a drain."""
+        """Reset the groups; after a drain, steps that made no pull due are forgotten."""
         for group in self._groups.values():
             group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
         return [], self._round
 
     def _details(self) -> PullProgress:
         present = [rank for rank in self.ranks if rank in self.present]
-        leader = equations.pick_leader(self._means, self._recent(present))
+        leader = pick_leader(self._means, self._recent(present))
         if leader is None:
             heard = {rank: at for rank, at in self._heard.items() if rank in self.present}
             latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
-            leader = equations.pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
-        known = {leader, *self._recent(self.ranks)}  # (who was too old to lead stays so in another job)
+            leader = pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
+        known = {leader, *self._recent(self.ranks)}  # a loss too old to lead by stays so in another job
         means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
         return PullProgress(
             leader=present[0] if leader is None else leader,

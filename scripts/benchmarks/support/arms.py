@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from hvd_async.algorithms.gossip.plan import COMPRESSIONS, make_plan
+from hvd_async.algorithms.gossip.options import COMPRESSIONS
+from hvd_async.algorithms.gossip.plan import make_plan
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")

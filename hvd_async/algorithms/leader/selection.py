@@ -1,9 +1,4 @@
-"""Who leads, and how far the others are pulled: the equations of LSGD and EASGD, as pure functions.
-
-LSGD (Teng et al., NeurIPS 2019): ranks train by themselves; every so many iterations all are pulled towards the one
-whose recent training loss is lowest, in their group and among all, and a little in every step between. EASGD (Zhang et
-al., NeurIPS 2015): ranks and a centre that follows their mean are pulled towards each other.
-"""
+"""Loss windows, the choice of leaders and groups, strengths of pulls and spreads of learning rates: pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Strength: TypeAlias = "float | Callable[[int], float]"
-"""Of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
+"""The strength of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
 SPREADS = ("none", "linear", "power")
 
 
@@ -30,17 +25,17 @@ class LossWindow:
         self._losses: deque[float] = deque(maxlen=length)
 
     def record(self, loss: float) -> None:
-        """One more."""
+        """Add a loss."""
         self._losses.append(float(loss))
 
     @property
     def recorded(self) -> list[float]:
-        """Those that count, the oldest first."""
+        """The losses that count, the oldest first."""
         return list(self._losses)
 
     @property
     def mean(self) -> float | None:
-        """NaN if one of them is not finite; None if there is none."""
+        """Their mean: NaN if one of them is not finite, None if there is none."""
         if not self._losses:
             return None
         if not all(map(math.isfinite, self._losses)):
@@ -49,7 +44,7 @@ class LossWindow:
 
 
 def pick_leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
-    """Of these ranks the one with the lowest mean loss, the lowest-numbered of several; None if none has a finite one.
+    """Return the rank with the lowest finite mean loss, the lowest-numbered of several; None if none has one.
 
     Args:
         means: by rank; some may be missing, or NaN.
@@ -60,7 +55,7 @@ def pick_leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
 
 
 def value_at(strength: Strength, step: int) -> float:
-    """A strength at a step.
+    """Return a strength at a step.
 
     Raises:
         ValueError: it is not in [0, 1).
@@ -73,12 +68,12 @@ def value_at(strength: Strength, step: int) -> float:
 
 @dataclass(frozen=True)
 class Strengths:
-    """Of pulls: numbers in [0, 1), or functions of this rank's step.
+    """Strengths of pulls: numbers in [0, 1), or functions of this rank's step.
 
     Attributes:
-        local_pull, global_pull: when a pull comes (LSGD, as the next two).
-        local_prox, global_prox: of the steps of a period together, between pulls.
-        alpha, beta: EASGD's: of a rank towards the centre, of the centre towards the ranks' mean.
+        local_pull, global_pull: LSGD's c1 and c2, in the first step after a pull.
+        local_prox, global_prox: LSGD's p1 and p2, of the steps of a period together, between pulls.
+        alpha, beta: EASGD's, of a rank towards the center and of the center towards the ranks' mean.
     """
 
     local_pull: Strength = 0.1
@@ -88,31 +83,13 @@ class Strengths:
     alpha: float = 0.0
     beta: float = 0.43
 
-    def now(self, step: int) -> dict[str, float]:
-        """By name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
+    def at(self, step: int) -> dict[str, float]:
+        """Return all by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
         return {name: value_at(value, step) for name, value in vars(self).items()}
 
 
-def pull_towards(x: Any, *pulls: tuple[Any, float]) -> Any:
-    """x + sum over (target, strength) of strength (target - x): towards all at once."""
-    moved = x
-    for target, strength in pulls:
-        moved = moved + (target - x) * strength
-    return moved
-
-
-def pull_to_center(x: Any, centre: Any, alpha: float) -> Any:
-    """EASGD's x - alpha (x - centre)."""
-    return pull_towards(x, (centre, alpha))
-
-
-def move_center(centre: Any, mean: Any, beta: float) -> Any:
-    """EASGD's centre + beta (mean - centre), ``mean`` that of the ranks before they are pulled."""
-    return pull_towards(centre, (mean, beta))
-
-
 def lr_factor(kind: str, place: int) -> float:
-    """By what the learning rate of the rank at a place is multiplied, so that some explore farther than others.
+    """Return the factor of the learning rate of the rank at a place, so that some explore farther than others.
 
     Raises:
         ValueError: an unknown kind.
@@ -123,11 +100,11 @@ def lr_factor(kind: str, place: int) -> float:
 
 
 def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks' groups, by their places among ``ranks``.
+    """Return the ranks' groups, by their places among ``ranks``.
 
     Args:
         group: "host", ranks per group, or the groups themselves: lists of ranks, or process sets.
-        ranks: that share the optimizer.
+        ranks: those that share the optimizer.
         host_size: ranks of a host; asked for "host" only.
 
     Raises:
@@ -145,7 +122,7 @@ def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tu
     try:
         parts = [tuple(sorted(getattr(part, "ranks", None) or part)) for part in group]
         fits = sorted(rank for part in parts for rank in part) == sorted(ranks) and all(parts)
-    except TypeError:  # ranks themselves in place of lists of them, or what is no rank
+    except TypeError:  # ranks themselves in place of lists of them, or no ranks at all
         fits = False
     if not fits:
         raise ValueError(f"group={group!r}: every one of the ranks {list(ranks)} must be in one group, no group empty")

@@ -1,0 +1,263 @@
+"""Base of the gossip workers: counts of steps, exchanges, ends, and averages at ends. No mixing is done here."""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat
+from hvd_async.algorithms.gossip.messages import GossipConfig, RankFinished, StartExchange
+from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer
+from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import Drained, OptimizerCommand
+from hvd_async.runtime.worker import Worker
+from hvd_async.stats import GossipStats
+
+WEIGHT_TOLERANCE = 1e-6
+"""Relative tolerance of the sum of push-sum weights."""
+
+
+class GossipWorker(Worker):
+    """One optimizer of one rank that gossips.
+
+    Args:
+        engine: this rank's.
+        plan: edges of each step.
+        post: the format of messages.
+        finish: as ``Worker``.
+
+    Attributes:
+        keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
+        log: events for a test, as the subclass says; None: they are not recorded.
+    """
+
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
+        self.config: GossipConfig = plan.config
+        self.plan, self._post = plan, post
+        self._algorithm = ALGORITHMS[plan.config.algorithm]
+        self._ranks = post.members or tuple(range(engine.size))
+        self._place = self._ranks.index(engine.rank)
+        self._mail = MessageExchange(engine, post, self._deliver, self._snapshot, self._on_exchange_done)
+        self._letters = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
+        self._weight = 1.0
+        self._step = self._before = 0
+        """Steps since the last drain or cut, and before it."""
+        self._base = self._longest = 0
+        """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
+        self._taken = self._discarded = 0
+        """Messages mixed in, and received but discarded."""
+        self._averagings = 0
+        self._stepped = 0
+        """Steps of all ranks before the last drain or cut (engine thread)."""
+        self._uneven = False
+        """Whether some ranks took fewer of them than others since the one before."""
+        self._together = True
+        """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
+        self._staleness: Counter[int] = Counter()
+        self._waited_for = [0.0] * len(self._ranks)
+        self._total = 0
+        """Steps of all ranks until the last drain."""
+        self._all_mass = True
+        """Whether all ranks that have stepped since the last drain are in this one."""
+        self.keep: object = None
+        self.log: list[Any] | None = None
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight: the optimizer works on z x weight."""
+        return self._weight
+
+    @property
+    def version(self) -> int:
+        """Exchanges that have completed here."""
+        return self._mail.completed
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken since the last drain or cut."""
+        return self._step == 0
+
+    @property
+    def wants_before(self) -> bool:
+        """Whether ``mix`` needs the weights from before the update."""
+        return self._algorithm.sends_before_update
+
+    @property
+    def _sends_early(self) -> bool:
+        """Whether a step's messages are sent at the end of the step before."""
+        return self._algorithm.sends_before_update and self.config.local_size == 1
+
+    def begin(self, weights: Vector) -> None:
+        """Start from these weights, shape (n,), the same on all ranks, before they register; they belong to the worker.
+
+        Args:
+            weights: the model's.
+        """
+
+    def check_step(self) -> None:
+        """Raise, if no step can be taken now; before one changes any weight."""
+        self._opened_number()
+        self._check_drained()
+
+    @abc.abstractmethod
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step.
+
+        Args:
+            before: the optimizer's weights before the update, shape (n,); not looked at unless ``wants_before``.
+            after: those after the update. Both belong to the worker from now on.
+
+        Returns:
+            The model's weights z, shape (n,).
+        """
+
+    def _into(self, place: int, step: int) -> list[tuple[int, float]]:
+        """Return ``GossipPlan.in_edges`` of a step since the last drain or cut."""
+        return self.plan.in_edges(place, self._base + step)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        return [self._before + self._step]
+
+    def _whole(self) -> bool:
+        """Return whether all ranks have finished, and all messages have been received."""
+        drained = self._inbox.drained
+        return drained is not None and self._mail.completed >= drained.rounds
+
+    @property
+    def has_available(self) -> bool:
+        return self._inbox.refused is not None or self._whole()
+
+    def apply_available(self) -> bool:
+        """Return whether an end can complete: there is nothing to apply before, as ``gather`` mixes messages in."""
+        self._check_refused()
+        return self._whole()
+
+    def complete_drain(self) -> None:
+        """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and count steps anew."""
+        drained = self._take_drained()
+        self._all_mass = drained.whole
+        total = sum(drained.produced)
+        if total != self._total or (drained.flushed and not self._together):
+            self._end(drained.flushed)  # else nothing is to be done, and a rank's optimizer may be deleted by now
+        self._base = 0 if drained.flushed else self._base + self._longest
+        if drained.flushed:
+            self._total, self.keep = total, None
+        self._before += self._step
+        self._step = 0
+        self._restart()
+        self.engine.call_soon(self._mail.resume)
+
+    def _restart(self) -> None:
+        """Reset the parts that count steps since the last drain or cut."""
+        self._letters.restart()
+
+    def discard_results(self) -> None:
+        """Discard messages from now on; exchanges go on for the other ranks."""
+        self.keep = None
+        self._letters.discard()
+        self._mail.resume()
+
+    @abc.abstractmethod
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """Mix in all messages received, at a drain or cut; with ``flush``, average all ranks.
+
+        Args:
+            weights: z, shape (n,); it belongs to the worker from now on.
+            flush: whether it is a drain. A collective then.
+
+        Returns:
+            z: the average of all ranks, or this rank's own.
+
+        Raises:
+            GradientLossError: push-sum weights do not sum to the number of ranks.
+        """
+
+    def consensus(self, x: Vector) -> Vector:
+        """Return the mean over all ranks of what has been received; a collective, right after a drain or cut.
+
+        Args:
+            x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
+        """
+        total = self.sum(self._post.scalar(self._weight), "the sum of push-sum weights")
+        size, weight = len(total.ranks), float(total.vector[0])
+        if self._all_mass:  # else a rank whose optimizer was deleted took its share with it
+            if abs(weight - size) > WEIGHT_TOLERANCE * size:
+                raise GradientLossError(
+                    f"{self.label}: push-sum weights of {size} ranks sum to {weight:.9g}: messages were lost or "
+                    f"counted twice. This is a bug in hvd_async; please report it with stats()."
+                )
+            weight = size
+        return self.sum(x, "the average of all ranks").vector * (1.0 / weight)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def kept(self) -> SavedState | None:
+        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
+        return None if self._together else SavedState(self._weight, self._estimates(), self._base)
+
+    def _estimates(self) -> dict[str, Vector]:
+        """Return the receivers' estimates of this rank's weights, by edge."""
+        return {}
+
+    def restore(self, kept: SavedState) -> None:
+        """Begin with the state that an earlier run's cut saved, before ``register``."""
+        self._weight = kept.weight
+        self._base, self._restored, self._together = kept.base, True, False
+
+    def stats(self) -> GossipStats:
+        """Return a snapshot of the counts."""
+        mail = self._mail
+        return GossipStats(
+            steps=self._before + self._step,
+            exchanges=mail.completed,
+            messages_sent=mail.sent,
+            messages_taken=self._taken,
+            messages_left=self._discarded,
+            averagings=self._averagings,
+            staleness=dict(sorted(self._staleness.items())),
+            wait_s=self._wait_s,
+            waited_for=tuple(self._waited_for),
+            bytes_sent=mail.bytes_sent,
+            latency_s=mail.seconds / mail.completed if mail.completed else 0.0,
+            push_sum_weight=self._weight,
+        )
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        match command:
+            case StartExchange():
+                self._mail.exchange(command)
+            case RankFinished(_, rank, step):
+                self._letters.rank_finished(self._ranks.index(rank), step)
+            case Drained():
+                if not self.deleted:
+                    self._mail.pause(command.rounds)
+                known, total = list(self._letters.finished.values()), command.produced[0]
+                steps = {*known, total - self._stepped - sum(known)}  # all but the last rank have been announced
+                self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
+                self._letters.begin_anew(map(self._ranks.index, command.gone))
+                super().on_command(command)
+            case _:
+                super().on_command(command)
+
+    @abc.abstractmethod
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        """Receive a message: its sender's place, its key there, its push-sum weight and encoded vector."""
+
+    def _on_exchange_done(self) -> None:
+        """Handle the end of an exchange, after all its messages were delivered."""
+
+    def _snapshot(self, partner: int, round_: int) -> Vector:
+        """Return the encoded weights with which this rank is averaged with the partner at this place."""
+        raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
