@@ -17,7 +17,7 @@ from hvd_async.algorithms.eager.messages import (
 from hvd_async.algorithms.eager.quorum import initiator, needed
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-from tests.unit.explore import Book, Program, Rank, World
+from tests.unit.explore_world import Book, Program, Rank, World
 
 
 @dataclass
@@ -164,7 +164,7 @@ class EagerWorld(World):
     def obeys_surely(self, rank: EagerRank) -> bool:
         """The thread is over, or in an end, or waits for a round that cannot land before this rank has obeyed more."""
         if self.in_end(rank) or not rank.agreed or self.token(rank) == "sum":
-            return self.token(rank) != "sum" or rank.phase == 1 and rank.combined < rank.calls
+            return self.token(rank) != "sum" or (rank.phase == 1 and rank.combined < rank.calls)
         number = rank.steps + rank.base
         waits = self.token(rank) == "step" and rank.phase > self.config.buckets
         there = (number in rank.knows or rank.ready >= number) and min(rank.submitted) >= number
@@ -225,13 +225,30 @@ class EagerWorld(World):
             return
         for rank in active:
             assert number - book.position[bucket][rank] <= self.config.max_staleness
-        assert arrived
+        assert self._met(number, arrived, active), f"round {number} with {arrived} of {active}"
+
+    def _met(self, number: int, arrived: list[int], active: set[int]) -> bool:
+        """Whether these make the quorum of a round."""
         quorum = self.config.quorum
         if quorum == "majority":
-            assert initiator(number, self.config.seed, active, self.numbers) in arrived
-        elif quorum != "solo":
-            want = len(active) if isinstance(quorum, str) else min(needed(quorum, len(self.numbers)), len(active))
-            assert len(arrived) >= want, f"round {number} with {arrived} of {active}"
+            return initiator(number, self.config.seed, active, self.numbers) in arrived
+        if quorum == "solo":
+            return bool(arrived)
+        want = len(active) if isinstance(quorum, str) else min(needed(quorum, len(self.numbers)), len(active))
+        return len(arrived) >= want > 0
+
+    def check_due(self, event: OptimizerEvent) -> None:
+        book = self.book
+        active = set(self.numbers) - book.done.keys()
+        for bucket, arrived in enumerate(book.arrived):
+            number = book.fired[bucket] + 1
+            arrived = [rank for rank in arrived if rank in active]
+            fits = all(number - book.position[bucket][rank] <= self.config.max_staleness for rank in active)
+            if not arrived or not fits or not self._met(number, arrived, active):
+                continue
+            assert self.config.grace, f"round {number} could go, and does not"
+            assert len(arrived) < len(active), f"round {number} could go before its grace ends, and does not"
+            assert self.machine.deadline() is not None, "nobody is told when a grace ends"
 
     def _check_hyper(self, number: int, hyper: Any, ending: bool) -> None:
         """One set a round: of a rank that is in that step; at an end, where nobody is, those of the round before."""

@@ -20,7 +20,7 @@ from hvd_async.algorithms.gossip.messages import (
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-from tests.unit.explore import Book, Program, Rank, World
+from tests.unit.explore_world import Book, Program, Rank, World
 
 Message = tuple[int, int, int]
 """Which end it comes before, the sender's place, the sender's step since the last end."""
@@ -335,6 +335,16 @@ class GossipWorld(World):
             assert asks in book.wants, "neither rank of a pair wants it"
             assert other in self.plan.config.neighbours[asks], "averaged with a rank that is no neighbour"
         book.wants = [rank for rank in book.wants if rank not in paired]
+
+    def check_due(self, event: OptimizerEvent) -> None:
+        book = self.book
+        active = set(self.numbers) - book.done.keys()
+        neighbours = self.plan.config.neighbours
+        pairs = any(active.intersection(neighbours[rank]) for rank in book.wants)
+        if book.flight is None and (pairs or any(book.offers.values())):
+            assert self.slow, "an exchange could go, and does not"
+            assert self.machine.deadline() is not None, "nobody is told when an exchange goes"
+        assert not active or not book.inside.keys() >= active, "all are in an average that does not go"
 
     def check_end(self, drained: Drained[Any]) -> None:
         book = self.book

@@ -13,10 +13,10 @@ from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.algorithms.leader.messages import LeaderConfig
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.runtime.state_machine import StateMachine
-from tests.unit.explore import Program, World
 from tests.unit.explore_eager import EagerWorld
 from tests.unit.explore_gossip import GossipWorld
 from tests.unit.explore_leader import LeaderWorld, Losses
+from tests.unit.explore_world import Program, World
 
 Machine = type[StateMachine[Any]]
 Job = Callable[[Machine], World]
@@ -72,6 +72,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "staleness 0": eager("2 drain", "2 drain", staleness=0),
         "staleness 2": eager("3 drain", "2 drain", staleness=2),
         "two buckets": eager("2 drain 1 drain", "1 drain drain", buckets=2),
+        "two buckets, both late": eager("1 drain 1 drain", "1 drain 1 drain", buckets=2),
         "all": eager("2 drain", "1 drain", quorum="all"),
         "majority": eager("2 drain", "2 drain", quorum="majority"),
         "pace by rounds": eager("3 drain", "2 drain", pace="rounds"),
@@ -81,6 +82,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "collectives": eager("1 drain sum 1 drain", "1 drain sum drain leave"),
         "one leaves in a collective": eager("1 drain sum drain", "1 drain leave"),
         "one leaves for good": eager("2 drain 1 drain leave", "2 leave"),
+        "one leaves, one cuts": eager("1 cut 1 drain", "1 leave"),
         "three ranks": eager("1 drain", "1 drain", "1 drain"),
         "three ranks, two needed": eager("1 drain", "1 drain", "1 leave", quorum=2),
     },
@@ -93,9 +95,9 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "osgp": gossip("3 drain", "2 drain", algorithm="osgp", max_staleness=2),
         "dpsgd": gossip("2 drain", "1 drain", algorithm="dpsgd"),
         "adpsgd": gossip("2 drain 1 drain", "1 drain drain", algorithm="adpsgd", max_local_steps=1),
-        "adpsgd, exchanges take time": gossip(
-            "2 drain", "1 drain", algorithm="adpsgd", max_local_steps=1, slow=True
-        ),
+        "adpsgd, exchanges take time": gossip("2 drain", "1 drain", algorithm="adpsgd", max_local_steps=1, slow=True),
+        "adpsgd of three ranks": gossip("1 drain", "1 drain", "1 drain", algorithm="adpsgd", max_local_steps=1),
+        "sgp of three ranks": gossip("2 drain", "1 drain", "drain"),
         "averages": gossip("2 drain 1 drain", "1 drain 1 drain", algorithm="allreduce", average_every=1),
         "sgp and averages": gossip("1 drain", "1 drain", average_every=1),
         "averages of three ranks": gossip("2 drain", "1 leave", "1 drain", algorithm="allreduce", average_every=1),
@@ -125,8 +127,9 @@ LONG: Mapping[str, Mapping[str, Job]] = {
         "osgp": gossip("4 drain", "4 drain", algorithm="osgp", max_staleness=2),
         "dpsgd": gossip("2 drain 1 drain", "2 drain 1 drain", algorithm="dpsgd"),
         "adpsgd": gossip("3 drain", "3 drain", algorithm="adpsgd", max_local_steps=2, slow=True),
-        "adpsgd of three ranks": gossip("1 drain", "1 drain", "1 drain", algorithm="adpsgd", max_local_steps=1),
+        "adpsgd of three ranks, uneven": gossip("2 drain", "1 drain", "1 leave", algorithm="adpsgd", max_local_steps=1),
         "sgp of three ranks": gossip("1 drain", "1 drain", "1 drain"),
+        "sgp of three ranks, uneven": gossip("1 drain", "1 drain", "2 drain"),
     },
     "leader": {
         "lsgd": leader("3 drain 2 drain", "3 cut 2 drain", periods=(1, 2)),

@@ -11,7 +11,7 @@ from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPu
 from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-from tests.unit.explore import Book, Program, Rank, World
+from tests.unit.explore_world import Book, Program, Rank, World
 
 Losses = tuple[tuple[float | None, ...], ...]
 
@@ -196,6 +196,21 @@ class LeaderWorld(World):
         assert leader in able, "a rank without a finite loss leads"
         best = min((loss, rank) for rank, loss in able.items() if rank in active)
         assert (able[leader], leader) == best, "not the one that does best"
+
+    def check_due(self, event: OptimizerEvent) -> None:
+        book = self.book
+        if not isinstance(event, StepTaken):
+            return
+        for group in self._pulled():
+            period = self.config.global_period if group == ALL else self.config.local_period
+            needed = period * len(self._counting(group))
+            if group in book.flights or not 0 < needed <= book.steps[group]:
+                continue
+            told = {rank: loss for rank, loss in book.losses.items() if rank in self.members[group]}
+            led = any(math.isfinite(told.get(rank, math.nan)) for rank in self._counting(group))
+            leaderless = bool(told) and not led and self.config.algorithm == "lsgd"
+            assert leaderless, "a pull is due, and does not go"
+            book.steps[group] %= needed
 
     def check_end(self, drained: Drained[Any]) -> None:
         book = self.book

@@ -16,6 +16,7 @@ from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullPro
 from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER, LeaderStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
+from tests.conftest import examples
 from tests.unit.pull_simulation import Job, Simulation
 from tests.unit.simulation import snapshot
 
@@ -79,7 +80,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(jobs())
 def test_laws_hold_under_any_interleaving(job):
     """Each pull is due when its ranks' steps say so, has the right leader, and lands once on each of its ranks."""
