@@ -5,9 +5,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<'USAGE'
-usage: scripts/check.sh [--fast] [PYTEST ARGUMENT ...]
+usage: scripts/check.sh [--fast | --long] [PYTEST ARGUMENT ...]
 
-Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs.
+Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs. --long adds
+what is too long for every day (HVD_ASYNC_TEST_LONG=1): larger explorations of the state machines, four times as many
+random examples, and others each time.
 Tests run in two processes, those that start jobs at the end in one; `-n 0` runs all in one, in order.
 USAGE
 }
@@ -15,6 +17,7 @@ fast=
 case ${1:-} in
   -h|--help) usage; exit ;;
   --fast) fast=1; shift ;;
+  --long) export HVD_ASYNC_TEST_LONG=1; shift ;;
 esac
 cd "$ROOT"
 [ -x "$VENV/bin/python" ] || die "there is no $VENV: run scripts/test.sh, which makes it"

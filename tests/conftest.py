@@ -13,13 +13,17 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # (off by default on CPUs without AVX-512, which is slow)
-settings.register_profile(  # the same examples each time; HVD_ASYNC_EXPLORE=1 looks for others
-    "hvd_async",
-    deadline=None,
-    derandomize="HVD_ASYNC_EXPLORE" not in os.environ,
-    suppress_health_check=[HealthCheck.too_slow],
+LONG_RUN = bool(os.environ.get("HVD_ASYNC_TEST_LONG"))
+"""scripts/check.sh --long: all that the ordinary run leaves out, and random examples that are new each time."""
+settings.register_profile(
+    "hvd_async", deadline=None, derandomize=not LONG_RUN, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("hvd_async")
+
+
+def examples(long: int) -> int:
+    """How many examples a test looks at that has so many in a long run: in an ordinary one a quarter."""
+    return long if LONG_RUN else max(1, long // 4)
 
 
 JOBS = "tests/multiproc/"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.auto_quorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.quorum import Quorum
+from tests.conftest import examples
 from tests.unit.virtual import Course, VirtualJob
 
 Durations = list[list[float]]
@@ -52,7 +53,7 @@ def courses(draw: st.DrawFn) -> tuple[Durations, int, int, str]:
     return durations, draw(st.integers(1, size)), draw(st.integers(pace == "rounds", 6)), pace
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(courses())
 @example(([[1.0] * 12, [9.0] * 12], 1, 2, "steps"))
 @example(([[1.0] * 12, [9.0] * 12], 1, 2, "rounds"))

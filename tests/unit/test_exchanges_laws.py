@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hvd_async.algorithms.gossip.messages import StartExchange
 from hvd_async.algorithms.gossip.plan import make_plan
+from tests.conftest import examples
 from tests.unit.gossip_simulation import Job, Simulation
 
 DIRECTED = ["exponential", "ring", "ring-right", "star", "complete"]
@@ -48,7 +49,7 @@ def jobs(draw: st.DrawFn) -> Job:
 IDLE = Job(make_plan(3, "adpsgd", "ring"), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0), (0, 1, 2), hasty=frozenset({0, 2}))
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(jobs())
 @example(IDLE)
 @example(replace(IDLE, hasty=frozenset({0, 1, 2})))

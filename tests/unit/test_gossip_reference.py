@@ -14,6 +14,7 @@ from hvd_async import mixing, topology
 from tests.conformance import gossip_reference, reference
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import Problem, adpsgd, dpsgd, least_squares, on_time, sgp
+from tests.conftest import examples
 
 STILL, PLAIN = Case("still", "sgd", 0.0), Case("plain", "sgd", 0.5)
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -150,7 +151,7 @@ def test_momentum_stays_with_its_rank():
     assert [state.first.tolist() for state in outcome.states] == [[1.5], [0.0]]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from(GRAPHS), st.sampled_from(SIZES), SEEDS)
 def test_osgp_of_any_log_moves_the_sum_by_the_updates_alone(name, size, seed):
     matrices = uniform(name, size)
@@ -289,7 +290,7 @@ def random_log(size, seed, length=60):
     return log, steps
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(SIZES), SEEDS)
 def test_adpsgd_moves_its_mean_by_local_updates_alone(size, seed):
     log, steps = random_log(size, seed)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
 from hvd_async.topology import Topology
+from tests.conftest import examples
 
 SIZES = st.integers(1, 17)
 NAMES = st.sampled_from(sorted(topology.NAMED))
@@ -40,7 +41,7 @@ def test_metropolis_weights_are_symmetric_and_doubly_stochastic(name, size):
         assert (np.diag(weights) > 0).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(NAMES, SIZES, SEEDS)
 def test_push_sum_keeps_the_sums_and_finds_the_mean_on_every_graph(name, size, seed):
     random = np.random.default_rng(seed)

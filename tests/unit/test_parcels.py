@@ -24,6 +24,7 @@ from hvd_async.algorithms.gossip.message_format import (
     to_bf16,
 )
 from hvd_async.runtime.process_sets import RankGroup
+from tests.conftest import examples
 
 CODECS = ["none", "fp16", "bf16", "int8"]
 SIZES = [0, 1, 2, 3, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
@@ -50,7 +51,7 @@ def vector(elements, kind=np.float32, seed=0):
 # -- half precision -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(BITS)
 def test_bf16_is_the_nearest_with_ties_to_even(bfloat16, bits):
     values = bits.view(np.float32)
@@ -83,7 +84,7 @@ def test_half_precision_is_that_of_numpy_but_for_what_is_too_large(bfloat16, cod
 # -- 8 bits ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(FINITE)
 def test_int8_is_off_by_half_a_level_at_the_most(values):
     decoded, scale = dequantize(quantize(values), len(values)), np.abs(values).max() / np.float32(LEVELS)

@@ -16,6 +16,7 @@ from hvd_async.runtime.codec import encode
 from hvd_async.runtime.messages import Registered
 from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
+from tests.conftest import examples
 
 SYMMETRIC = ["bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"]
 GOSSIPS = [name for name in ALGORITHMS if name != "allreduce"]
@@ -30,7 +31,7 @@ APART = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
 # -- what is laid out -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(GOSSIPS), st.sampled_from(sorted(topology.NAMED)), st.integers(1, 9), st.integers(1, 30))
 def test_edges_are_those_of_the_matrices(algorithm, name, size, step):
     graph = topology.named(name, size)

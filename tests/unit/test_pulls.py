@@ -25,6 +25,7 @@ from hvd_async.algorithms.leader.messages import (
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
+from tests.conftest import examples
 from tests.unit.pull_simulation import Job, Simulation
 from tests.unit.simulation import snapshot
 
@@ -88,7 +89,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(jobs())
 def test_laws_hold_under_any_interleaving(job):
     """Each pull is due when its ranks' steps say so, has the right leader, and lands once on each of its ranks."""

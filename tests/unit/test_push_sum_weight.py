@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.plan import LOW_WEIGHT, MIN_WEIGHT, GossipPlan, make_plan
 from hvd_async.topology import Topology
+from tests.conftest import examples
 
 NAMES = ["exponential", "linear", "ring", "ring-right", "star", "mesh", "complete", "static-exponential"]
 LR, MOMENTUM, STEPS = 0.1, 0.9, 120
@@ -82,7 +83,7 @@ class Push:
             self.w[rank] += w
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.sampled_from(NAMES), st.integers(1, 10), st.integers(0, 16), st.integers(0, 2**32))
 def test_weights_and_models_are_bounded_whatever_is_late(name, size, late, seed):
     """On the unit quadratic, learning rate 0.1, momentum 0.9: weights as low as the matrices say, z never far out."""

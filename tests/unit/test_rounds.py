@@ -19,6 +19,7 @@ from hvd_async.algorithms.eager.messages import (
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Drained, Finished, Registered, Rejected
+from tests.conftest import examples
 from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation
 
@@ -61,7 +62,7 @@ def jobs(draw: st.DrawFn) -> Job:
 ZEROS = Job(EagerConfig("solo", 0, 0.5, 0, 2), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(jobs())
 @example(ZEROS)
 def test_promises_hold_under_any_interleaving(job):

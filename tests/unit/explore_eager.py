@@ -1,0 +1,288 @@
+"""Partial allreduce for ``explore``: model ranks that hand gradients over, submit rounds and apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hvd_async.algorithms.eager.messages import (
+    EagerConfig,
+    GradientReady,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
+from hvd_async.algorithms.eager.quorum import initiator, needed
+from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
+from hvd_async.runtime.state_machine import StateMachine
+from tests.unit.explore_world import Book, Program, Rank, World
+
+
+@dataclass
+class EagerRank(Rank):
+    """A model rank.
+
+    Attributes:
+        pending: of each bucket, the versions that gradients were computed at which no round has carried.
+        submitted: the last round of each bucket that its engine has submitted.
+        knows: rounds whose hyperparameters have come and that have not landed.
+        ready: rounds that have landed.
+    """
+
+    pending: list[list[int]] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
+    knows: set[int] = field(default_factory=set)
+    ready: int = 0
+    version: int = 0
+    steps: int = 0
+    base: int = 0
+
+
+@dataclass
+class EagerBook(Book):
+    """What rounds have gone: of each bucket their number, and who is in for the next; who has hyperparameters."""
+
+    fired: list[int] = field(default_factory=list)
+    arrived: list[list[int]] = field(default_factory=list)
+    position: list[dict[int, int]] = field(default_factory=list)
+    settled_rounds: set[int] = field(default_factory=set)
+    """Those whose hyperparameters were told."""
+    hyper: Any = None
+    """The hyperparameters that were told last."""
+    entered: dict[int, int] = field(default_factory=dict)
+    """The step that each rank has said last that it is in."""
+
+
+class EagerWorld(World):
+    """Every rank's even steps hand gradients over before ``step()``, as overlap with backward does; others in it."""
+
+    rank_type, book_type = EagerRank, EagerBook
+    config: EagerConfig
+
+    def __init__(
+        self, machine: type[StateMachine[Any]], config: EagerConfig, programs: Sequence[Program], opening: bool = False
+    ) -> None:
+        super().__init__(machine, config, programs, opening)
+        self.timed = bool(config.grace)  # type: ignore[misc]
+
+    def begin(self) -> None:
+        buckets = self.config.buckets
+        for rank in self.ranks:
+            rank.pending = [[] for _ in range(buckets)]
+            rank.submitted = [0] * buckets
+        self.book.fired = [0] * buckets
+        self.book.hyper = self.first_hyper(self.numbers[0])
+        self.book.arrived = [[] for _ in range(buckets)]
+        self.book.position = [dict.fromkeys(self.numbers, 0) for _ in range(buckets)]
+
+    def first_hyper(self, rank: int) -> list[dict[str, Any]]:
+        return self._hyper(rank, 0)
+
+    def _hyper(self, rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"lr": 100 * rank + step}]
+
+    # -- training threads: phase 0 before a step; 1 to buckets: a bucket is handed over; then in step(), and waiting -
+
+    def can_step(self, rank: EagerRank) -> bool:
+        return rank.phase <= self.config.buckets or rank.ready >= rank.steps + rank.base
+
+    def step(self, rank: EagerRank) -> None:
+        buckets = self.config.buckets
+        overlaps = (rank.place + rank.at) % 2 == 0
+        if rank.phase == 0:
+            rank.steps += 1
+            rank.phase = 1
+            if not overlaps:
+                self._enter(rank)
+            return self._hand_over(rank)
+        if rank.phase < buckets:
+            rank.phase += 1
+            return self._hand_over(rank)
+        if rank.phase == buckets:
+            if overlaps:
+                self._enter(rank)
+            rank.phase += 1
+            return None
+        rank.version = rank.ready
+        if self.config.pace == "rounds":
+            rank.base = rank.version - rank.steps
+            rank.outbox.append(VersionTaken(0, rank.version))
+        rank.at, rank.phase = rank.at + 1, 0
+        return None
+
+    def _enter(self, rank: EagerRank) -> None:
+        number = rank.steps + rank.base
+        rank.outbox.append(StepEntered(0, number, self._hyper(rank.number, number)))
+
+    def _hand_over(self, rank: EagerRank) -> None:
+        bucket = rank.phase - 1
+        rank.pending[bucket].append(rank.version)
+        rank.produced[bucket] += 1
+        rank.outbox.append(GradientReady(0, bucket, rank.steps + rank.base))
+
+    def has_all(self, rank: EagerRank) -> bool:
+        assert rank.drained is not None
+        return rank.ready >= rank.drained.rounds
+
+    def after_end(self, rank: EagerRank) -> None:
+        assert rank.drained is not None
+        rank.version = rank.drained.rounds  # (rounds of those that are out already are for the next step)
+        rank.base = rank.drained.rounds - rank.steps
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def on_command(self, rank: EagerRank, command: Any) -> None:
+        match command:
+            case ("round", bucket, number, knows):
+                assert number == rank.submitted[bucket] + 1, "rounds out of order"
+                rank.submitted[bucket] = number
+                for version in rank.pending[bucket]:
+                    stale = number - 1 - version
+                    assert 0 <= stale <= self.config.max_staleness, f"{stale} rounds stale in round {number}"
+                rank.pending[bucket] = []
+                if knows:
+                    rank.knows.add(number)
+            case SetHyperparameters(_, number, _):
+                assert number not in rank.knows
+                rank.knows.add(number)
+            case _:
+                if isinstance(command, Drained) and command.flushed:
+                    assert not any(rank.pending), "a gradient stayed behind"
+                super().on_command(rank, command)
+
+    def landing(self, rank: EagerRank) -> list[int]:
+        number = rank.ready + 1
+        whole = number in rank.knows and all(number <= least for each in self.ranks for least in each.submitted)
+        return [number] if whole else []
+
+    def land(self, rank: EagerRank, what: int) -> None:
+        rank.knows.discard(what)
+        rank.ready = what
+
+    def obeys_surely(self, rank: EagerRank) -> bool:
+        """The thread is over, or in an end, or waits for a round that cannot land before this rank has obeyed more."""
+        if self.in_end(rank) or not rank.agreed or self.token(rank) == "sum":
+            return self.token(rank) != "sum" or (rank.phase == 1 and rank.combined < rank.calls)
+        number = rank.steps + rank.base
+        waits = self.token(rank) == "step" and rank.phase > self.config.buckets
+        there = (number in rank.knows or rank.ready >= number) and min(rank.submitted) >= number
+        return waits and not there
+
+    def lands_surely(self, rank: EagerRank) -> bool:
+        """The thread is over, in an end, or waits for this round; rounds beyond it would be taken with it, or not."""
+        if self.in_end(rank) or not rank.agreed:
+            return True
+        return self.token(rank) == "step" and rank.phase > self.config.buckets and rank.ready < rank.steps + rank.base
+
+    def goes_on_surely(self, rank: EagerRank) -> bool:
+        if self.token(rank) == "step" and rank.phase == self.config.buckets:
+            return True  # (it only says that it is in step())
+        return super().goes_on_surely(rank)
+
+    # -- laws -------------------------------------------------------------------------------------------------
+
+    def slim(self, command: Command) -> Any:
+        match command:
+            case StartRound(_, bucket, number, hyper, _):
+                return ("round", bucket, number, hyper is not None)
+        return command
+
+    def hear(self, rank: EagerRank, event: OptimizerEvent) -> None:
+        book = self.book
+        match event:
+            case GradientReady(_, bucket, step):
+                book.position[bucket][rank.number] = step
+                if step == book.fired[bucket] + 1:
+                    book.arrived[bucket].append(rank.number)
+            case StepEntered(_, step, _):
+                book.entered[rank.number] = step
+            case VersionTaken(_, version):
+                for position in book.position:
+                    position[rank.number] = version
+
+    def check(self, command: Command, ending: bool) -> None:
+        match command:
+            case StartRound(_, bucket, number, hyper, _):
+                self._check_round(bucket, number, ending)
+                if hyper is not None:
+                    self._check_hyper(number, hyper, ending)
+            case SetHyperparameters(_, number, hyper):
+                assert number not in self.book.settled_rounds, "hyperparameters of a round that has them"
+                self._check_hyper(number, hyper, ending)
+            case _:
+                raise AssertionError(f"{command} of a partial allreduce")
+
+    def _check_round(self, bucket: int, number: int, ending: bool) -> None:
+        book = self.book
+        assert number == book.fired[bucket] + 1, f"round {number} of bucket {bucket} after {book.fired[bucket]}"
+        book.fired[bucket] = number
+        arrived, book.arrived[bucket] = book.arrived[bucket], []
+        active = set(self.numbers) - book.done.keys()
+        if ending:
+            assert not active
+            return
+        for rank in active:
+            assert number - book.position[bucket][rank] <= self.config.max_staleness
+        assert self._met(number, arrived, active), f"round {number} with {arrived} of {active}"
+
+    def _met(self, number: int, arrived: list[int], active: set[int]) -> bool:
+        """Whether these make the quorum of a round."""
+        quorum = self.config.quorum
+        if quorum == "majority":
+            return initiator(number, self.config.seed, active, self.numbers) in arrived
+        if quorum == "solo":
+            return bool(arrived)
+        want = len(active) if isinstance(quorum, str) else min(needed(quorum, len(self.numbers)), len(active))
+        return len(arrived) >= want > 0
+
+    def check_due(self, event: OptimizerEvent) -> None:
+        book = self.book
+        active = set(self.numbers) - book.done.keys()
+        for bucket, arrived in enumerate(book.arrived):
+            number = book.fired[bucket] + 1
+            arrived = [rank for rank in arrived if rank in active]
+            fits = all(number - book.position[bucket][rank] <= self.config.max_staleness for rank in active)
+            if not arrived or not fits or not self._met(number, arrived, active):
+                continue
+            assert self.config.grace, f"round {number} could go, and does not"
+            assert len(arrived) < len(active), f"round {number} could go before its grace ends, and does not"
+            assert self.machine.deadline() is not None, "nobody is told when a grace ends"
+
+    def _check_hyper(self, number: int, hyper: Any, ending: bool) -> None:
+        """One set a round: of a rank that is in that step; at an end, where nobody is, those of the round before."""
+        book = self.book
+        if ending:
+            assert hyper == book.hyper, "a last round with new hyperparameters"
+            book.settled_rounds.add(number)
+            return
+        assert min(book.fired) >= number, "hyperparameters of a round whose last bucket has not gone"
+        assert number not in book.settled_rounds, "hyperparameters of a round that has them"
+        book.settled_rounds.add(number)
+        book.hyper = hyper
+        in_it = [rank for rank, step in book.entered.items() if step == number]
+        assert hyper in [self._hyper(rank, number) for rank in in_it], "of a rank that is not in this step"
+
+    def check_end(self, drained: Drained[Any]) -> None:
+        book = self.book
+        assert set(book.fired) == {drained.rounds}
+        assert book.settled_rounds == set(range(1, drained.rounds + 1)), "a round never got its hyperparameters"
+        book.entered = {}
+        book.position = [dict.fromkeys(self.numbers, drained.rounds) for _ in book.position]
+        book.arrived = [[] for _ in book.arrived]
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def age(self) -> None:
+        machine: Any = self.machine
+        for bucket in machine._buckets:
+            bucket.waiting = {rank: _older(at) for rank, at in bucket.waiting.items()}
+            bucket.quorum_at = None if bucket.quorum_at is None else _older(bucket.quorum_at)
+            bucket.wake_at = None if bucket.wake_at is None else bucket.wake_at - 1.0
+            bucket.fired_at = _older(bucket.fired_at)
+        machine._in_step = {rank: replace(said, at=_older(said.at)) for rank, said in machine._in_step.items()}
+
+
+def _older(time: float) -> float:
+    return max(time - 1.0, -1.0)

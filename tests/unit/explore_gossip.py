@@ -1,0 +1,384 @@
+"""Gossip for ``explore``: model ranks that offer messages, take part in exchanges, and wait for what others send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hvd_async.algorithms.gossip.messages import (
+    AverageEntered,
+    ExchangeDone,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
+)
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
+from hvd_async.runtime.state_machine import StateMachine
+from tests.unit.explore_world import Book, Program, Rank, World
+
+Message = tuple[int, int, int]
+"""Which end it comes before, the sender's place, the sender's step since the last end."""
+
+
+@dataclass
+class GossipRank(Rank):
+    """A model rank; its attributes are as of ``gossip_simulation.Rank``, unless it is said otherwise.
+
+    Attributes:
+        letters: receivers of what it has offered and no exchange has taken, by key.
+        flying: exchanges that it has submitted and that have not landed here: number, messages, pairs.
+        submitted: the last exchange that it has submitted.
+        ends: drains and cuts that have returned.
+    """
+
+    letters: dict[int, list[int]] = field(default_factory=dict)
+    held: list[StartExchange] = field(default_factory=list)
+    flying: list[StartExchange] = field(default_factory=list)
+    submitted: int = 0
+    last: int | None = None
+    retired: dict[int, int] = field(default_factory=dict)
+    come: set[tuple[int, int]] = field(default_factory=set)
+    average: int = 0
+    landed: int = 0
+    gone: int = 0
+    offered: int = 0
+    step: int = 0
+    local: int = 0
+    asked: bool = False
+    ends: int = 0
+    deaf: bool = False
+
+
+@dataclass
+class GossipBook(Book):
+    """What has been offered and asked for, and has not gone."""
+
+    offers: dict[int, list[int]] = field(default_factory=dict)
+    wants: list[int] = field(default_factory=list)
+    inside: dict[int, float] = field(default_factory=dict)
+    exchanges: int = 0
+    average: int = 0
+    flight: int | None = None
+    announced: set[int] = field(default_factory=set)
+    sent: set[tuple[Message, int]] = field(default_factory=set)
+    """Messages that have not come, and to whom (by place) they go."""
+    carried: dict[int, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
+    """Of exchanges that have not landed everywhere: sender, its step, receivers."""
+    bases: dict[int, int] = field(default_factory=dict)
+
+
+class GossipWorld(World):
+    """Times count in units of an exchange's mean duration, which is given to the machine and stays as it is."""
+
+    rank_type, book_type = GossipRank, GossipBook
+    ranks: list[GossipRank]
+
+    def __init__(
+        self,
+        machine: type[StateMachine[Any]],
+        plan: GossipPlan,
+        programs: Sequence[Program],
+        opening: bool = False,
+        slow: bool = False,
+    ) -> None:
+        self.plan, self.slow = plan, slow
+        super().__init__(machine, plan.config, programs, opening)
+        self.timed = slow  # type: ignore[misc]
+
+    def begin(self) -> None:
+        machine: Any = self.machine
+        machine._duration = 1.0 if self.slow else 0.0
+        self.book.offers = {rank: [] for rank in self.numbers}
+        self.book.bases = dict.fromkeys(self.numbers, 0)
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether a step's messages are offered at the end of the step before."""
+        return self.plan.config.algorithm == "dpsgd"
+
+    # -- training threads: phase 0 before a step, 1 to 4 within it ------------------------------------------------
+
+    def can_step(self, rank: GossipRank) -> bool:
+        config = self.plan.config
+        if config.algorithm == "adpsgd":
+            left = [peer for peer in config.neighbours[rank.place] if peer not in rank.retired]
+            return rank.local < config.max_local_steps or not left
+        if rank.phase == 0:
+            most = 0 if config.max_staleness else 1
+            return not self.plan.moves(rank.step + 1) or rank.offered - rank.gone <= most
+        if rank.phase == 1:
+            return self._is_fed(rank)
+        return rank.average >= rank.step // config.average_every
+
+    def step(self, rank: GossipRank) -> None:
+        config = self.plan.config
+        if config.algorithm == "adpsgd":
+            rank.local += 1
+            rank.produced[0] += 1
+            if not rank.asked:
+                rank.asked = True
+                rank.outbox.append(PairRequested(0))
+            rank.at += 1
+            return
+        late = config.max_staleness
+        if rank.phase == 0:
+            rank.step += 1
+            rank.produced[0] += 1
+            if config.algorithm != "allreduce":
+                if not late and (rank.step == 1 or not self._ahead):
+                    self._offer(rank, rank.step)
+                rank.phase = 1
+                self._tell_starved(rank)
+                return
+        if rank.phase == 1 and late:
+            self._offer(rank, rank.step)
+        if rank.phase < 2 and config.average_every and rank.step % config.average_every == 0:
+            rank.outbox.append(AverageEntered(0, rank.step // config.average_every, 1.0 + rank.place))
+            rank.phase = 2
+            return
+        if self._ahead:
+            self._offer(rank, rank.step + 1)
+        rank.at, rank.phase = rank.at + 1, 0
+
+    def _offer(self, rank: GossipRank, step: int) -> None:
+        if not self.plan.moves(step):
+            return
+        out = [to for to, _ in self.plan.out_edges(rank.place, step) if step <= self._last(rank, to, step)]
+        if not out:
+            rank.outbox.append(NoMessage(0, step))
+            return
+        rank.letters[step] = out
+        rank.offered += 1
+        self.book.sent |= {((rank.ends, rank.place, step), to) for to in out}
+        rank.outbox.append(MessageQueued(0, step))
+
+    def _last(self, rank: GossipRank, other: int, step: int) -> int:
+        last = rank.retired.get(other, step)
+        return last + 1 if self._ahead and 0 < last < step else last
+
+    def _is_fed(self, rank: GossipRank) -> bool:
+        if self.token(rank) != "step" or rank.phase != 1:
+            return True
+        steps = range(1, rank.step - self.plan.config.max_staleness + 1)
+        owed = [(sender, step) for step in steps for sender, _ in self.plan.in_edges(rank.place, step)]
+        return all(one in rank.come or one[1] > self._last(rank, *one) for one in owed)
+
+    def _tell_starved(self, rank: GossipRank) -> None:
+        if not self._is_fed(rank):
+            rank.outbox.append(WaitingForMessage(0, rank.landed))
+
+    def has_all(self, rank: GossipRank) -> bool:
+        assert rank.drained is not None
+        return rank.landed >= rank.drained.rounds
+
+    def after_end(self, rank: GossipRank) -> None:
+        lost = [message for message, to in self.book.sent if to == rank.place and message[0] == rank.ends]
+        assert not lost, f"messages {lost} to rank {rank.number} were lost"
+        rank.come, rank.last, rank.local, rank.step, rank.average = set(), None, 0, 0, 0
+        rank.ends += 1
+        self._submit(rank)
+
+    def left(self, rank: GossipRank) -> None:
+        rank.deaf, rank.last = True, None
+        self._submit(rank)
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def on_command(self, rank: GossipRank, command: Any) -> None:
+        match command:
+            case StartExchange():
+                rank.asked = rank.asked and not any(rank.number in pair for pair in command.pairs)
+                rank.held.append(command)
+                self._submit(rank)
+            case StartAverage(_, index):
+                rank.average = index
+            case RankFinished(_, number, step):
+                assert rank.agreed, "told of a rank that it does not know yet"
+                rank.retired[number] = step
+            case _:
+                super().on_command(rank, command)
+                if isinstance(command, Drained):
+                    rank.last, rank.asked = (None if rank.deaf else command.rounds), False
+                    rank.retired = dict.fromkeys(command.gone, 0)
+
+    def _submit(self, rank: GossipRank) -> None:
+        while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
+            exchange = rank.held.pop(0)
+            assert exchange.round == rank.submitted + 1, "exchanges out of order"
+            rank.submitted = exchange.round
+            for key in (key for sender, key in exchange.mail if sender == rank.number):
+                assert key in rank.letters, f"message {key} of rank {rank.number} was never offered, or goes twice"
+                self.book.carried.setdefault(exchange.round, []).append((rank.place, key, rank.letters.pop(key)))
+                self.book.carried[exchange.round].sort()
+            rank.flying.append(exchange)
+
+    def landing(self, rank: GossipRank) -> list[int]:
+        """In the order in which they were submitted, as Horovod's are."""
+        least = min(each.submitted for each in self.ranks)
+        return [exchange.round for exchange in rank.flying[:1] if exchange.round <= least]
+
+    def land(self, rank: GossipRank, what: int) -> None:
+        exchange = next(exchange for exchange in rank.flying if exchange.round == what)
+        rank.flying.remove(exchange)
+        rank.landed += 1
+        rank.gone += any(sender == rank.number for sender, _ in exchange.mail)
+        told = False
+        for sender, key, receivers in self.book.carried.get(what, []):
+            if rank.place not in receivers:
+                continue
+            told |= sender == exchange.mail[0][0]
+            mine = [one for one in self.book.sent if one[0][1:] == (sender, key) and one[1] == rank.place]
+            assert mine, f"message {key} of rank {sender} comes twice"
+            self.book.sent.remove(min(mine))
+            rank.come.add((sender, key))
+            assert rank.deaf or min(mine)[0][0] == rank.ends, "a message of before an end, or of after it"
+        rank.local = 0 if any(rank.number in pair for pair in exchange.pairs) else rank.local
+        if told or (not exchange.mail and rank.number == exchange.pairs[0][1]):
+            rank.outbox.append(ExchangeDone(0, what))
+        if all(exchange not in each.flying and each.submitted >= what for each in self.ranks):
+            self.book.carried.pop(what, None)
+        if not rank.deaf:
+            self._tell_starved(rank)
+
+    def obeys_surely(self, rank: GossipRank) -> bool:
+        """Of push-sum, exchanges and averages only bring what a thread waits for. That another is done is looked at
+        by the thread: it must wait for what can only come after this command."""
+        if self.in_end(rank) or not rank.agreed:
+            return True
+        if self.plan.config.algorithm == "adpsgd":
+            return False
+        if isinstance(rank.inbox[0], StartExchange | StartAverage):
+            return True
+        if self.token(rank) != "step" or self.can_go_on(rank):
+            return False
+        flies = any(sender == rank.number for exchange in rank.flying for sender, _ in exchange.mail)
+        return rank.phase == 2 or (rank.phase == 0 and not flies)
+
+    def lands_surely(self, rank: GossipRank) -> bool:
+        """The thread is over, in an end, or waits for this; no other news lets it go on sooner."""
+        if self.in_end(rank):
+            return True
+        if self.token(rank) != "step" or self.can_go_on(rank) or self.plan.config.algorithm == "adpsgd":
+            return False
+        if rank.phase != 1:
+            return True
+        mail = self.book.carried.get(rank.flying[0].round, [])
+        come, before = {(sender, key) for sender, key, receivers in mail if rank.place in receivers}, rank.come
+        rank.come = before | come
+        fed, rank.come = self._is_fed(rank), before
+        return fed
+
+    def save(self) -> bytes:
+        machine: Any = self.machine
+        machine._duration = 1.0 if self.slow else 0.0
+        if not self.slow:
+            machine._free_since = 0.0
+        return super().save()
+
+    # -- laws -------------------------------------------------------------------------------------------------
+
+    def hear(self, rank: GossipRank, event: OptimizerEvent) -> None:
+        book = self.book
+        match event:
+            case MessageQueued(_, key):
+                book.offers[rank.number].append(key)
+            case PairRequested():
+                book.wants += [] if rank.number in book.wants else [rank.number]
+            case AverageEntered(_, _, weight):
+                book.inside[rank.number] = weight
+            case ExchangeDone(_, number):
+                book.flight = None if book.flight == number else book.flight
+        if rank.number in book.done:
+            book.wants = [other for other in book.wants if other != rank.number]
+
+    def check(self, command: Command, ending: bool) -> None:
+        book = self.book
+        active = set(self.numbers) - book.done.keys()
+        match command:
+            case StartExchange():
+                self._check_exchange(command, active, ending)
+            case StartAverage(_, index, ranks, weight):
+                assert index == book.average + 1
+                assert set(ranks) == book.inside.keys() == active
+                assert weight == sum(book.inside.values())
+                book.average, book.inside = index, {}
+            case RankFinished(_, number, step):
+                assert number in book.done.keys() - book.announced
+                assert step == book.told[number][0] - book.bases[number]
+                book.announced.add(number)
+            case _:
+                raise AssertionError(f"{command} of a gossip")
+
+    def _check_exchange(self, exchange: StartExchange, active: set[int], ending: bool) -> None:
+        book = self.book
+        book.exchanges += 1
+        assert exchange.round == book.exchanges
+        assert exchange.mail or exchange.pairs, "an exchange of nothing"
+        assert ending or book.flight is None, "two exchanges at once"
+        book.flight = exchange.round
+        first = {rank: keys[0] for rank, keys in book.offers.items() if keys}
+        earliest = min(first.values(), default=0)
+        expected = sorted((rank, key) for rank, key in first.items() if key == earliest)
+        assert sorted(exchange.mail) == expected, f"{exchange.mail} go before {expected}"
+        for rank, _ in expected:
+            book.offers[rank].pop(0)
+        paired = [rank for pair in exchange.pairs for rank in pair]
+        assert len(set(paired)) == len(paired), "a rank is in two pairs"
+        assert active.issuperset(paired), "averaged with a rank that is done"
+        for asks, other in exchange.pairs:
+            assert asks in book.wants, "neither rank of a pair wants it"
+            assert other in self.plan.config.neighbours[asks], "averaged with a rank that is no neighbour"
+        book.wants = [rank for rank in book.wants if rank not in paired]
+
+    def check_due(self, event: OptimizerEvent) -> None:
+        book = self.book
+        active = set(self.numbers) - book.done.keys()
+        neighbours = self.plan.config.neighbours
+        pairs = any(active.intersection(neighbours[rank]) for rank in book.wants)
+        if book.flight is None and (pairs or any(book.offers.values())):
+            assert self.slow, "an exchange could go, and does not"
+            assert self.machine.deadline() is not None, "nobody is told when an exchange goes"
+        assert not active or not book.inside.keys() >= active, "all are in an average that does not go"
+
+    def check_end(self, drained: Drained[Any]) -> None:
+        book = self.book
+        assert not any(book.offers.values()), "an offer stayed behind"
+        assert drained.rounds == book.exchanges
+        assert not book.inside.keys() - book.gone, "a rank is done in an average"
+        assert book.announced | {drained.last} | book.gone >= set(self.numbers)
+        book.bases = {rank: counts[0] for rank, counts in book.told.items()}
+        book.wants, book.inside, book.average, book.flight = [], {}, 0, None
+        book.announced = set()
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def ages(self) -> bool:
+        machine: Any = self.machine
+        news = machine._flight is None and machine._free_since > -1.0
+        return news or any(at > -1.0 for at in self._since())
+
+    def _since(self) -> list[float]:
+        machine: Any = self.machine
+        offers = [offer.at for offers in machine._offers.values() for offer in offers]
+        return [*offers, *machine._wants.values()]
+
+    def age(self) -> None:
+        machine: Any = self.machine
+        for offers in machine._offers.values():
+            for _ in range(len(offers)):
+                offers.append(replace(offers[0], at=_older(offers.popleft().at)))
+        machine._wants = {rank: _older(at) for rank, at in machine._wants.items()}
+        machine._free_since = _older(machine._free_since)
+        machine._wake_at = None if machine._wake_at is None else machine._wake_at - 1.0
+        if machine._flight is not None:
+            machine._flight = replace(machine._flight, started=0.0)
+
+
+def _older(time: float) -> float:
+    return max(time - 1.0, -1.0)

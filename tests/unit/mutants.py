@@ -1,0 +1,193 @@
+"""State machines with one fault each, made by an edit of their source: an exploration must find every one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.unit.explore_jobs import MACHINES, Machine
+
+BASE = "hvd_async.runtime.state_machine"
+
+
+class Mutant(NamedTuple):
+    """A fault: ``old``, which the source has exactly once, becomes ``new``.
+
+    Attributes:
+        job: the one of ``QUICK``, or else of ``LONG``, that finds it.
+        base: whether it is in what all machines have in common.
+        long: whether it takes long to find.
+    """
+
+    job: str
+    old: str
+    new: str
+    base: bool = False
+    long: bool = False
+
+
+MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
+    "eager": {
+        "a drain ends with one rank missing": Mutant(
+            "opening",
+            "if len(self._done) < len(self.ranks) or self._config is None:",
+            "if len(self._done) < len(self.ranks) - 1 or self._config is None:",
+            base=True,
+        ),
+        "the last rank decides between drain and cut": Mutant(
+            "cut and drain", "self._flush = self._flush or event.flush", "self._flush = event.flush", base=True
+        ),
+        "what a rank that is gone has left is forgotten": Mutant(
+            "one leaves, one cuts",
+            "if event.produced != self._drained.get(rank, [0] * len(event.produced)):",
+            "if False:",
+            base=True,
+        ),
+        "a rank that is gone is waited for": Mutant(
+            "one leaves for good", "self._done = dict.fromkeys(gone)", "self._done = dict()", base=True
+        ),
+        "a collective waits for a rank that is gone": Mutant(
+            "one leaves in a collective",
+            "commands = self._due_collectives()",
+            "commands: list[Command] = []",
+            base=True,
+        ),
+        "rounds are one staler than agreed": Mutant(
+            "steps that differ",
+            "round_ - bucket.position[r] > self._config.max_staleness",
+            "round_ - bucket.position[r] > self._config.max_staleness + 1",
+        ),
+        "who has arrived counts for the next round too": Mutant(
+            "opening", "arrivals, bucket.waiting = bucket.waiting, {}", "arrivals = bucket.waiting"
+        ),
+        "nothing goes out at a drain": Mutant(
+            "two buckets, both late", "extra = self._flush and any(", "extra = False and any("
+        ),
+        "a late gradient is not noted": Mutant(
+            "staleness 2", "bucket.loaded = True\n", "bucket.loaded = bucket.loaded\n"
+        ),
+        "a round has the hyperparameters of another step": Mutant(
+            "steps that differ", "if lead is None or lead.step != number:", "if lead is None:"
+        ),
+        "a round that has hyperparameters gets others": Mutant(
+            "steps that differ", "round_ is None or round_.hyper is not None or not", "round_ is None or not"
+        ),
+        "late hyperparameters are not told": Mutant(
+            "opening", "return [SetHyperparameters(self._optimizer, event.step, hyper)]", "return []"
+        ),
+        "a drain's last round goes for one bucket": Mutant(
+            "two buckets, both late", "while bucket.fired < last:", "if bucket.fired < last and not index:"
+        ),
+        "steps are not re-based at a drain": Mutant(
+            "two buckets", "dict.fromkeys(self.ranks, last)", "dict(bucket.position)"
+        ),
+        "a quorum counts ranks that are done": Mutant(
+            "all", "        active = self._active()\n", "        active = set(self.ranks)\n"
+        ),
+        "a version that is taken frees nobody": Mutant(
+            "pace by rounds",
+            "        return self._advance(rank, now)\n\n    def _present",
+            "        return []\n\n    def _present",
+        ),
+        "a rank that is done frees nobody": Mutant(
+            "steps that differ",
+            "        return self._advance(rank, now)\n\n    # -- firing",
+            "        return []\n\n    # -- firing",
+        ),
+        "nobody is told when a grace ends": Mutant(
+            "grace", "bucket.wake_at = bucket.quorum_at + config.grace", "bucket.wake_at = None"
+        ),
+    },
+    "gossip": {
+        "two exchanges at once": Mutant("sgp", "self._flight = _Flight(exchange.round, now)", "self._flight = None"),
+        "an exchange is never over": Mutant(
+            "sgp", "self._flight, self._free_since = None, now", "self._free_since = now"
+        ),
+        "messages of several steps go together": Mutant(
+            "sgp of three ranks, uneven",
+            "for rank, key in keys.items() if key == earliest]",
+            "for rank, key in keys.items()]",
+            long=True,
+        ),
+        "a message goes twice": Mutant("opening", "self._offers[rank].popleft().key", "self._offers[rank][0].key"),
+        "offers stay behind at a drain": Mutant("osgp", "while any(self._offers.values()):", "while False:"),
+        "averaged with a rank that is done": Mutant(
+            "adpsgd", "if p not in self._done and p not in taken", "if p not in taken"
+        ),
+        "a rank is in two pairs": Mutant(
+            "adpsgd of three ranks, uneven", "p not in taken and (p in self._wants)", "(p in self._wants)"
+        ),
+        "averaged with a rank that is no neighbour": Mutant(
+            "adpsgd", "(self.ranks[place] for place in self._config.neighbours[self.ranks.index(rank)])", "self.ranks"
+        ),
+        "nobody is told who is done": Mutant(
+            "opening", "return [self._retired(rank), *self._advance(now)]", "return self._advance(now)"
+        ),
+        "the last step of a rank that is done is wrong after a drain": Mutant(
+            "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
+        ),
+        "averages are not counted anew after a drain": Mutant(
+            "averages", "        self._average = 0\n        self._bases", "        self._bases"
+        ),
+        "an average goes without a rank": Mutant(
+            "averages",
+            "self._averages[index].keys() >= self._active()",
+            "len(self._averages[index]) >= len(self._active()) - 1",
+        ),
+        "nobody is told when an exchange goes": Mutant(
+            "sgp, exchanges take time", "self._wake_at = since + self._duration", "self._wake_at = None"
+        ),
+    },
+    "leader": {
+        "two pulls of a group at once": Mutant(
+            "lsgd", "if group.flight is not None or not 0 < needed", "if not 0 < needed"
+        ),
+        "a pull is never over": Mutant("lsgd", "group.flight = None\n            ", "pass\n            "),
+        "a rank that is done leads": Mutant("lsgd", "if rank in there and self._heard", "if self._heard"),
+        "a loss that is not finite leads": Mutant(
+            "lsgd, one leads at times",
+            "equations.pick_leader(self._means, self._recent(group.ranks))",
+            "next(iter(self._recent(group.ranks)), None)",
+        ),
+        "steps count for two pulls": Mutant("lsgd", "group.steps %= needed", "group.steps -= 1"),
+        "a rank's end makes a pull due": Mutant(
+            "cut and drain", "group.steps * left // max(1, group.active), left", "group.steps, left"
+        ),
+        "a group of one is pulled": Mutant("groups", "1 < len(self._groups[number].ranks) < len(self.ranks)", "True"),
+        "a drain keeps what was counted": Mutant(
+            "cut and drain", "0 if self._flush else group.steps, len", "group.steps, len"
+        ),
+        "a rank that is gone counts": Mutant(
+            "one leaves for good", "return self._active() if self._flush else self.present", "return set(self.ranks)"
+        ),
+    },
+}
+
+
+def build(family: str, name: str) -> Machine:
+    """The state machine of a family with this fault.
+
+    Raises:
+        AssertionError: the source does not have the lines that the fault is made in: write it anew.
+    """
+    mutant, machine = MUTANTS[family][name], MACHINES[family]
+    own = machine.__module__
+    sources = {module: Path(str(importlib.import_module(module).__file__)).read_text("utf-8") for module in (BASE, own)}
+    where = BASE if mutant.base else own
+    assert sources[where].count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
+    sources[where] = sources[where].replace(mutant.old, mutant.new)
+    base = _load("tests.unit.mutant_base", sources[BASE])
+    module = _load("tests.unit.mutant", sources[own].replace(f"from {BASE} import", f"from {base.__name__} import"))
+    built: Machine = getattr(module, machine.__name__)
+    return built
+
+
+def _load(name: str, source: str) -> types.ModuleType:
+    """A module by this name, in place of the one before (states are pickled by it)."""
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
