@@ -27,5 +27,5 @@ def test_an_update_is_little_more_than_keras_own() -> None:
         opt = hvd.EagerOptimizer(keras.optimizers.Adam(0.1))
     opt.build(variables)
     opt._async_prepare(variables)
-    ours = nodes(opt._async.update._inner)
+    ours = nodes(opt._async.replica.update._inner)
     assert ours < 1.4 * own

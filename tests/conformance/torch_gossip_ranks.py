@@ -126,7 +126,7 @@ class GossipTrainer:
 
     def watch(self) -> Seen:
         """Meet the other ranks, and record from now on what this one does."""
-        worker, seen = self.opt._async_worker(), Seen()
+        worker, seen = self.opt._async.worker_now(), Seen()
         mix, offer, encode = worker.mix, worker._offer, worker._known.encode
         step = 0
 

@@ -38,7 +38,7 @@ def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer])
         offer_to(worker, number)
 
     vars(optimizer)["_async_offer_to"] = recorded
-    worker = optimizer._async_worker()
+    worker = optimizer._async.worker_now()
     for step in range(1, case.steps(rank) + 1):
         trainer.step(rank, step)
     before, weight, events = trainer.weights(), worker.weight, list(log)
