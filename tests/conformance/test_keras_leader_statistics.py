@@ -242,7 +242,7 @@ def test_weights_of_frozen_layers_are_no_statistics():
         opt = hvd.LeaderOptimizer(sgd(0.1), model=model, group=1)
         opt.build(model.trainable_variables)
         opt.drain()
-        elements: int = opt._async.replica.statistics.elements
+        elements: int = opt._async.replica.averaged.elements
         return elements
 
     assert Cluster(1).run(train) == [16]

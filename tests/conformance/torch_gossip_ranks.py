@@ -226,7 +226,7 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
     the rank is done (not with ``at_ends``)."""
 
     def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        exchange = collectives.exchange
+        exchange = collectives.alltoall
 
         def held(rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
             def is_open(result: Any) -> bool:
@@ -236,7 +236,7 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
 
             return _Held(exchange(rows, splits, name, process_set), is_open)
 
-        collectives.exchange = held  # type: ignore[method-assign]
+        collectives.alltoall = held  # type: ignore[method-assign]
         return collectives
 
     cluster = Cluster(size, wrap=wrap)
