@@ -183,7 +183,7 @@ class GradientReplica(eager.GradientReplica):
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "
                     f"(backward_passes_per_step) stay on this rank and go on with its next ones",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             if flush and self.model is not None and self.buffer_policy != "local":
                 variables, root = self.model.non_trainable_variables, self._sharers.ranks[0]

@@ -243,16 +243,16 @@ class GradientReplica(eager.GradientReplica):
             warnings.warn(
                 f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
                 f"{worker.mend}, which had most: {INSTEAD} of every rank",
-                stacklevel=7,
+                stacklevel=8,
             )
         elif left and self.one_by_one and self.round_transform is None:
-            warnings.warn(f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=7)
+            warnings.warn(f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=8)
         passed = 0 if self.overlap is None else self.overlap.passed
         if flush and passed:
             warnings.warn(
                 f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
                 f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
-                stacklevel=7,
+                stacklevel=8,
             )
         if flush and self.buffer_policy != "local" and self.named_buffers:
             unify_buffers(worker, self.named_buffers, self.buffer_policy, self._sharers.ranks[0])

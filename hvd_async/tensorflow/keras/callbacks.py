@@ -198,9 +198,8 @@ class LearningRateScheduleCallback(Draining):
         before = float(raw(optimizer.learning_rate))
         optimizer.learning_rate.assign(rate)
         ours = our_optimizer(self.model)
-        if (
-            isinstance(ours, WeightMethods) and self.momentum_correction and before > 0
-        ):  # (no rounds: done here and now)
+        # (where there are no rounds, it is done here and now)
+        if isinstance(ours, WeightMethods) and self.momentum_correction and before > 0:
             for velocity in getattr(ours, "momentums", None) or []:
                 velocity.assign(raw(velocity) * (rate / before))
 
