@@ -13,7 +13,6 @@ from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.torch.base import refuse_a_step_for_state
 from hvd_async.torch.gradient_replica import GradientReplica
 from hvd_async.torch.methods import OptimizerMethods
-from hvd_async.torch.streams import bind_training_stream
 
 SCALING = ("grad_scale", "found_inf")
 """The attributes in which a GradScaler tells ``step()`` what it knows."""
@@ -42,7 +41,7 @@ class EagerMethods(OptimizerMethods):
         if replica.overlap is not None:
             replica.overlap.disarm()
             if (met := self._async.met) is not None:
-                bind_training_stream(met.engine, replica.layout.parameters)
+                replica.bind(met.engine)
                 replica.overlap.arm(met.gone)
                 replica.watch.clear()
         super().zero_grad(set_to_none)

@@ -18,13 +18,13 @@ from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.torch import hyperparameters
+from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
 from hvd_async.torch.compression import make_wire, slots
 from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
-from hvd_async.torch.streams import bind_training_stream, record_ready
+from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import checksum, consensus_distance, signature, take_over, unify_buffers
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
@@ -84,7 +84,7 @@ class GradientReplica(eager.GradientReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        bind_training_stream(engine, self.parameters)
+        streams.bind_training_stream(engine, self.parameters)
 
     # -- buckets ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch import stepping
+from hvd_async.torch import gradient_replica
 from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, fingerprint
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer
@@ -196,7 +196,7 @@ def test_synchronize_with_uneven_data_leaves_the_replicas_identical(steps, end):
 
 
 def test_synchronize_with_even_data_moves_no_weights_between_ranks(monkeypatch):
-    monkeypatch.setattr(stepping, "take_over", lambda *_: pytest.fail("took over"))
+    monkeypatch.setattr(gradient_replica, "take_over", lambda *_: pytest.fail("took over"))
 
     def train(rank: int) -> None:
         weight = torch.nn.Parameter(torch.ones(4))
