@@ -1,4 +1,4 @@
-"""What ranks multiply by when they mix: matrices over a topology, their checks, and how fast they agree.
+"""Mixing weights: matrices over a topology, their checks, and how fast they agree.
 
 ``W[i, j]`` is the weight that rank i gives to what rank j has sent (itself on the diagonal). SGP needs columns that sum
 to 1 (push-sum takes care of the rest: Assran et al., ICML 2019); D-PSGD and AD-PSGD a symmetric W whose rows do too
@@ -21,7 +21,7 @@ SCHEMES = ("uniform", "metropolis")
 MOST_STEPS = 2000
 """For which push-sum weights are followed."""
 STRIP = "pass topology=hvd_async.topology.from_networkx(graph)"
-"""What leaves a graph's weights out."""
+"""Schemes that leave a graph's weights out."""
 
 
 def uniform(topology: Topology, step: int) -> Matrix:

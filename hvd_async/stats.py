@@ -1,4 +1,4 @@
-"""What an optimizer counts of itself."""
+"""Counts of an optimizer, as ``stats()`` returns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank's optimizer has done so far.
+    """Counts of one rank's EagerOptimizer so far.
 
     Attributes:
         steps: of this rank.
@@ -51,7 +51,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class GossipStats:
-    """What one rank's gossiping optimizer has done so far.
+    """Counts of one rank's GossipOptimizer so far.
 
     Attributes:
         steps: of this rank.
@@ -82,7 +82,7 @@ class GossipStats:
     push_sum_weight: float = 1.0
 
     def __add__(self, later: GossipStats) -> GossipStats:
-        """Of two runs, one after the other."""
+        """Add the counts of a later run."""
         exchanges = self.exchanges + later.exchanges
         seconds = self.latency_s * self.exchanges + later.latency_s * later.exchanges
         pairs = itertools.zip_longest(self.waited_for, later.waited_for, fillvalue=0.0)
@@ -104,7 +104,7 @@ class GossipStats:
 
 @dataclass(frozen=True)
 class LeaderStats:
-    """What one rank's ``LeaderOptimizer`` has done so far.
+    """Counts of one rank's LeaderOptimizer so far.
 
     Attributes:
         steps: of this rank.
@@ -133,7 +133,7 @@ class LeaderStats:
     distances: int = 0
 
     def __add__(self, later: LeaderStats) -> LeaderStats:
-        """Of two runs, one after the other."""
+        """Add the counts of a later run."""
         pulls = self.pulls + later.pulls
 
         total = self.distance * self.distances + later.distance * later.distances

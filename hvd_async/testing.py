@@ -30,7 +30,7 @@ CODEC = Codec(FAMILIES)
 
 
 class InjectedError(RuntimeError):
-    """What a test makes fail; also stands for Horovod's error."""
+    """An error that a test injects; also stands for Horovod's."""
 
 
 class _Mailbox:
@@ -311,7 +311,7 @@ class Cluster:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     def outcomes(self, work: Callable[[int], T], timeout: float = 60.0) -> Sequence[T | BaseException]:
-        """As ``run``, but errors are returned in place of results."""
+        """``run``, with errors in place of the results of ranks that raise."""
         outcomes: list[T | BaseException] = [TimeoutError(f"rank {r} did not finish") for r in range(self.size)]
 
         def rank_main(rank: int) -> None:

@@ -292,7 +292,7 @@ NAMED: dict[str, Callable[[int], Topology]] = {
     "star": star,
     "complete": complete,
 }
-"""What ``topology=`` takes as a name."""
+"""Names that ``topology=`` takes."""
 WITH_PEERS = ("exponential", "linear")
 """Those of which a rank may have several peers a step."""
 

@@ -1,1 +1,1 @@
-"""What the training runners of all frameworks share: options, data, delays, schedule, reports. No framework here."""
+"""The framework-free half of the training runners: options, data, delays, schedule, reports. No framework here."""

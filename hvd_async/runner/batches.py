@@ -1,4 +1,4 @@
-"""What a source of images gives: labelled batches of NumPy arrays."""
+"""Sources of images: labelled batches of NumPy arrays."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ QUESTIONS = 50
 
 
 class Pace(NamedTuple):
-    """What a rank tells the others at an epoch's end: whether its time is over, the seconds since the run began, and
+    """A rank's part of the talk at an epoch's end: whether its time is over, the seconds since the run began, and
     those that an epoch's steps take."""
 
     over: bool

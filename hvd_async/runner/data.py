@@ -15,7 +15,7 @@ from .image_folder import Folder
 from .sharding import Indices
 
 SPLIT_SEED = 20
-"""Of the digits' split into train and test: fixed, so that accuracies of different runs are about the same images."""
+"""Seed of the digits' split into train and test: accuracies of different runs are about the same images."""
 AHEAD = 2
 """Batches that are made ready while the model computes."""
 

@@ -43,7 +43,7 @@ class Trainer(Protocol):
 
     checkpoint_suffix: str
     opening: str | None
-    """What people should know before the first step, if it takes long."""
+    """Return a notice for people before the first step, if that takes long."""
 
     @property
     def rounds(self) -> int:
@@ -74,7 +74,7 @@ class Trainer(Protocol):
         """Collective: load rank 0's file into every rank; None if rank 0 has none. ValueError if it does not fit."""
 
     def outcome(self) -> OptimizerCounts:
-        """What this rank's optimizer has counted."""
+        """Return the counts of this rank's optimizer."""
 
     def replicas(self) -> Replicas:
         """Collective: compare the ranks' weights."""
@@ -105,7 +105,7 @@ class Run:
         self._position = Position()
         self._learned = ModelQuality()
         self._seen: OptimizerCounts | None = None
-        """What the optimizer had counted at the end of the last epoch."""
+        """Counts of the optimizer at the end of the last epoch."""
         self._distance: float | None = None
         """The consensus distance at the end of the last epoch."""
         self._first_step: int | None = None
@@ -345,7 +345,7 @@ class Run:
         return summary
 
     def _write(self, ranks: list[RankMetrics], summary: dict[str, Any]) -> None:
-        """What is known at the end, where the options want it."""
+        """Write what the options want at the end."""
         folder = self.options.log_dir
         if folder is not None:
             write_summary(folder / "summary.json", summary)

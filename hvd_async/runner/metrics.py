@@ -1,4 +1,4 @@
-"""What a rank counts and measures, and how it is put together over ranks and over time."""
+"""Counts and times of a rank, and how they are put together over ranks and over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptimizerCounts:
-    """What one rank's optimizer counted, when the ranks have met; None where the optimizer does not say.
+    """Counts of one rank's optimizer, when the ranks have met; None where the optimizer does not say.
 
     rounds (of gossip: exchanges; of leaders: pulls), applied, contributors, held_s: the same on every rank. produced:
     this rank's gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how many of this
@@ -42,13 +42,13 @@ class OptimizerCounts:
 
     @classmethod
     def synchronous(cls, steps: int, size: int, wait_s: float) -> OptimizerCounts:
-        """Of plain allreduce: a round a step, which carries every rank's fresh gradient."""
+        """Count plain allreduce: a round a step, which carries every rank's fresh gradient."""
         fresh, all_in = ({0: steps}, {size: steps}) if steps else ({}, {})
         return cls(steps, steps, steps * size, wait_s, fresh, contributors=all_in)
 
     @classmethod
     def of(cls, stats: Any) -> OptimizerCounts:
-        """Of one of our optimizers' `stats()`."""
+        """Read one of our optimizers' `stats()`."""
         return cls(
             stats.rounds,
             stats.gradients_produced,
@@ -65,7 +65,7 @@ class OptimizerCounts:
 
     @classmethod
     def of_gossip(cls, stats: Any, skipped: int) -> OptimizerCounts:
-        """Of a GossipOptimizer's `stats()`; gradients stay on their rank, so there is nothing to say of them."""
+        """Read a GossipOptimizer's `stats()`; gradients stay on their rank, so none are counted."""
         return cls(
             stats.exchanges,
             None,
@@ -80,7 +80,7 @@ class OptimizerCounts:
 
     @classmethod
     def of_leader(cls, stats: Any, skipped: int) -> OptimizerCounts:
-        """Of a LeaderOptimizer's `stats()`."""
+        """Read a LeaderOptimizer's `stats()`."""
         return cls(
             stats.pulls,
             None,
@@ -94,7 +94,7 @@ class OptimizerCounts:
         )
 
     def since(self, before: OptimizerCounts | None) -> OptimizerCounts:
-        """What was counted after `before`, an earlier outcome of the same optimizer; peak_bytes stays as it is."""
+        """Subtract `before`, an earlier count of the same optimizer; peak_bytes stays as it is."""
         if before is None:
             return self
         return OptimizerCounts(
@@ -117,7 +117,7 @@ class OptimizerCounts:
 
 @dataclass(frozen=True)
 class JobMetrics:
-    """What the optimizers of all ranks did together; None where there was nothing, or where they do not say.
+    """Counts of all ranks' optimizers together; None where there was nothing, or where they do not say.
 
     staleness_mean, staleness_max: rounds, of gossip steps. fresh: share of the gradients, of gossip of the messages,
     that were not late. contributors: ranks that had arrived when a round fired, on average. latency_s: of a round,
@@ -143,7 +143,7 @@ class JobMetrics:
 
     @classmethod
     def of(cls, outcomes: Sequence[OptimizerCounts]) -> JobMetrics:
-        """Of all ranks' outcomes, in order of rank."""
+        """Put all ranks' counts together; they come in order of rank."""
         late = sum((Counter(dict(outcome.staleness)) for outcome in outcomes), Counter[int]())
         present = outcomes[0].contributors
         rounds = max(outcome.rounds for outcome in outcomes)
@@ -180,7 +180,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """What one rank did and measured. Times in seconds; step_times has one entry per step, delays included."""
+    """One rank's counts and times. Times in seconds; step_times has one entry per step, delays included."""
 
     outcome: OptimizerCounts
     images: int

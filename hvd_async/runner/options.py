@@ -1,4 +1,4 @@
-"""What the runners' command line yields: options that are checked against each other, with the defaults filled in."""
+"""The runners' command line as options that are checked against each other, with the defaults filled in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EAGER = ("eager",)
 MIXED = ("sgp", "osgp", "dpsgd")
 """The algorithms with a mixing matrix."""
 LSGD = ("local_period", "local_pull", "global_pull", "local_prox", "global_prox", "group", "loss_window")
-"""What only LSGD knows."""
+"""Options of LSGD alone."""
 OWNED: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "quorum": (None, dict.fromkeys(EAGER, "solo")),
     "max_staleness": (None, {"eager": 16, "osgp": None}),
@@ -260,7 +260,7 @@ def _algorithms(values: dict[str, Any]) -> list[str]:
 
 
 def _fill_recipe(values: dict[str, Any]) -> None:
-    """What neither a flag nor the preset says has its default; flags that do not go together are refused."""
+    """Fill in defaults where neither a flag nor the preset says anything; refuse flags that do not go together."""
     given = {name for name in DEFAULTS if values[name] is not None}
     preset = PRESETS.get(values.pop("preset") or "")
     values["lr_images"] = preset.lr_images if preset is not None and "lr" not in given else None

@@ -65,5 +65,5 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def help_text() -> str:
-    """What each preset sets, for --help."""
+    """Return what each preset sets, for --help."""
     return "; ".join(f"{name}: {preset.text}" for name, preset in PRESETS.items())

@@ -1,4 +1,4 @@
-"""What flags read from their text; what cannot be is an argparse.ArgumentTypeError that says what can."""
+"""Parsers of flags' values; a wrong value is an argparse.ArgumentTypeError that says what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows and logs while it goes on, on rank 0: progress, CSV, TensorBoard events."""
+"""Progress of a run, shown and logged on rank 0: a bar, CSV, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ COUNTED = (
     "latency_s",
     "bytes_sent",
 )
-"""What the logs have of Totals, by its attributes' names; peak_bytes is not an epoch's own. By rank: wait_s, held_s."""
+"""Columns of the logs, by attributes of JobMetrics; peak_bytes is not an epoch's own. By rank: wait_s, held_s."""
 AT_THE_END = ("summary.json", "step_times.csv", "leaders.csv")
-"""What a run that came to its end leaves beside metrics.csv."""
+"""Files that a run which came to its end leaves beside metrics.csv."""
 
 
 class Reporter:
@@ -203,7 +203,7 @@ class MetricsFile:
 
     @staticmethod
     def _text(value: Any) -> Any:
-        """What is by rank goes into one column, ranks in order, a space between two."""
+        """Join figures by rank into one column: ranks in order, a space between two."""
         if isinstance(value, tuple):
             return " ".join(f"{seconds:.4g}" for seconds in value)
         return "" if value is None else value

@@ -1,4 +1,4 @@
-"""What a run amounted to: the figures of all ranks put together, as JSON for programs and as text for people."""
+"""Summary of a run: the figures of all ranks put together, as JSON for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Mod
 
 
 def _averaged(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What became of the gradients, and in which rounds."""
+    """Return the lines about gradients and their rounds."""
     produced, applied, skipped = (summary[f"gradients_{name}"] for name in ("produced", "applied", "skipped"))
     kept = (
         "no gradient was lost"
@@ -186,7 +186,7 @@ def _led(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector, first_step: int = 0) -> list[str]:
-    """What the stragglers cost: what each rank slept and waited, against what a synchronous run cannot do without."""
+    """Return the lines about the cost of stragglers: each rank's sleep and waits, beside a synchronous run's."""
     slept = [figures.slept_s for figures in ranks]
     waited = [figures.outcome.wait_s for figures in ranks]
     none = injector.kind == "none"

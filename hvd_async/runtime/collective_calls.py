@@ -1,7 +1,7 @@
 """A rank's half of collectives at ends: it waits in them, and the coordinator says when they run, and over which ranks.
 
 Were they submitted to Horovod as they are called, a rank that has the optimizer no more would be waited for without
-end. So the call is told to the coordinator, and every rank's engine submits when it says so: this rank's vector, or
+end. So the call is reported to the coordinator, and every rank's engine submits when it says so: this rank's vector, or
 zeros where nobody calls any more.
 """
 

@@ -9,14 +9,14 @@ from hvd_async.errors import ranks_text
 from hvd_async.runtime.messages import Registered
 
 STATE = "optimizer state: "
-"""What names of the optimizer's own state begin with, in ``Registered``; all others are parameters."""
+"""Prefix of the names of the optimizer's own state in ``Registered``; all other names are parameters."""
 
 
 MOST_BUCKETS = 1 << 16
 
 
 def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
-    """What in ``opened`` cannot be, whatever the other ranks say; None if it can.
+    """Return why ``opened`` cannot be, whatever the other ranks say; None if it can.
 
     Args:
         rank: whose it is.

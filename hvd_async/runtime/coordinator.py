@@ -1,7 +1,7 @@
 """The coordinator: rank 0's thread that feeds the state machines and sends what comes out, to all in one order.
 
-It also keeps watch: a rank whose connection ends without ``Leaving`` is lost, and everybody is told its name and host;
-a rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+It also watches: when a connection ends without ``Leaving``, its rank is lost, and all ranks get its number and host; a
+rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Coordinator:
         self._roll: RollCall | None = None
         self._machines: dict[int, StateMachine[Any]] = {}
         self._ended: set[int] = set()
-        """Numbers of optimizers that no rank has any more; engines may still tell of their last collectives."""
+        """Numbers of optimizers that no rank has any more; engines may still report their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
         self._looked_at = float("-inf")
         self._stopping = threading.Event()

@@ -8,7 +8,6 @@ for results. It sleeps until a command, a post or the next time a collective may
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
+from hvd_async.runtime import time_limits
 from hvd_async.runtime.failure_causes import cause_of, error_of
 from hvd_async.runtime.forking import release_connections
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
@@ -38,7 +38,7 @@ from hvd_async.runtime.messages import (
 )
 
 OPTIMIZERS = 1 << 16
-"""Of one process set: how far apart the numbers of two process sets' optimizers begin."""
+"""Numbers that each process set has for its optimizers."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"
@@ -50,7 +50,7 @@ class Participant(Protocol):
 
     Attributes:
         last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer is gone; only its engine-side half is left, and serves the other ranks.
+        deleted: whether the optimizer was deleted; only its engine-side half is left, and serves the other ranks.
     """
 
     last_done: int
@@ -60,7 +60,7 @@ class Participant(Protocol):
         """Carry out a command for this optimizer (engine thread)."""
 
     def delete(self) -> None:
-        """The optimizer is gone (any thread)."""
+        """The optimizer was deleted (any thread)."""
 
     def check_finished(self) -> None:
         """Raise, if this rank cannot be done now (training thread)."""
@@ -69,14 +69,14 @@ class Participant(Protocol):
         """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
 
     def apply_available(self) -> bool:
-        """Apply what has come, without waiting; whether that is all (training thread, as the rest)."""
+        """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
 
     @property
     def has_available(self) -> bool:
         """Whether ``apply_available`` would do something, or has done all."""
 
     def complete_drain(self) -> None:
-        """All has come: end the drain or cut."""
+        """All was received: end the drain or cut."""
 
 
 class Engine:
@@ -93,9 +93,9 @@ class Engine:
         self.failure: Exception | None = None
         self.told = False
         """Whether a caller was told of the failure."""
-        self.timeout = float(os.environ.get("HVD_ASYNC_TIMEOUT", "inf"))
+        self.timeout = time_limits.timeout()
         """Opt-in limit (s) on every wait for other ranks."""
-        self._warn_after = float(os.environ.get("HVD_ASYNC_WARN_AFTER", "60"))
+        self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()

@@ -14,7 +14,7 @@ CAUSE_WAIT = 10.0
 
 
 def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
-    """What a rank raises that hears this of the coordinator, or of its connection to it."""
+    """Return the error that a rank raises for this command, or for the end of its connection to the coordinator."""
     match message:
         case RankLost(rank, host, reason, context):
             return RankLostError(rank, host, reason, context)

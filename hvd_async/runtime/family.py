@@ -1,4 +1,4 @@
-"""What a family of algorithms is to the runtime, which is given a table of them: its messages and state machine."""
+"""A family of algorithms to the runtime, which is given a table of them: its messages and its state machine."""
 
 from __future__ import annotations
 

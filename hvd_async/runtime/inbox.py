@@ -1,4 +1,4 @@
-"""What the engine thread leaves for the training thread, under the engine's lock."""
+"""State that the engine thread sets for the training thread, under the engine's lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inbox:
         self.drained: Drained[Any] | None = None
 
     def tell(self, agreed: bool = False, refused: str | None = None, drained: Drained[Any] | None = None) -> None:
-        """What the coordinator has said (engine thread)."""
+        """Set what the coordinator has said (engine thread)."""
         with self._changed:
             self.agreed = self.agreed or agreed
             self.refused = refused or self.refused
@@ -35,7 +35,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take_drained(self) -> Drained[Any]:
-        """What was said when all ranks were done (training thread)."""
+        """Return and forget the command that ended the drain (training thread)."""
         with self._changed:
             drained, self.drained = self.drained, None
         assert drained is not None

@@ -92,7 +92,7 @@ class CompletedHandle:
         return True
 
     def result(self) -> Vector:
-        """As given."""
+        """Return the vector."""
         return self._vector
 
     def seconds_to_poll(self) -> float:
@@ -110,7 +110,7 @@ class Collectives(Protocol):
     size: int
     host: str
     failure: type[Exception]
-    """What the framework raises where Horovod failed; a lost rank is raised as this, so that elastic can act."""
+    """The framework's error where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0

@@ -1,7 +1,7 @@
 """The coordinator's listening socket: closed until the ranks' keys are known, and again once all of them are in.
 
 ZeroMQ takes connections as they come, and one that says nothing keeps its file descriptor until its handshake has run
-out of time. So the port is only reserved at first; and while the door is shut, on Linux, the kernel drops whoever
+out of time. So the port is only reserved at first; and while it is shut, on Linux, the kernel drops whoever
 knocks, whereas connections that are open go on. (Unbinding would end these too.) Elsewhere the keys alone decide.
 
 A leaf module.
@@ -74,7 +74,7 @@ def _bound(address: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # (beside the one that only reserves the port)
         if both:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.setblocking(False)  # else whoever knocks and goes away again would hold up the thread that answers
+        made.setblocking(False)  # else one that connects and leaves at once would block the thread that answers
         made.bind((address, port))
     except BaseException:
         made.close()

@@ -1,4 +1,4 @@
-"""What the background threads have to say to people: lines to stderr, each in one write, so that none is torn apart.
+"""Warnings of the background threads: lines to stderr, each in one write, so that none is torn apart.
 
 A leaf module. ``logging`` is not used: a line must be out even if the launcher kills the process a moment later. So
 whoever has something to say waits until it is written, but not for long: where nobody reads stderr, and the pipe is

@@ -23,7 +23,7 @@ D = TypeVar("D")
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What all ranks of an optimizer must have in common before it begins; a family's own is a subclass."""
+    """Settings that all ranks of an optimizer must share before it begins; a family's own is a subclass."""
 
     @property
     def counts(self) -> int:
@@ -138,7 +138,7 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
     """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
 
     ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``details``:
-    what the family has to tell. ``whole``: whether every rank that has stepped since the last drain still has the
+    the family's own. ``whole``: whether every rank that has stepped since the last drain still has the
     optimizer, now and at the last drain. ``mend``: the rank whose weights to take over, where user code has seen most
     rounds. ``gone``: ranks that have the optimizer no more, and take no step from now on.
     """

@@ -19,7 +19,7 @@ class SingleRank:
 
     @property
     def ranks(self) -> list[int]:
-        """As of a process set."""
+        """The one rank, as a process set lists its own."""
         return [self.rank]
 
     @property

@@ -36,7 +36,7 @@ MARGIN = 10.0
 
 
 class _Card(msgspec.Struct, frozen=True):
-    """What each rank tells the others by the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
+    """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
 
     ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
     the first one did not tell.

@@ -1,7 +1,7 @@
 """Who is there? Asked when Horovod has failed on some rank: that is a symptom, and says nothing of whose fault it is.
 
 A rank that has stopped, or is cut off, answers nobody; to the others all that shows is that a collective has failed. So
-each rank that finds one failed tells the coordinator, which asks all. Pure: time is an argument.
+each rank that finds one failed reports to the coordinator, which asks all. Pure: time is an argument.
 
 A leaf module.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 SETTLE = 2.0
-"""Seconds a roll call takes at the least: a rank that fails tells so itself, maybe just after it has answered."""
+"""Seconds a roll call takes at the least: a rank that fails reports it itself, maybe just after it has answered."""
 
 
 class RollCall:
@@ -24,7 +24,7 @@ class RollCall:
 
     Attributes:
         missing: ranks that have not answered.
-        errors: what Horovod said, by the ranks it said it to; the first that told comes first.
+        errors: what Horovod said, by the ranks it said it to; the first report first.
         limit: as given.
     """
 
@@ -35,7 +35,7 @@ class RollCall:
         self._began = now
 
     def present(self, rank: int, error: str | None = None) -> None:
-        """``rank`` has answered, or has told that Horovod failed there."""
+        """``rank`` has answered, or has reported that Horovod failed there."""
         self.missing.discard(rank)
         if error is not None:
             self.errors.setdefault(rank, error)

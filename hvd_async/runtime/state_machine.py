@@ -1,18 +1,18 @@
-"""What the coordinator's state machines have in common: ranks open, fit together or not, are done, and go.
+"""Base of the coordinator's state machines: ranks register, match or do not, finish, and leave.
 
 A machine takes events and ``now`` in and gives commands out; no clock, no I/O. What comes between opening and the end
 is its subclass's: partial allreduce (``rounds``), gossip (``exchanges``), leaders (``pulls``).
 
 The laws of ends, whatever the algorithm:
 
-1. *An end is one for all.* When every rank is done, all are told in one command, with whether it is a drain (some rank
-   asked for one) or a cut; every rank ends it as that, whatever it asked for itself.
-2. *Gone is for good.* A rank whose optimizer is gone (deleted or discarded there, or the process is leaving) is done in
-   this end and in all that follow. Nobody waits for it; its engine serves. What it still held goes out at the next end,
-   which is then a drain.
-3. *Collectives at ends* (and those that users call between them) run over the ranks that still have the optimizer, when
-   all of these wait in them (``CollectiveQueue``).
-4. *Forgotten by all at once.* When no rank has the optimizer any more, all are told to forget it.
+1. *One end for all.* When every rank has finished, one command says so to all of them, and whether it is a drain (some
+   rank called ``drain``) or a cut (all called ``cut``); every rank ends as the command says.
+2. *Departed is for good.* A rank whose optimizer was deleted or discarded, or whose process is leaving, counts as
+   finished in this end and in all that follow: no rank waits for it, and its engine serves. When it still had pending
+   gradients, the next end is a drain.
+3. *Collectives at ends*, and those that users call between them, run when all ranks that still have the optimizer wait
+   in them, and over these ranks (``CollectiveQueue``).
+4. *Unregistered by all at once.* When no rank has the optimizer any more, one command has all ranks forget it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._config: C | None = None
         self._refused = False
         self._done: dict[int, None] = {}
-        """Ranks that are done, in order; those that are gone stay."""
+        """Ranks that have finished, in order; departed ones stay."""
         self._absent: set[int] = set()
         self._flush = False
         self._whole = True
@@ -148,11 +148,11 @@ class StateMachine(abc.ABC, Generic[C]):
         """When ``tick`` should be called next, None if there is nothing to wait for."""
 
     def take_notice(self) -> str | None:
-        """What people should know and were not told yet."""
+        """Return a notice for people that was not given yet; None if there is none."""
         return None
 
     def roll_call(self, fired_before: float) -> list[Command]:
-        """What finds out who holds up a collective that was commanded before that time, if there is one."""
+        """Return the commands that find out which rank delays a collective commanded before that time."""
         return []
 
     def awaits_registration_of(self, rank: int) -> bool:
@@ -162,7 +162,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return rank in self.ranks and rank not in self._opened
 
     def blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """What ranks are waiting for, and the ranks it takes; None if nobody waits."""
+        """Return what ranks wait for, and which ranks are missing; None if none waits."""
         everyone = frozenset(self.ranks)
         if self._refused or not self._opened:
             return None
@@ -180,7 +180,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _on_all_registered(self, config: Any) -> C:
-        """All ranks fit together; returns the configuration as the subclass knows it."""
+        """All ranks have registered and match; returns the configuration, typed."""
 
     @abc.abstractmethod
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
@@ -188,28 +188,28 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """As ``blocked_on``, between opening and the end."""
+        """``blocked_on`` between registration and the end."""
 
     def _check_finished(self, rank: int) -> None:
         """Raise ProtocolError, if ``rank`` cannot be done now."""
 
     def _forget(self, rank: int) -> None:
-        """``rank`` is gone: it waits for nothing any more."""
+        """``rank`` has departed: it waits for nothing any more."""
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """An event of a rank that is gone; what its engine may still say is the subclass's to know."""
+        """An event of a departed rank, whose engine may still report collectives."""
         return []
 
     @abc.abstractmethod
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
-        """``rank`` is done, others are not; also called before all have opened."""
+        """``rank`` has finished, others have not; also called before all have registered."""
 
     @abc.abstractmethod
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """All are done, ``rank`` last: what is left to send, and the number of the last round; then start afresh."""
+        """All have finished, ``rank`` last: return what is left to send and the last round's number; start afresh."""
 
     def _details(self) -> Any:
-        """What ``Drained`` tells of the family's own; None if nothing."""
+        """Return ``Drained.details``, the family's own; None if it has none."""
         return None
 
     # -- opening and ends -------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class StateMachine(abc.ABC, Generic[C]):
     def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
             raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
-        if not self.awaits_registration_of(rank):  # who waited for it has gone meanwhile
+        if not self.awaits_registration_of(rank):  # the ranks that waited for it have departed meanwhile
             return []
         self._refused = True
         others = ranks_text(self._opened)
@@ -296,7 +296,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return [Rejected(self._optimizer, problem)]
 
     def _drain(self, rank: int, now: float) -> list[Command]:
-        """All are done, ``rank`` last: end it, and begin anew with the ranks that are gone done already."""
+        """All ranks have finished, ``rank`` last: end, and begin anew with the departed ranks finished already."""
         commands, rounds = self._on_all_finished(rank, now)
         last = next((r for r in reversed(self._done) if r not in self._absent), rank)
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]

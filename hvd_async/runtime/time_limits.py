@@ -1,7 +1,4 @@
-"""Limits on time that people set by environment variable; docs/design.md lists them with all others.
-
-A leaf module.
-"""
+"""Limits on time that people set by environment variable; docs/design.md lists them with all others."""
 
 from __future__ import annotations
 
@@ -23,6 +20,11 @@ def seconds(name: str, default: float) -> float:
     if not value > 0:
         raise ValueError(f"{name}={text!r} is no number of seconds: take one above 0, or leave it out ({default:g})")
     return value
+
+
+def timeout() -> float:
+    """Hard limit in seconds on every wait for other ranks; infinite unless it is set."""
+    return seconds("HVD_ASYNC_TIMEOUT", math.inf)
 
 
 def warn_after() -> float:

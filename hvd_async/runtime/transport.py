@@ -85,7 +85,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 class _Endpoint:
-    """What both ends share: a socket, the monitor that tells of lost connections, a waker, a poll over the three."""
+    """Base of both ends: a socket, the monitor that tells of lost connections, a waker, a poll over the three."""
 
     def __init__(self, kind: int, watched: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -112,7 +112,7 @@ class _Endpoint:
         return self._monitor in ready
 
     def _monitored(self) -> Iterator[tuple[int, int]]:
-        """What the monitor has to tell: (event, value), none if nothing."""
+        """Yield the monitor's events that are there: (event, value)."""
         while self._monitor.poll(0):
             told = recv_monitor_message(self._monitor)
             yield told["event"], told["value"]

@@ -1,4 +1,4 @@
-"""What must come to its end once it is begun: an interrupt may come between any two lines of it."""
+"""Blocks that must come to their end once they are begun: an interrupt may come between any two lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvd_async.errors import ReplicaStateError
 
 
 class Uninterrupted:
-    """Of one optimizer on one rank: a gradient half handed over, or a round half applied, can be neither taken back nor
+    """One optimizer's on one rank: a gradient half handed over, or a round half applied, can be neither taken back nor
     done again. So what is begun and does not end is the end of this rank's replica.
 
     Attributes:
@@ -37,7 +37,7 @@ class Uninterrupted:
         self.end()
 
     def begin(self, what: str) -> None:
-        """As the beginning of the block, where it is no block of code."""
+        """Begin, where it is no block of code; ``end`` follows."""
         self.check()
         self._begun = what
 

@@ -28,7 +28,7 @@ from hvd_async.runtime.messages import (
 
 
 class Worker(abc.ABC):
-    """What ``EagerWorker`` and ``GossipWorker`` share. The training thread calls it, unless it is said otherwise.
+    """Base of an algorithm's rank side. The training thread calls it, unless it is said otherwise.
 
     Args:
         engine: this rank's.
@@ -36,12 +36,12 @@ class Worker(abc.ABC):
         members: the ranks that share the optimizer; empty for all.
         process_set: of these, as the binding's collectives know it; None for all.
         process_set_id: of these; 0 for all.
-        finish: called at the end of each drain (True) or cut (False), when all that was on its way has come.
+        finish: called at the end of each drain (True) or cut (False), when all that was in flight is received.
         inbox: of its family, if that has its own.
 
     Attributes:
         last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer is gone, and only this rank's engine still serves the others.
+        deleted: whether the optimizer was deleted, and only this rank's engine still serves the others.
         kind: what is wrapped, for people.
         shown: rounds since the last drain or cut that user code saw, and may have changed, before they were applied.
     """
@@ -165,7 +165,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def _counts(self) -> list[int]:
-        """What ``Finished.produced`` says."""
+        """Return ``Finished.produced``."""
 
     @property
     @abc.abstractmethod
@@ -174,7 +174,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def apply_available(self) -> bool:
-        """Apply what has come, without waiting; whether all ranks are done and all of it is applied.
+        """Apply what was received, without waiting; return whether all ranks have finished and all is applied.
 
         Raises:
             ReplicaMismatchError: the ranks did not fit together.
@@ -182,7 +182,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def complete_drain(self) -> None:
-        """All ranks are done, and all has come: start afresh, and let the binding end it, by what was agreed."""
+        """All ranks have finished and all was received: start afresh, and let the binding end as was agreed."""
 
     # -- collectives at ends ----------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Worker(abc.ABC):
     # -- the optimizer's end ----------------------------------------------------------------------------------
 
     def delete(self) -> None:
-        """The optimizer is gone on this rank: deleted, discarded, or the process is leaving. Its engine serves on.
+        """The optimizer was deleted or discarded on this rank, or the process is leaving. Its engine serves on.
 
         Any thread may call it, a finalizer too.
         """

@@ -193,7 +193,7 @@ def test_an_optimizer_that_a_waiting_rank_has_not_is_refused_with_its_name():
 
 def test_dead_optimizers_are_forgotten_everywhere():
     def train(rank: int) -> int:
-        for number in range(12):
+        for number in range(4):
             weight, optimizer = line(float(number))
             take(weight, optimizer)
             optimizer.drain()

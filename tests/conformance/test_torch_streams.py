@@ -56,7 +56,7 @@ class RecordingEngine:
     def __init__(self, thread: list[str]) -> None:
         self.posts, self._thread = 0, thread
 
-    def post(self, command: Callable[[], None]) -> None:
+    def call_soon(self, command: Callable[[], None]) -> None:
         self.posts += 1
         self._thread[0] = "engine"
         command()

@@ -107,7 +107,7 @@ def gated(
     one rank or to all; ``begun`` gets the ranks that have submitted one."""
 
     def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        for kind in ("broadcast", "sum"):
+        for kind in ("broadcast", "allreduce_sum"):
             setattr(collectives, kind, held(getattr(collectives, kind), collectives.rank))
         return collectives
 

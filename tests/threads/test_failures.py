@@ -260,7 +260,7 @@ def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
         original(text)
         warned.set()
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
     one = plan("all", 0, [3, 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
@@ -298,7 +298,7 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
         engine.wait(begun.is_set)
         assert said.is_set()
 
-    monkeypatch.setattr(hvd_async.runtime.engine, "notice", warn)
+    monkeypatch.setattr(hvd_async.runtime.engine, "warn", warn)
     monkeypatch.setattr(Cluster, "_connector", late)
     Cluster(1).run(train)
 
@@ -313,7 +313,7 @@ def test_a_rank_that_leaves_waits_for_the_others_and_says_so(monkeypatch):
     def train(rank: int) -> None:
         assert rank != 2 or warned.wait(30)
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
     Cluster(3, warn_after=0.1).run(train)
 
 

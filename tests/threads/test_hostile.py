@@ -170,11 +170,11 @@ from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.errors import EngineError
 from hvd_async.runtime.messages import Hello
-from hvd_async.algorithms.leader.messages import Iterated
+from hvd_async.algorithms.leader.messages import StepTaken
 from hvd_async.runtime.codec import encode
 port, server, public, secret, count = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))
-event = encode(Iterated(0, 1.0))
+event = encode(StepTaken(0, 1.0))
 for _ in range(int(count)):
     channel._socket.send(event)
 print("sent", flush=True)

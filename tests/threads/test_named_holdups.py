@@ -31,5 +31,5 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
         worker.drain()
 
     ready = threading.Event()
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "notice", warn)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
     Cluster(3, warn_after=0.2).run(train)

@@ -207,15 +207,18 @@ def test_an_older_version_reads_a_newer_card():
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_a_setting_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
-    monkeypatch.setenv("HVD_ASYNC_DEAD_AFTER", text)
-    with pytest.raises(ValueError, match=rf"HVD_ASYNC_DEAD_AFTER='{text}' is no number of seconds"):
-        time_limits.dead_after()
+@pytest.mark.parametrize("name", ["dead_after", "connect_timeout", "warn_after", "timeout"])
+def test_a_setting_that_is_no_number_of_seconds_is_refused(monkeypatch, name, text):
+    variable = f"HVD_ASYNC_{name.upper()}"
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=rf"{variable}='{text}' is no number of seconds"):
+        getattr(time_limits, name)()
 
 
 def test_settings_that_are_left_out(monkeypatch):
-    for name in ("HVD_ASYNC_DEAD_AFTER", "HVD_ASYNC_CONNECT_TIMEOUT", "HVD_ASYNC_WARN_AFTER"):
+    for name in ("HVD_ASYNC_DEAD_AFTER", "HVD_ASYNC_CONNECT_TIMEOUT", "HVD_ASYNC_WARN_AFTER", "HVD_ASYNC_TIMEOUT"):
         monkeypatch.setenv(name, "")
+    assert time_limits.timeout() == float("inf")
     assert (time_limits.dead_after(), time_limits.connect_timeout(), time_limits.warn_after()) == (25.0, 60.0, 60.0)
 
 

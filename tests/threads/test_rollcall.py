@@ -25,7 +25,7 @@ RANK = """
 import sys
 from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
-from hvd_async.runtime.messages import CallRoll, Hello, Here
+from hvd_async.runtime.messages import CallRoll, Hello, Present
 from hvd_async.runtime.interfaces import Gone
 port, server, public, secret = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()), "first")
@@ -33,7 +33,7 @@ channel.send(Hello("there", 1))
 print("said hello", flush=True)
 while not isinstance(told := channel.receive(60.0), Gone):
     if isinstance(told, CallRoll):
-        channel.send(Here())
+        channel.send(Present())
 print(told.reason, flush=True)
 channel.close()
 """

@@ -229,7 +229,7 @@ class Simulation:
 
     def _move(self) -> bool:
         self._probe()
-        kinds = {"deliver": self._deliver, "obey": self._on_command, "land": self._land}
+        kinds = {"deliver": self._deliver, "on_command": self._on_command, "land": self._land}
         moves = [(rank, kinds[kind]) for rank in self.ranks for kind in kinds if self._can(rank, kind)]
         trains = [rank for rank in self.ranks if not rank.finished and (rank.waits is None or rank.waits())]
         weights = [self.job.speeds[rank.index] for rank in trains]

@@ -198,7 +198,7 @@ class Ledger:
             self.hypers[round_] = hyper
 
     def _check_settle(self, settle: SetHyperparameters) -> None:
-        assert settle.round in self._unsettled, "a Settle that nobody waits for"
+        assert settle.round in self._unsettled, "SetHyperparameters that nobody waits for"
         self._unsettled.discard(settle.round)
         (first,) = self.steppers[settle.round]
         assert settle.hyper == self._told[first, settle.round]

@@ -244,7 +244,7 @@ class Simulation:
     def _move(self) -> bool:
         """One move of anybody who can; False if nobody can."""
         self._probe()
-        moves = [(rank, kind) for rank in self.ranks for kind in ("deliver", "obey", "land") if self._can(rank, kind)]
+        moves = [(rank, kind) for rank in self.ranks for kind in ("deliver", "on_command", "land") if self._can(rank, kind)]
         trains = [r for r in self.ranks if not r.finished and (r.waits is None or r.waits())]
         weights = [self.job.speeds[rank.index] for rank in trains]
         share = sum(weights)
@@ -271,7 +271,7 @@ class Simulation:
     def _can(self, rank: Rank, kind: str) -> bool:
         if kind == "deliver":
             return bool(rank.outbox)
-        if kind == "obey":
+        if kind == "on_command":
             return bool(rank.inbox)
         return rank.ready + 1 in rank.knows and self._complete(rank.ready + 1)
 

@@ -1,15 +1,27 @@
-"""What the pages in docs/ link to."""
+"""What the pages say: their links, how they are set, and that the messages they explain are the library's."""
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
+from functools import cache
 
 import pytest
 
+from hvd_async import errors
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-identify = {"ids": lambda path: path.name}
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "scripts" / "slurm" / "README.md",
+]
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+GAP = "\0"
+"""In a message of the source: a part that is put in when it is raised."""
+identify = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def links(page: pathlib.Path) -> list[str]:
@@ -37,3 +49,109 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, **identify)
 def test_other_projects_are_linked_at_home(page):
     assert not [link for link in links(page) if "pypi.org" in link], "link the project's repository or its paper"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], **identify)
+def test_lines_are_short_outside_of_tables(page):
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+    long = [number for number, line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not long, f"{page.name}, lines {long}"
+
+
+def test_every_page_is_linked_from_another():
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
+    assert not [page.name for page in PAGES if page not in linked and page.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", ["adding_an_algorithm.md", "install.md", "clusters.md"])
+def test_files_that_are_named_are_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:hvd_async|tests|scripts|docs)/[\w./]+\.(?:py|sh|sbatch|md))`", text)
+    assert named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_the_readme_is_for_five_minutes():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 120
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert not [cell for cell in cells if len(re.findall(r"\d[\d.,]*", cell)) >= 3]
+
+
+# -- messages -------------------------------------------------------------------------------------------------
+
+
+def text_of(node: ast.AST) -> str | None:
+    """The text of a string in the source, GAP for each part that is put in; None if it is none."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [text_of(value) if isinstance(value, ast.Constant) else GAP for value in node.values]
+        return "".join(part or "" for part in parts)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+@cache
+def messages() -> dict[str, bool]:
+    """The strings of the library: whether each must be in troubleshooting.md.
+
+    Those must that are given to an error of its own, or to a warning. ProtocolError is for the coordinator, and what is
+    called a bug speaks for itself. A message that is put together of other strings is known by these.
+    """
+    own = {name for name, kind in vars(errors).items() if isinstance(kind, type)} - {"ProtocolError"}
+    found: dict[str, bool] = {}
+    for path in sorted((ROOT / "hvd_async").rglob("*.py")):
+        if path.parent.name == "runner" or path.name == "testing.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = text_of(node)
+            if text is not None:
+                found.setdefault(text, False)
+            if isinstance(node, ast.Call) and node.args:
+                given = text_of(node.args[0])
+                called = ast.unparse(node.func)
+                told = called in own or called in ("warn", "warnings.warn")
+                if given is not None and told and "a bug in" not in given and max(map(len, given.split(GAP))) > 20:
+                    found[given] = True
+    return found
+
+
+def explained() -> list[str]:
+    """The messages that troubleshooting.md explains: what its list items begin with, in backquotes."""
+    items = re.findall(r"^- (`.+?)(?=^- |^#|\Z)", TROUBLE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    heads = [re.match(r"`[^`]+`(?:,\s(?:and\s)?`[^`]+`)*", item) for item in items]
+    return [re.sub(r"\s+", " ", span) for head in heads if head for span in re.findall(r"`([^`]+)`", head[0])]
+
+
+def quoted(fragment: str, message: str) -> bool:
+    """Whether a message has the parts of a fragment between its "...", in order."""
+    parts = [part.strip() for part in fragment.split("...")]
+    return re.search(".*".join(re.escape(part) for part in parts if part), message, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("fragment", explained())
+def test_a_message_that_is_explained_is_in_the_source(fragment):
+    assert [message for message in messages() if quoted(fragment, message)], f"{fragment!r}: not in hvd_async/"
+
+
+def test_every_error_and_warning_of_ours_is_explained():
+    missing = [
+        message.replace(GAP, "...")
+        for message, wanted in messages().items()
+        if wanted and not any(quoted(fragment, message) for fragment in explained())
+    ]
+    assert not missing, f"add to {TROUBLE.name}: {missing}"
+
+
+def test_every_class_of_error_is_in_the_table():
+    text = TROUBLE.read_text(encoding="utf-8")
+    for name, kind in vars(errors).items():
+        assert not (isinstance(kind, type) and issubclass(kind, Exception)) or f"`{name}`" in text, name
+
+
+def test_a_fragment_that_is_not_in_the_source_is_found():
+    """So that the tests above cannot be passed by an empty reading."""
+    assert len(explained()) > 80
+    assert sum(messages().values()) > 30
+    assert not [message for message in messages() if quoted("the coordinator is ... made of cheese", message)]
+    assert quoted("step ... of", f"a step {GAP} of rank 3")
+    assert not quoted("of ... step", f"a step {GAP} of rank 3")

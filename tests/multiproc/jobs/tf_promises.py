@@ -1,4 +1,4 @@
-"""What README.md promises, on real ranks, in TensorFlow: ``fit()`` with stragglers, conservation, uneven batches."""
+"""The promises of docs/promises.md in TensorFlow: ``fit()`` with stragglers, conservation, uneven batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README.md promises, on real ranks, in torch: replicas, conservation, staleness, uneven batches."""
+"""The promises of docs/promises.md on real ranks, in torch: replicas, conservation, staleness, uneven batches."""
 
 from __future__ import annotations
 
