@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvd_async.algorithms.leader.state_machine import ALL
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode
 from hvd_async.runtime.coordinator import Coordinator
@@ -27,6 +28,29 @@ from hvd_async.runtime.messages import Command, Event, Failed, Hello, Leaving
 
 T = TypeVar("T")
 CODEC = Codec(FAMILIES)
+
+
+def stop_engine(optimizer: Any) -> None:
+    """Drain this process's optimizers and stop its engine; Horovod stays up, and later optimizers start a new engine.
+
+    Args:
+        optimizer: one of them, wrapped. All ranks call it.
+    """
+    optimizer._async.lifecycle.shutdown()
+
+
+def distance_to_leader(optimizer: Any) -> float | None:
+    """Return |x - leader|, between this rank's weights after its last step and those of the leader of all ranks.
+
+    Args:
+        optimizer: a ``LeaderOptimizer`` that has taken a step; under EASGD the distance is that to the center.
+
+    Returns:
+        None where this rank knows no leader of all ranks, or leads itself.
+    """
+    pulls = optimizer._async.worker.receiver
+    leader = pulls.come().targets.get(ALL)
+    return None if leader is None else float(((pulls.shown - leader) ** 2).sum() ** 0.5)
 
 
 class InjectedError(RuntimeError):

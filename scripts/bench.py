@@ -12,35 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import (
-    accuracy,
-    activation,
-    balanced,
-    convergence,
-    exchange,
-    gpu,
-    hard,
-    hetero,
-    independence,
-    lengths,
-    memory,
-    network,
-    plot,
-    pull,
-    race,
-    scaling,
-    skew,
-    soak,
-    straggler,
-)
-from benchmarks.launch import JobError, NotHereError
-from benchmarks.report import Report
-
-MODULES = (
-    *(straggler, skew, balanced, activation, memory, accuracy, hard, convergence, lengths),
-    *(hetero, independence, exchange, network, scaling, pull, race, soak, gpu),
-)
-CASES = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+from benchmarks.cases import CASES, OLD_NAMES, current_name
+from benchmarks.support import plot
+from benchmarks.support.launch import JobError, NotHereError
+from benchmarks.support.report import Report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     for name, case in CASES.items():
         one = cases.add_parser(
             name,
+            aliases=[OLD_NAMES[name]] if name in OLD_NAMES else [],
             help=case.HELP,
             description=f"{case.__doc__}",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -85,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
     )
     every.add_argument("--quick", action="store_true", help="small runs, to see that they work; judge nothing by them")
     every.add_argument("--out", type=Path, default=Path("bench"), metavar="DIR", help="for CASE.json and CASE.png")
-    every.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases; not given: all")
+    only = {"nargs": "+", "type": current_name, "choices": CASES, "metavar": "CASE"}
+    every.add_argument("--only", **only, help="these cases; not given: all")
     return top
 
 
@@ -101,9 +78,9 @@ def run_case(args: argparse.Namespace) -> Report:
         ValueError: its options cannot be.
         JobError: a job failed.
     """
-    case = CASES[args.case]
+    case = CASES[current_name(args.case)]
     if args.quick and args.arms == args.every_arm:
-        args.arms = getattr(case, "QUICK", args.arms)  # (a case with many arms says which are enough)
+        args.arms = getattr(case, "QUICK", args.arms)  # a case with many arms says which are enough
     report: Report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
@@ -125,7 +102,8 @@ def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for number, name in enumerate(names, start=1):
         say(f"== case {number} of {len(names)}: {name}; {(time.monotonic() - started) / 60:.1f} min so far")
         print(f"\n== {name}", flush=True)
-        files = [f"--json={args.out / name}.json", f"--plot={args.out / name}.png"]
+        file = args.out / OLD_NAMES.get(name, name)
+        files = [f"--json={file}.json", f"--plot={file}.png"]
         try:
             report = run_case(command.parse_args([name, *files, *(["--quick"] if args.quick else [])]))
         except NotHereError as error:
@@ -144,7 +122,7 @@ def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """As the command line says; the exit code is 1 if a job failed, 130 after Ctrl-C."""
+    """Run what the command line says; return the exit code: 1 if a job failed, 130 after Ctrl-C."""
     command = parser()
     args = command.parse_args()
     try:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import CASES
-from benchmarks import panels, plot, runs
+from benchmarks.cases import CASES, current_name
+from benchmarks.support import panels, plot, runs
 
 EXAMPLES = """\
 examples:
@@ -34,7 +34,7 @@ def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
     Raises:
         ValueError: there is no such case, or its rows are not what the case draws.
     """
-    case = CASES.get(content["case"])
+    case = CASES.get(current_name(content["case"]))
     if case is None:
         raise ValueError(f"{path} is of a case {content['case']!r} that is not there: give one of {', '.join(CASES)}")
     try:
@@ -58,7 +58,7 @@ def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """As the command line says."""
+    """Read the command line, draw, and say where the picture is."""
     parser = argparse.ArgumentParser(
         prog="scripts/plot.py",
         description=__doc__,

@@ -1,5 +1,5 @@
-"""The cases of ``scripts/bench.py``: what the launching side measures, and (``jobs/``) what runs under horovodrun.
+"""The benchmarks of ``scripts/bench.py``.
 
-A case is a module with ``HELP``, ``add_arguments(parser)``, ``run(args, say) -> Report`` and ``draw(figure, rows)``.
-``runs`` and ``panels`` are of ``scripts/plot.py``, which draws what runners have logged in the same looks.
+``cases``: what is measured, one module a case. ``jobs``: the programs that their ranks run under horovodrun.
+``support``: what cases share, and what ``scripts/plot.py`` reads and draws of the runners' files.
 """

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from scripts.benchmarks.clips import PIXELS
-from scripts.benchmarks.jobs.lengths_keras import HIDDEN, Lstm
+from scripts.benchmarks.jobs.sequence_lengths_keras import HIDDEN, Lstm
+from scripts.benchmarks.support.clips import PIXELS
 
 
 def test_the_lstms_gradient_is_that_of_what_it_computes():

@@ -244,7 +244,8 @@ class Simulation:
     def _move(self) -> bool:
         """One move of anybody who can; False if nobody can."""
         self._probe()
-        moves = [(rank, kind) for rank in self.ranks for kind in ("deliver", "on_command", "land") if self._can(rank, kind)]
+        kinds = ("deliver", "on_command", "land")
+        moves = [(rank, kind) for rank in self.ranks for kind in kinds if self._can(rank, kind)]
         trains = [r for r in self.ranks if not r.finished and (r.waits is None or r.waits())]
         weights = [self.job.speeds[rank.index] for rank in trains]
         share = sum(weights)

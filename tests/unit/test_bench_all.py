@@ -20,8 +20,8 @@ def bench(monkeypatch):
     spec = importlib.util.spec_from_file_location("bench", BENCH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from benchmarks.launch import JobError, NotHereError
-    from benchmarks.report import Column, Goal, Report, row
+    from benchmarks.support.launch import JobError, NotHereError
+    from benchmarks.support.report import Column, Goal, Report, row
 
     def well(args, say):
         rows = [row("sgp", {"ranks": args.ranks}, 2.0 if args.quick else 3.0, "s")]
@@ -85,6 +85,16 @@ def test_one_case(bench, monkeypatch, capsys):
     assert "much output" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["split_classes", "hard"])
+def test_a_case_has_its_old_name_too_and_files_keep_it(bench, monkeypatch, tmp_path, capsys, name):
+    monkeypatch.setattr(bench, "CASES", {"split_classes": bench.CASES["well"]})
+    assert run(bench, monkeypatch, name, "--json", str(tmp_path / "one.json")) == 0
+    assert (tmp_path / "one.json").exists()
+    assert run(bench, monkeypatch, "all", "--only", name, "--out", str(tmp_path)) == 0
+    assert "split_classes: met     speed" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hard.json", "hard.png", "one.json"]
+
+
 def test_a_case_that_is_not_there_is_refused(bench, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         run(bench, monkeypatch, "all", "--only", "nothing")
@@ -106,7 +116,7 @@ def test_a_bug_in_a_case_does_not_end_the_run(bench, monkeypatch, tmp_path, caps
 
 
 def test_a_quick_run_has_fewer_arms_unless_they_are_named(bench, monkeypatch, capsys):
-    from benchmarks.report import Column, Report, row
+    from benchmarks.support.report import Column, Report, row
 
     seen = []
 

@@ -8,8 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from scripts.benchmarks import accuracy, convergence, plot, race
-from scripts.benchmarks.report import Report
+from scripts.benchmarks.cases import convergence, time_to_accuracy
+from scripts.benchmarks.support import plot
+from scripts.benchmarks.support.report import Report
+from scripts.benchmarks.support.trainings import block_of
 
 RANKS = 4
 SETTING = {"epochs": 2}
@@ -101,7 +103,7 @@ def test_every_arm_is_trained_alike():
 
 
 def test_trainings_of_other_cases_are_evaluated_once():
-    block = accuracy.block_of(options(), "solo", 0, 1, "plain", "classes", np.zeros((3, RANKS)))
+    block = block_of(options(), "solo", 0, 1, "plain", "classes", np.zeros((3, RANKS)))
     assert (block["evaluations"], block["steps"]) == (1, [3] * RANKS)
 
 
@@ -143,6 +145,7 @@ def test_shares_near_one_are_told_apart():
 
 
 def test_cases_share_the_trainings_of_the_digits():
-    race_block = race.blocks_of(options(ranks=8, arms="horovod,lsgd", seconds=1.0, every=1.0, groups=2), 8)[0]
+    given = options(ranks=8, arms="horovod,lsgd", seconds=1.0, every=1.0, groups=2)
+    race_block = time_to_accuracy.blocks_of(given, 8)[0]
     for block in (race_block, convergence.blocks_of(options(folds=1))[0]):
         assert {"arm", "seed", "model", "fold", "lr", "batch", "split", "group", "global_period"} <= block.keys()

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async import topology
-from scripts.benchmarks import accuracy, exchange, hetero, independence, plot, soak, soak_gossip
-from scripts.benchmarks.random_graphs import random_graph
-from scripts.benchmarks.report import Report
-from scripts.benchmarks.stalls import Stall, stalls
+from scripts.benchmarks.cases import accuracy, exchange_cost, hetero, sleeping_rank, soak
+from scripts.benchmarks.support import plot, soak_gossip, trainings
+from scripts.benchmarks.support.random_graphs import random_graph
+from scripts.benchmarks.support.report import Report
+from scripts.benchmarks.support.stalls import Stall, stalls
 
 RANKS = 4
 
@@ -31,9 +32,9 @@ def test_gossip_may_be_further_off_than_partial_allreduce():
     blocks = [trained("horovod", fold, 0.98) for fold in range(5)]
     blocks += [trained(arm, fold, 0.967 + 0.0001 * fold) for arm in ("solo",) for fold in range(5)]
     blocks += [trained("adpsgd", fold, 0.967 + 0.0001 * fold, distance=0.5) for fold in range(5)]
-    rows = accuracy.rows_of(blocks, {}, "horovod")
+    rows = trainings.rows_of(blocks, {}, "horovod")
     report = Report("accuracy", RANKS, rows, accuracy.COLUMNS)
-    accuracy.judge(report, "horovod")
+    trainings.judge(report, "horovod")
     assert [(goal.wanted, goal.met) for goal in report.goals[1:]] == [
         ("within 1 point", False),
         ("within 1.5 points", True),
@@ -129,7 +130,7 @@ def test_staleness_lets_ranks_go_on():
 def test_under_dpsgd_whose_messages_go_a_step_ahead_all_stop_a_step_later():
     def slept(arm):
         ranks = [{"slept": 5 if rank == 2 else None} for rank in range(4)]
-        return independence.expected({"arm": arm, "topology": "ring", "sleeper": 2, "by_rank": ranks})
+        return sleeping_rank.expected({"arm": arm, "topology": "ring", "sleeper": 2, "by_rank": ranks})
 
     assert slept("sgp") == {1: Stall(5, (2,)), 3: Stall(5, (2,)), 0: Stall(6, (1, 3))}
     assert slept("dpsgd") == {1: Stall(6, (2,)), 3: Stall(6, (2,)), 0: Stall(7, (1, 3))}
@@ -181,9 +182,9 @@ def asleep(arm, waits):
 )
 def test_independence_compares_waits_with_the_graph(waits, right):
     block, setting = asleep("sgp", waits)
-    rows = independence.rows_of([block], setting)
-    report = Report("independence", 3, rows, independence.COLUMNS)
-    independence.judge(report)
+    rows = sleeping_rank.rows_of([block], setting)
+    report = Report("independence", 3, rows, sleeping_rank.COLUMNS)
+    sleeping_rank.judge(report)
     assert report.goals[0].value == f"{right} of 2 ranks"
     assert report.goals[0].met is (right == 2)
     assert report.goals[0].exact
@@ -197,11 +198,11 @@ def test_independence_compares_waits_with_the_graph(waits, right):
 def test_independence_of_adpsgd(waits, kept):
     block, setting = asleep("adpsgd", waits)
     before = 1 / 1.8  # steps a second: what ended in the last 1.8 of the 2 s before
-    assert independence.share(block, 1) == pytest.approx(6 / 10 / before)  # (then the run ends)
-    assert independence.share(block, 2) == pytest.approx(kept / 10 / before)
-    rows = independence.rows_of([block], setting)
-    report = Report("independence", 3, rows, independence.COLUMNS)
-    independence.judge(report)
+    assert sleeping_rank.share(block, 1) == pytest.approx(6 / 10 / before)  # (then the run ends)
+    assert sleeping_rank.share(block, 2) == pytest.approx(kept / 10 / before)
+    rows = sleeping_rank.rows_of([block], setting)
+    report = Report("independence", 3, rows, sleeping_rank.COLUMNS)
+    sleeping_rank.judge(report)
     assert [goal.met for goal in report.goals] == [kept == 6, True]
     assert rows[0]["as_expected"] is None
 
@@ -296,7 +297,7 @@ def test_exchange_compares_with_process_sets_that_begin_alike():
     blocks = [block("pairs", [0.1, 0.3]), block("pairs-unaligned", [0.4, 0.4]), block("hop", [0.1, 0.1])]
     blocks += [block("alltoall", [0.2, 0.2]), block("alltoall-unaligned", [0.1, 0.3], 0)]
     blocks += [block("alltoall-unaligned", [0.2, 0.4], 1), block("alltoall-unaligned", [0.1, 0.1], 2)]
-    rows = {row["arm"]: row for row in exchange.rows_of(blocks, {"seed": 0})}
+    rows = {row["arm"]: row for row in exchange_cost.rows_of(blocks, {"seed": 0})}
     assert rows["pairs"]["value"] == pytest.approx(200)
     assert rows["pairs"]["slowest_ms"] == pytest.approx(300)
     assert rows["alltoall"]["speedup"] == pytest.approx(1.0)
@@ -309,7 +310,7 @@ def test_exchange_compares_with_process_sets_that_begin_alike():
 def test_exchange_refuses_other_arms():
     args = argparse.Namespace(arms="alltoall,solo", megabytes=[1.0], rounds=1, repetitions=1, seed=0, chunk=1.0)
     with pytest.raises(ValueError, match="no arm 'solo' in this case"):
-        exchange.blocks_of(args)
+        exchange_cost.blocks_of(args)
 
 
 # -- plots ----------------------------------------------------------------------------------------------------

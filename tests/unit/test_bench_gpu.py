@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.benchmarks import gpu, plot
-from scripts.benchmarks.jobs import arms
-from scripts.benchmarks.launch import NotHereError
-from scripts.benchmarks.report import Report
+from scripts.benchmarks.cases import gpu
+from scripts.benchmarks.jobs.shared import arm, torch_ranks
+from scripts.benchmarks.support import plot
+from scripts.benchmarks.support.launch import NotHereError
+from scripts.benchmarks.support.report import Report
 
 SETTING = {"dtype": "bf16", "image_size": 224, "batch_size": 128, "steps": 10, "baseline": "plain"}
 
@@ -45,7 +46,7 @@ def test_what_must_show(slower, waits, met):
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_last(compression):
     gradient = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
-    copies = arms.Contiguous(getattr(arms.hvd.Compression, compression))
+    copies = arm.Contiguous(getattr(arm.hvd.Compression, compression))
     sent, context = copies.compress(gradient)
     assert sent.is_contiguous()
     assert not gradient.is_contiguous()
@@ -53,17 +54,17 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
 
 
 def test_ranks_share_cores_where_there_are_fewer(monkeypatch):
-    monkeypatch.setattr(arms.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert [arms.share_cores(ranks) for ranks in (1, 2, 3)] == [False, False, True]
+    monkeypatch.setattr(torch_ranks.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert [torch_ranks.share_cores(ranks) for ranks in (1, 2, 3)] == [False, False, True]
 
 
 def test_horovods_collectives_are_waited_for_asleep(monkeypatch):
     looks = {1: [True], 2: [False, False, True], 3: [True]}
     naps = []
-    monkeypatch.setattr(arms.hvd, "poll", lambda handle: looks[handle].pop(0))
-    monkeypatch.setattr(arms.time, "sleep", naps.append)
-    arms.sleep_until_done(looks)
-    assert naps == [arms.POLL] * 2
+    monkeypatch.setattr(torch_ranks.hvd, "poll", lambda handle: looks[handle].pop(0))
+    monkeypatch.setattr(torch_ranks.time, "sleep", naps.append)
+    torch_ranks.sleep_until_done(looks)
+    assert naps == [torch_ranks.POLL] * 2
     assert not any(looks.values())
 
 

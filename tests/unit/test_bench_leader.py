@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from scripts.benchmarks import hetero, independence, leadership, plot, pull, race
-from scripts.benchmarks.report import Report
-from scripts.benchmarks.schedule import eager, parse_arms, waits_for_nobody
+from scripts.benchmarks.cases import hetero, pull_cost, sleeping_rank, time_to_accuracy
+from scripts.benchmarks.support import leadership, plot
+from scripts.benchmarks.support.arms import eager, parse_arms, waits_for_nobody
+from scripts.benchmarks.support.report import Report
 
 RANKS = 4
 
@@ -31,7 +32,7 @@ def test_leaders_are_arms_where_a_case_has_them():
 def test_leaders_look_different_from_what_is_drawn_beside_them():
     arms = ["horovod", "ddp", "all", "majority", "solo", "auto", "sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"]
     assert len({plot.colour(arm, arms) for arm in arms}) == len(arms)
-    assert len({plot.colour(arm, pull.ARMS) for arm in pull.ARMS}) == len(pull.ARMS)
+    assert len({plot.colour(arm, pull_cost.ARMS) for arm in pull_cost.ARMS}) == len(pull_cost.ARMS)
 
 
 # -- hetero ---------------------------------------------------------------------------------------------------
@@ -113,12 +114,12 @@ APART = {"as it fell asleep": 0.5, "as it woke": 4.0, "after its next step": 3.6
 )
 def test_independence_of_ranks_that_follow(landed, apart, met):
     block, setting = asleep("lsgd", landed, apart)
-    rows = independence.rows_of([block], setting)
+    rows = sleeping_rank.rows_of([block], setting)
     assert (rows[0]["pulls"], rows[1]["pulls"]) == (landed, 20)
     assert rows[0]["apart"] == apart
     assert rows[1]["apart"] is None
-    report = Report("independence", 3, rows, independence.COLUMNS)
-    independence.judge(report)
+    report = Report("independence", 3, rows, sleeping_rank.COLUMNS)
+    sleeping_rank.judge(report)
     assert [goal.met for goal in report.goals] == met
     assert "0.5 as it fell asleep" in report.notes[0]
     report.text()
@@ -126,7 +127,7 @@ def test_independence_of_ranks_that_follow(landed, apart, met):
 
 def test_independence_takes_medians_of_distances():
     blocks = [asleep("easgd", 20, APART | {"as it woke": far})[0] for far in (1.0, 9.0, None)]
-    assert independence.apart(blocks)["as it woke"] == 5.0
+    assert sleeping_rank.apart(blocks)["as it woke"] == 5.0
 
 
 # -- pull -----------------------------------------------------------------------------------------------------
@@ -157,22 +158,22 @@ def wire_block(root, lsgd=1.0):
 
 def test_bytes_are_those_of_ranks_that_are_pulled_less_what_is_there_anyway():
     setting = {"part": "wire", "megabytes": BYTES / 1e6}
-    rows = pull.wire_rows([wire_block(root) for root in range(RANKS)], setting)
+    rows = pull_cost.wire_rows([wire_block(root) for root in range(RANKS)], setting)
     lsgd, easgd, broadcast = rows
     assert (lsgd["received"], lsgd["received_low"], lsgd["received_high"]) == pytest.approx((1.0, 1.0, 1.0))
     assert (lsgd["sent"], lsgd["sent_most"], lsgd["counted"]) == pytest.approx((0.75, 2.0, 1.0))
     assert (easgd["received"], easgd["expected"], easgd["sent"]) == pytest.approx((1.5, 1.5, 1.5))
     assert broadcast["counted"] is None
     assert lsgd["idle_kb"] == 1.0
-    report = Report("pull", RANKS, rows, pull.COLUMNS)
-    pull.judge(report)
+    report = Report("pull", RANKS, rows, pull_cost.COLUMNS)
+    pull_cost.judge(report)
     assert [goal.met for goal in report.goals] == [True] * 3
 
 
 def test_a_pull_that_carries_too_much_is_told():
-    rows = pull.wire_rows([wire_block(0, lsgd=1.75)], {"part": "wire", "megabytes": BYTES / 1e6})
-    report = Report("pull", RANKS, rows, pull.COLUMNS)
-    pull.judge(report)
+    rows = pull_cost.wire_rows([wire_block(0, lsgd=1.75)], {"part": "wire", "megabytes": BYTES / 1e6})
+    report = Report("pull", RANKS, rows, pull_cost.COLUMNS)
+    pull_cost.judge(report)
     assert [goal.met for goal in report.goals if goal.what.startswith("lsgd")] == [False, False]
     assert [goal.met for goal in report.goals if goal.what.startswith("easgd")] == [True]
 
@@ -187,30 +188,30 @@ def seconds_block(repetition, factor, count=8):
 
 @pytest.mark.parametrize(("factor", "met"), [(1.05, True), (1.2, False)])
 def test_seconds_are_compared_round_by_round(factor, met):
-    rows = pull.seconds_rows([seconds_block(i, factor) for i in range(2)], {"part": "seconds", "megabytes": 1.0})
+    rows = pull_cost.seconds_rows([seconds_block(i, factor) for i in range(2)], {"part": "seconds", "megabytes": 1.0})
     by_arm = {each["arm"]: each for each in rows}
     assert by_arm["lsgd"]["ratio"] == pytest.approx(factor)
     assert by_arm["lsgd"]["ratio_high"] == pytest.approx(factor)
     assert by_arm["lsgd"]["ms"] == pytest.approx(factor * 450)
     assert (by_arm["easgd"]["rival"], by_arm["easgd"]["ratio"]) == ("allreduce", pytest.approx(1.5))
     assert "ratio" not in by_arm["broadcast"]
-    report = Report("pull", RANKS, rows, pull.COLUMNS)
-    pull.judge(report)
+    report = Report("pull", RANKS, rows, pull_cost.COLUMNS)
+    pull_cost.judge(report)
     assert [goal.met for goal in report.goals] == [met]
     report.text()
 
 
 def test_pulls_are_drawn(tmp_path):
-    rows = pull.wire_rows([wire_block(0)], {"part": "wire", "megabytes": BYTES / 1e6})
-    rows += pull.seconds_rows([seconds_block(0, 1.0, 2)], {"part": "seconds", "megabytes": 1.0})
+    rows = pull_cost.wire_rows([wire_block(0)], {"part": "wire", "megabytes": BYTES / 1e6})
+    rows += pull_cost.seconds_rows([seconds_block(0, 1.0, 2)], {"part": "seconds", "megabytes": 1.0})
     assert math.isinf(rows[-1]["ratio_high"])  # of two rounds
-    plot.save(Report("pull", RANKS, rows, pull.COLUMNS, draw=pull.draw), tmp_path / "pull.png")
+    plot.save(Report("pull", RANKS, rows, pull_cost.COLUMNS, draw=pull_cost.draw), tmp_path / "pull.png")
     assert (tmp_path / "pull.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_rank_leads_in_each_repetition():
     args = argparse.Namespace(ranks=3, repetitions=4, rounds=1, idle=0.0)
-    assert [block["root"] for block in pull.blocks_of(args, "wire", ["lsgd"])] == [0, 1, 2, 0]
+    assert [block["root"] for block in pull_cost.blocks_of(args, "wire", ["lsgd"])] == [0, 1, 2, 0]
 
 
 # -- race -----------------------------------------------------------------------------------------------------
@@ -235,22 +236,22 @@ def test_race_takes_the_first_evaluation_that_reaches_the_target():
     blocks = [raced("horovod", seed, curve) for seed, curve in enumerate([LATE, LATE, NEVER])]
     blocks += [raced("lsgd", seed, curve) for seed, curve in enumerate([SOON, SOON, LATE])]
     blocks += [raced("easgd", seed, curve) for seed, curve in enumerate([NEVER, NEVER, LATE])]
-    horovod, lsgd, easgd = race.rows_of(blocks, RACE)
+    horovod, lsgd, easgd = time_to_accuracy.rows_of(blocks, RACE)
     assert (horovod["value"], horovod["low"], horovod["target_s"]) == (0.96, 0.94, 8.0)
     assert math.isinf(horovod["target_high"])
     assert (lsgd["target_s"], lsgd["speedup"], lsgd["reached"]) == (4.0, 2.0, "3 of 3")
     assert (lsgd["steps_s"], lsgd["late_steps_s"]) == (32.5, 2.5)
     assert (easgd["speedup"], easgd["reached"]) == (None, "1 of 3")
-    report = Report("race", RANKS, [horovod, lsgd, easgd], race.COLUMNS)
-    race.judge(report)
+    report = Report("race", RANKS, [horovod, lsgd, easgd], time_to_accuracy.COLUMNS)
+    time_to_accuracy.judge(report)
     assert [goal.met for goal in report.goals] == [True, True, False, False]  # accuracy and time, of each
     assert "inf" in report.text()
 
 
 def test_race_has_no_time_to_keep_where_none_is_late():
-    rows = race.rows_of([raced("horovod", 0, LATE, 0.0), raced("lsgd", 0, SOON, 0.0)], RACE)
-    report = Report("race", RANKS, rows, race.COLUMNS)
-    race.judge(report)
+    rows = time_to_accuracy.rows_of([raced("horovod", 0, LATE, 0.0), raced("lsgd", 0, SOON, 0.0)], RACE)
+    report = Report("race", RANKS, rows, time_to_accuracy.COLUMNS)
+    time_to_accuracy.judge(report)
     assert len(report.goals) == 1
 
 
@@ -270,7 +271,7 @@ def options(**more):
 
 
 def test_race_runs_every_arm_with_and_without_delay():
-    blocks = race.blocks_of(options(), 8)
+    blocks = time_to_accuracy.blocks_of(options(), 8)
     assert len({(block["arm"], block["seed"], block["delay"]) for block in blocks}) == len(blocks) == 12
     assert {block["group"] for block in blocks} == {4}
 
@@ -285,7 +286,7 @@ def test_race_runs_every_arm_with_and_without_delay():
 )
 def test_race_refuses_what_cannot_be(wrong, match):
     with pytest.raises(ValueError, match=match):
-        race.run(options(**wrong), lambda _: None)
+        time_to_accuracy.run(options(**wrong), lambda _: None)
 
 
 # -- leadership -----------------------------------------------------------------------------------------------
@@ -312,9 +313,9 @@ def test_pulls_of_each_group_count_once():
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_race_and_leadership_are_drawn(group, tmp_path):
     blocks = [raced(arm, 0, SOON, delay) for arm in ("horovod", "lsgd") for delay in (0.0, 0.2)]
-    rows = race.rows_of([{**block, "group": group} for block in blocks], RACE)
-    plot.save(Report("race", RANKS, rows, race.COLUMNS, draw=race.draw), tmp_path / "race.png")
+    rows = time_to_accuracy.rows_of([{**block, "group": group} for block in blocks], RACE)
+    plot.save(Report("race", RANKS, rows, time_to_accuracy.COLUMNS, draw=time_to_accuracy.draw), tmp_path / "race.png")
     drawn = [each for each in rows if each["leaders"]]
-    plot.picture(tmp_path / "leaders.png", "who led when", race.draw_leadership, drawn, 3.0)
+    plot.picture(tmp_path / "leaders.png", "who led when", time_to_accuracy.draw_leadership, drawn, 3.0)
     for name in ("race.png", "leaders.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -7,9 +7,10 @@ import importlib.util
 
 import pytest
 
-from scripts.benchmarks import network, plot, scaling
-from scripts.benchmarks.report import Report
-from scripts.benchmarks.schedule import RIVALS, compression_of, eager, installed, parse_arms
+from scripts.benchmarks.cases import network, scaling
+from scripts.benchmarks.support import plot
+from scripts.benchmarks.support.arms import RIVALS, compression_of, eager, installed, parse_arms
+from scripts.benchmarks.support.report import Report
 
 RANKS = 8
 WIRE = 8 * 8.0 / 50.0 / network.PAYLOAD

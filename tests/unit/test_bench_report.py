@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.benchmarks.intervals import Interval, mean_interval, median_interval, quantile, slope, spread
-from scripts.benchmarks.ratios import Ratios
-from scripts.benchmarks.report import Column, Goal, Report, finite, row, table
+from scripts.benchmarks.support.intervals import Interval, mean_interval, median_interval, quantile, slope, spread
+from scripts.benchmarks.support.ratios import Ratios
+from scripts.benchmarks.support.report import Column, Goal, Report, finite, row, table
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 
@@ -75,7 +75,7 @@ def test_ratios_are_taken_cycle_by_cycle():
 
 
 ROWS = [
-    row("horovod", {"delay": 0.2}, 1.25, "s/step", 1.2, 1.3, speedup=1.0),
+    row("horovod", {"delay": 0.2}, Interval(1.25, 1.2, 1.3), "s/step", speedup=1.0),
     row("solo", {"delay": 0.2}, 0.5, "s/step", speedup=2.5, met=True),
 ]
 

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import initiator
-from scripts.benchmarks.schedule import (
+from scripts.benchmarks.support.arms import gossip_of, parse_arms, quorum_of
+from scripts.benchmarks.support.schedule import (
     even_seed,
-    gossip_of,
     linear,
     one_random,
     own_pace,
-    parse_arms,
-    quorum_of,
     replay,
     slowest_work,
     solo_bound,

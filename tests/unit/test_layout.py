@@ -108,6 +108,19 @@ def test_frameworks_stay_in_their_bindings(path):
             assert any(f"{name}.".startswith(f"{a}.") for a in allowed), f"{own} imports {name}"
 
 
+BENCHMARKS = {"cases": {"cases", "support"}, "support": {"support"}, "jobs": {"jobs", "support"}}
+"""Parts of the benchmarks, and what each may import of them: the launching side imports no job, so no framework."""
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if "benchmarks" in path.parts], **identify)
+def test_benchmarks_point_down(path):
+    own = module_of(path).split(".")[2:3]
+    for name in imports(path):
+        parts = name.split(".")
+        if own and name.startswith("scripts.benchmarks."):
+            assert parts[2] in BENCHMARKS[own[0]], f"{module_of(path)} imports {name}"
+
+
 def family(module: str) -> str | None:
     """The family of algorithms that a module belongs to, if it does to one."""
     parts = module.split(".")

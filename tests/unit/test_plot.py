@@ -10,9 +10,11 @@ from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
 from hvd_async.runner.pace import write_step_times
 from hvd_async.runner.report import EpochRow, MetricsFile
 from hvd_async.runner.summary import KEYS
-from scripts.benchmarks import accuracy, balanced, convergence, runs
-from scripts.benchmarks import plot as drawing
-from scripts.benchmarks.report import Report, row
+from scripts.benchmarks.cases import OLD_NAMES, accuracy, convergence, no_stragglers
+from scripts.benchmarks.support import plot as drawing
+from scripts.benchmarks.support import runs
+from scripts.benchmarks.support.intervals import Interval
+from scripts.benchmarks.support.report import Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
 PULLS = [(10.0, 0, 1), (10.2, 1, 3), (11.0, -1, 3), (12.0, 0, 0), (13.5, -1, 0)]
@@ -126,7 +128,7 @@ def test_runs_are_compared(plot, tmp_path, capsys):
 def titles(*given):
     from matplotlib.figure import Figure
 
-    from scripts.benchmarks import panels
+    from scripts.benchmarks.support import panels
 
     figure = Figure(layout="constrained")
     panels.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
@@ -189,7 +191,7 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 def trained(arm):
     curves = [[[1.0, 1.0, 0.5], [2.0, 0.5, 0.9]]]
     mean = float("inf")
-    return row(arm, {"delay": 0.0}, 0.9, "share", -mean, mean, curves=curves)
+    return row(arm, {"delay": 0.0}, Interval(0.9, -mean, mean), "share", curves=curves)
 
 
 def compared(arm):
@@ -203,10 +205,13 @@ def rated(arm):
 
 
 @pytest.mark.parametrize(
-    ("case", "one"), [(convergence, trained), (accuracy, compared), (balanced, rated)], ids=lambda given: given.__name__
+    ("case", "one"),
+    [(convergence, trained), (accuracy, compared), (no_stragglers, rated)],
+    ids=lambda given: given.__name__,
 )
 def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path, case, one):
     name = case.__name__.rpartition(".")[2]
+    name = OLD_NAMES.get(name, name)
     report = Report(name, 4, [one("horovod"), one("solo")], case.COLUMNS, draw=case.draw)
     report.write(tmp_path / "found.json")
     drawing.save(report, tmp_path / "first.png")

@@ -1,4 +1,8 @@
-"""The job of ``accuracy``, ``hard`` and ``convergence``: short trainings on the real digits, one after the other."""
+"""The job of ``accuracy``, ``split_classes`` and ``convergence``: short trainings on the real digits, one by one.
+
+Beside the public API it needs the worker of partial allreduce: the mutant, which loses late gradients, is one that
+is broken on purpose.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,12 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
 
-from ..schedule import MUTANT
-from . import arms
-from .common import Job, rate
-from .digits import accuracy, loss
-from .training import Training
+from ..support.arms import MUTANT
+from .shared import torch_ranks
+from .shared.arm import average
+from .shared.digit_models import accuracy, loss
+from .shared.rank import Block, Job, rate
+from .shared.training import Training
 
 
 class Forgetful(EagerWorker):
@@ -43,7 +48,7 @@ class Forgetful(EagerWorker):
         super().hand_over(bucket, self._kept(bucket, vector))
 
     def step(self, vectors: Mapping[int, Vector | None], *args: Any, **kwargs: Any) -> Any:
-        """As ``hand_over``, for the buckets that are left."""
+        """Take a step without the buckets that are too late."""
         kept = {bucket: self._kept(bucket, vector) for bucket, vector in vectors.items()}
         return super().step(kept, *args, **kwargs)
 
@@ -52,7 +57,7 @@ class Forgetful(EagerWorker):
         return None if late else vector
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One training, with an evaluation after each of so many equal shares of this rank's steps."""
     delays = np.resize([row[job.rank] for row in block["times"]], block["steps"][job.rank])
     curve: list[list[float]] = []
@@ -72,7 +77,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     mean = None
     if block.get("mean"):
         mean = copy.deepcopy(arm.model)
-        arms.average(mean)
+        average(mean)
     arm.drain()
     stats = arm.stats()
     own = {
@@ -81,7 +86,6 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "accuracy": curve[-1][-1] if curve else None,
         "of_mean": None if mean is None else accuracy(mean, training.test),
         "pulls": stats.get("pulls"),
-        "identical": arm.identical(),
         "distance": distance,
         "norm": arm.norm(),
         "averagings": stats.get("averagings"),
@@ -89,8 +93,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "staleness": stats.get("staleness", {}),
         "skipped": stats.get("gradients_skipped", 0),
     }
-    arm.close()
-    job.record({key: value for key, value in block.items() if key != "times"}, own)
+    job.conclude(arm, block, own)
 
 
 @contextlib.contextmanager
@@ -103,13 +106,5 @@ def forgetful(wanted: bool) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
-
-
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

@@ -1,4 +1,7 @@
-"""The job of ``activation``: messages alone, without tensors; and the engine thread's CPU time with 100 MB of them."""
+"""The job of ``activation``: messages alone, without tensors; and the engine thread's CPU time with 100 MB of them.
+
+Beside the public API it needs the engine and its messages: what it measures has no tensors, so no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
-from . import arms
-from .common import Job
+from .shared import torch_ranks
+from .shared.arm import Arm
+from .shared.rank import Block, Job
 
 GAP = 0.02
 """Seconds of silence before each round, so that rounds do not share messages."""
@@ -88,11 +92,6 @@ class Listener:
     def delete(self) -> None:
         """Nothing is left when the process ends: ``close`` was before."""
 
-    @property
-    def finish(self) -> Callable[[bool], object]:
-        """Nothing to finish."""
-        return lambda flush: None
-
     def _send(self, event: Any) -> None:
         self._engine.call_soon(lambda: self._engine.send(event))
 
@@ -153,7 +152,7 @@ def engine_cpu(job: Job, arm_name: str, rounds: int, megabytes: float) -> None:
     torch.manual_seed(0)
     elements = int(megabytes * 1e6 / 4 / 16)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(16)])
-    arm = arms.Arm(arm_name, model, torch.optim.SGD(model.parameters(), lr=0.0), job)
+    arm = Arm(arm_name, model, torch.optim.SGD(model.parameters(), lr=0.0), job)
 
     def loss(trained: torch.nn.Module) -> torch.Tensor:
         total: torch.Tensor = sum(parameter.sum() for parameter in trained.parameters())  # type: ignore[assignment]
@@ -184,16 +183,13 @@ def engine_clock() -> int:
     return time.pthread_getcpuclockid(thread.ident)
 
 
-def main() -> None:
-    """Run the plan."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        if block["what"] == "latency":
-            latency(job, block["rounds"], block["busy"])
-        else:
-            engine_cpu(job, block["arm"], block["rounds"], block["megabytes"])
-    arms.finish(job)
+def run_block(job: Job, block: Block) -> None:
+    """Latencies, or the engine's CPU time under one arm."""
+    if block["what"] == "latency":
+        latency(job, block["rounds"], block["busy"])
+    else:
+        engine_cpu(job, block["arm"], block["rounds"], block["megabytes"])
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

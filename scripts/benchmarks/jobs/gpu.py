@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ..schedule import LEADERS, compression_of, eager
-from . import arms
-from .common import Job
-from .cycles import alternate
+from ..support.arms import LEADERS, compression_of, eager
+from .shared import torch_ranks
+from .shared.arm import Arm, resnet50
+from .shared.cycles import alternate
+from .shared.rank import Job
 
 CLASSES = 1000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,9 +21,9 @@ UNTIMED = 3
 TRACED = 5
 """Steps of each arm that a profiler looks at."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
-"""Of CUDA's calls, those that hold a thread up; the first waits for all of the device."""
+"""CUDA's calls that hold a thread up; the first waits for all of the device."""
 SPAN = "hvd_async.steps"
-"""What the profiler calls the steps."""
+"""The steps' name in the profiler."""
 
 
 class GpuStepper:
@@ -31,12 +32,12 @@ class GpuStepper:
     def __init__(self, name: str, job: Job) -> None:
         device, plan = torch.device("cuda", torch.cuda.current_device()), job.plan
         torch.manual_seed(0)
-        model = arms.resnet50(CLASSES).to(device, memory_format=torch.channels_last)
+        model = resnet50(CLASSES).to(device, memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         self._dtype, self._base = DTYPES[plan["dtype"]], compression_of(name)[0]
         self._scaler = torch.amp.GradScaler("cuda", enabled=self._dtype == torch.float16)
         ours = eager(name) and self._scaler.is_enabled()
-        self.arm = arms.Arm(name, model, optimizer, job, **({"scaler": self._scaler} if ours else {}))
+        self.arm = Arm(name, model, optimizer, job, **({"scaler": self._scaler} if ours else {}))
         shape = (plan["batch_size"], 3, plan["image_size"], plan["image_size"])
         self._images = torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last)
         self._labels = torch.randint(CLASSES, shape[:1], device=device)
@@ -68,7 +69,7 @@ class GpuStepper:
         return None
 
 
-def by_device_clock(job: Job, stepper: Any, steps: int) -> dict[str, Any]:
+def by_device_clock(job: Job, stepper: GpuStepper, steps: int) -> dict[str, Any]:
     """Untimed steps, then ``steps`` between two events on the device."""
     job.barrier()
     for _ in range(UNTIMED):
@@ -84,7 +85,7 @@ def by_device_clock(job: Job, stepper: Any, steps: int) -> dict[str, Any]:
 
 
 def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
-    """What a few steps ask of CUDA: how often a step waits, and for what; the trace goes into the job's folder."""
+    """Count how often a step waits for CUDA, and in which call; write the trace if the plan says where."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     stepper.step()
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function(SPAN):
@@ -94,7 +95,7 @@ def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
     events = profile.events()
     on_cpu = torch.autograd.DeviceType.CPU
     span = next(event.time_range for event in events if event.name == SPAN and event.device_type == on_cpu)
-    # (the profiler itself waits for the device when it ends)
+    # the profiler itself waits for the device when it ends
     inside = [event for event in events if span.start <= event.time_range.start < span.end]
     counts = Counter(event.name for event in inside if event.name in WAITS)
     if job.plan["traces"] and job.rank == 0:
@@ -102,16 +103,12 @@ def trace(job: Job, name: str, stepper: GpuStepper) -> dict[str, Any]:
     return {wait: counts[wait] / TRACED for wait in WAITS}
 
 
-def main() -> None:
-    """Run the plan."""
-    job = arms.start()
+def work(job: Job) -> None:
+    """Run the plan's cycles, then trace each arm."""
     torch.cuda.set_device(job.plan["devices"][job.rank % len(job.plan["devices"])])
-    steppers = {name: GpuStepper(name, job) for name in job.plan["arms"]}
-    alternate(job, steppers, by_device_clock)
-    for name, stepper in steppers.items():
+    for name, stepper in alternate(job, GpuStepper, by_device_clock).items():
         job.record({"arm": name, "cycle": None}, trace(job, name, stepper))
-    arms.finish(job)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(work)

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ..schedule import eager
-from . import arms
-from .common import Job, difference
-
-WARM_UP = 3
-"""Untimed steps of each block, without sleep."""
+from ..support.arms import eager
+from .shared import torch_ranks
+from .shared.arm import Arm, mean_square
+from .shared.rank import Block, Job, difference
 
 
 def dense(megabytes: float, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -22,21 +20,15 @@ def dense(megabytes: float, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Linear(side, side, bias=False), torch.randn(batch, side)
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One arm for one window."""
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], block["batch"])
     paced = eager(block["arm"]) and not block["synchronous"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    arm = arms.Arm(block["arm"], model, optimizer, job, **({"pace": "rounds"} if paced else {}))
-
-    def loss(trained: torch.nn.Module) -> torch.Tensor:
-        value: torch.Tensor = trained(inputs).square().mean()
-        return value
-
-    for _ in range(WARM_UP):
-        arm.train(loss)
-    arm.drain()
+    arm = Arm(block["arm"], model, optimizer, job, **({"pace": "rounds"} if paced else {}))
+    loss = mean_square(inputs)
+    arm.warm_up(loss)
     slowest = block["compute"] * block["slowdown"]
     compute = slowest if job.rank == job.size - 1 else block["compute"]
     most = max(1, round(block["window"] / slowest)) if block["synchronous"] else math.inf
@@ -50,9 +42,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     waited, after = arm.waited - waited, arm.stats()
     own = {"ends": ends, "waited": waited, "stats": difference(after, before), "latency_s": latency(before, after)}
     arm.drain()
-    own["identical"] = arm.identical()
-    arm.close()
-    job.record(block, own)
+    job.conclude(arm, block, own)
 
 
 def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
@@ -65,13 +55,5 @@ def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
     return float(seconds / (after[count] - before[count]))
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
-
-
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from typing import Any
 
 import torch
 
-from ..intervals import quantile
-from . import arms
-from .common import Job, resident_mb
+from ..support.intervals import quantile
+from .shared import torch_ranks
+from .shared.arm import Arm
+from .shared.rank import Block, Job, resident_mb
 
 EVERY = 0.004
 """Seconds between two looks at the process's memory."""
@@ -33,13 +33,13 @@ class Sampler:
             self.seen.append(resident_mb())
 
     def stop(self) -> list[float]:
-        """What was seen, one look at least."""
+        """Return all looks, one at least."""
         self._stop.set()
         self._thread.join()
         return [*self.seen, resident_mb()]
 
 
-def run_block(job: Job, block: dict[str, Any], record: bool = True) -> None:
+def run_block(job: Job, block: Block, record: bool = True) -> None:
     """One arm; the last rank is done early if the block says so."""
     torch.manual_seed(0)
     elements = int(job.plan["megabytes"] * 1e6 / 4 / PARAMETERS)
@@ -51,10 +51,10 @@ def run_block(job: Job, block: dict[str, Any], record: bool = True) -> None:
     for parameter in model:
         parameter.grad = None
     if block["mode"] == "two":
-        older = arms.Arm(block["arm"], other := torch.nn.Linear(4, 4), torch.optim.SGD(other.parameters(), lr=0.0), job)
+        older = Arm(block["arm"], other := torch.nn.Linear(4, 4), torch.optim.SGD(other.parameters(), lr=0.0), job)
         older.train(loss)
         older.drain()
-    arm = arms.Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=0.0), job)
+    arm = Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=0.0), job)
     own = [row[job.rank] for row in block["times"]]
     leaves = block["mode"] in ("done", "two") and job.rank == job.size - 1
     if leaves:
@@ -87,7 +87,7 @@ def run_block(job: Job, block: dict[str, Any], record: bool = True) -> None:
     }
     arm.close()
     if record:
-        job.record({key: value for key, value in block.items() if key != "times"}, found)
+        job.record(block, found)
 
 
 def loss(model: torch.nn.Module) -> torch.Tensor:
@@ -96,16 +96,13 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
     return total
 
 
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
+def work(job: Job) -> None:
+    """Run the plan's blocks, after one that is not recorded."""
     # Horovod's own buffers are made by its first large allreduces; they are not what is measured.
     warm_up = {"arm": "horovod", "mode": "together", "times": [[0.0] * job.size] * WARM_UP}
     run_block(job, warm_up, record=False)
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
+    job.each_block(run_block)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(work)

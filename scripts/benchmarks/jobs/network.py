@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ..digits import TEST_FOLD, fold
-from . import arms
-from .common import Job, traffic
-from .digits import accuracy, batches, digits
-
-WARM_UP = 3
-"""Steps before the clock starts: ranks meet, buckets are ordered, the first exchange has nothing to hide under."""
+from ..support.arms import WARM_UP
+from ..support.digits import TEST_FOLD, fold
+from .shared import torch_ranks
+from .shared.arm import Arm
+from .shared.digit_models import accuracy, batches, digits
+from .shared.rank import Block, Job, traffic
 
 
 def network(megabytes: float) -> torch.nn.Module:
@@ -30,8 +29,8 @@ def network(megabytes: float) -> torch.nn.Module:
     )
 
 
-def work_seconds(job: Job, block: dict[str, Any]) -> float:
-    """What the real work of a step takes when all ranks are at it, which is part of a step's computation."""
+def work_seconds(job: Job, block: Block) -> float:
+    """Measure the seconds of a step's real work when all ranks are at it; they are part of its computation."""
     model = network(block["megabytes"])
     optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9)
     x, y = digits()[0][: block["batch"]], torch.from_numpy(digits()[1])[: block["batch"]]
@@ -46,7 +45,7 @@ def work_seconds(job: Job, block: dict[str, Any]) -> float:
     return statistics.fmean(job.gather(statistics.median(seconds)))
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One training."""
     slept = max(0.0, block["compute"] - work_seconds(job, block))
     torch.manual_seed(block["repetition"])
@@ -55,7 +54,7 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
     train, test = fold(TEST_FOLD)
     block_of_data = {**block, "seed": block["repetition"], "split": "even"}
     epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
-    arm = arms.Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
+    arm = Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
     ends, sent, waited, cpu = [], [], [], []
     job.barrier()
@@ -78,18 +77,9 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "cpu": cpu[-1] - cpu[WARM_UP - 1],
     }
     arm.drain()
-    own |= {"identical": arm.identical(), "accuracy": accuracy(model, test) if job.rank == 0 else None}
-    arm.close()
-    job.record(block, own)
-
-
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
+    own["accuracy"] = accuracy(model, test) if job.rank == 0 else None
+    job.conclude(arm, block, own)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

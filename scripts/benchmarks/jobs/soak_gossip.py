@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from typing import Any
 
 import torch
 
-from ..random_graphs import random_graph
-from . import arms
-from .common import Job, resident_mb
-from .soak import LOOKS, small
+from ..support.random_graphs import random_graph
+from .shared import torch_ranks
+from .shared.arm import Arm, mean_square
+from .shared.rank import Job
+from .soak import LOOKS, Notes, pause, small
 
 
 class Soak:
@@ -26,16 +25,15 @@ class Soak:
         self.job, plan = job, job.plan
         torch.manual_seed(0)
         model, self._inputs = small()
-        self._graphs = random.Random(plan["seed"])  # (the same on all ranks)
+        self._graphs = random.Random(plan["seed"])  # the same on all ranks
         self._draws = random.Random(1000 * plan["seed"] + job.rank + 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         options: dict[str, Any] = {"mixing": "metropolis"} if plan["arm"].startswith("dpsgd") else {}
         self._pairs = plan["arm"].startswith("adpsgd")
-        self.arm = arms.Arm(plan["arm"], model, optimizer, job, topology=self._graph(), **options)
-        self._notes = (job.folder / f"soak.{job.rank}.jsonl").open("a", buffering=1)
+        self.arm = Arm(plan["arm"], model, optimizer, job, topology=self._graph(), **options)
+        self._notes = Notes(job)
         self._worth = job.size / 2 if self._pairs else 1.0
         """Rounds that a step, or an averaging, of every rank stands for."""
-        self._started = time.perf_counter()
 
     def _graph(self) -> Any:
         symmetric = self.job.plan["arm"].startswith(("dpsgd", "adpsgd"))
@@ -45,13 +43,10 @@ class Soak:
         """About so many steps, a number of this rank's own."""
         plan, every = self.job.plan, max(1, round(self.job.plan["rounds"] / self._worth / LOOKS))
         for _ in range(max(1, round(steps * self._draws.uniform(1 - plan["uneven"], 1 + plan["uneven"])))):
-            pause = self._draws.uniform(0.0, plan["delay"]) if self._draws.random() < plan["share"] else 0.0
-            self.arm.train(lambda trained: trained(self._inputs).square().mean(), pause)
+            self.arm.train(mean_square(self._inputs), pause(self._draws, plan))
             stats = self.arm.stats()
             if stats["steps"] % every == 0:
-                done = stats["averagings" if self._pairs else "steps"] * self._worth
-                note = {"round": done, "mb": resident_mb(), "s": time.perf_counter() - self._started}
-                self._notes.write(json.dumps(note) + "\n")
+                self._notes.add(stats["averagings" if self._pairs else "steps"] * self._worth)
 
     def weights_off(self) -> float:
         """Collective: by how much the push-sum weights' sum misses the number of ranks, with nothing on its way."""
@@ -77,18 +72,10 @@ class Soak:
             identical = identical and self.arm.identical()
             done = self.done()
         (self.job.folder / "stop").touch()  # no more stopping: what follows is not part of it
-        seen = [json.loads(x) for x in (self.job.folder / f"soak.{self.job.rank}.jsonl").read_text().splitlines()]
-        own = {"elapsed": time.perf_counter() - self._started, "stats": self.arm.stats(), "identical": identical}
+        own = {"elapsed": self._notes.elapsed, "stats": self.arm.stats(), "identical": identical}
         block = {"arm": plan["arm"], "done": round(done), "graphs_used": len(off), "weights_off": off}
-        self.job.record(block, {**own, "memory": seen})
-
-
-def main() -> None:
-    """Run the plan."""
-    job = arms.start()
-    Soak(job).run()
-    arms.finish(job)
+        self.job.record(block, {**own, "memory": self._notes.all})
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run(lambda job: Soak(job).run())

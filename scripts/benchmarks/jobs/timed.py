@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-from . import arms
-from .common import Job, difference
-
-WARM_UP = 3
-"""Untimed steps of each block: the ranks meet, DDP orders its buckets, Horovod fills its cache."""
+from .shared import torch_ranks
+from .shared.arm import Arm, mean_square, resnet50
+from .shared.rank import Block, Job, difference
 
 
 def small() -> torch.nn.Module:
@@ -19,27 +16,21 @@ def small() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
 
-def run_block(job: Job, block: dict[str, Any]) -> None:
+def run_block(job: Job, block: Block) -> None:
     """One arm through one schedule."""
     torch.manual_seed(0)
     real = job.plan["model"] == "resnet50"
-    model = arms.resnet50() if real else small()
+    model = resnet50() if real else small()
     images = torch.randn(16, 3, 32, 32) if real else torch.randn(8, 64)
-    arm = arms.Arm(
+    arm = Arm(
         block["arm"],
         model,
         torch.optim.SGD(model.parameters(), lr=0.001),
         job,
         **({"seed": block["seed"]} if block["arm"] == "majority" else {}),
     )
-
-    def loss(trained: torch.nn.Module) -> torch.Tensor:
-        value: torch.Tensor = trained(images).square().mean()
-        return value
-
-    for _ in range(WARM_UP):
-        arm.train(loss)
-    arm.drain()
+    loss = mean_square(images)
+    arm.warm_up(loss)
     before, waited = arm.stats(), arm.waited
     own = [row[job.rank] for row in block["times"]]
     job.barrier()
@@ -56,19 +47,9 @@ def run_block(job: Job, block: dict[str, Any]) -> None:
         "waited": waited,
         "stats": difference(after, before),
         "rounds_before": before.get("rounds", 0),
-        "identical": arm.identical(),
     }
-    arm.close()
-    job.record({key: value for key, value in block.items() if key != "times"}, found)
-
-
-def main() -> None:
-    """Run the plan's blocks."""
-    job = arms.start()
-    for block in job.plan["blocks"]:
-        run_block(job, block)
-    arms.finish(job)
+    job.conclude(arm, block, found)
 
 
 if __name__ == "__main__":
-    main()
+    torch_ranks.run_blocks(run_block)

@@ -1,0 +1,48 @@
+"""The cases of ``scripts/bench.py``: a module each, with ``HELP``, ``add_arguments``, ``run`` and ``draw``."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import (
+    accuracy,
+    activation,
+    convergence,
+    exchange_cost,
+    gpu,
+    hetero,
+    memory,
+    network,
+    no_stragglers,
+    pull_cost,
+    scaling,
+    sequence_lengths,
+    skew,
+    sleeping_rank,
+    soak,
+    split_classes,
+    straggler,
+    time_to_accuracy,
+)
+
+_MODULES: tuple[ModuleType, ...] = (
+    *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
+    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, time_to_accuracy, soak, gpu),
+)
+CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
+"""By name, in the order in which ``all`` runs them."""
+OLD_NAMES = {
+    "no_stragglers": "balanced",
+    "split_classes": "hard",
+    "sequence_lengths": "lengths",
+    "sleeping_rank": "independence",
+    "exchange_cost": "exchange",
+    "pull_cost": "pull",
+    "time_to_accuracy": "race",
+}
+"""Names of 0.1.0: the command line knows them too, and the files of results keep them."""
+
+
+def current_name(name: str) -> str:
+    """Return the name of the case that is called so, now or in 0.1.0; a name of no case as it is."""
+    return next((current for current, old in OLD_NAMES.items() if old == name), name)

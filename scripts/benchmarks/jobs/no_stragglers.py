@@ -1,0 +1,41 @@
+"""The torch job of ``no_stragglers``: the real ResNet-50 under every arm, in alternation."""
+
+from __future__ import annotations
+
+import torch
+
+from .shared import torch_ranks
+from .shared.arm import Arm, resnet50
+from .shared.cycles import alternate
+from .shared.rank import Job
+
+
+class TorchStepper:
+    """A ResNet-50 of its own under one arm."""
+
+    def __init__(self, name: str, job: Job) -> None:
+        torch.manual_seed(0)
+        model = resnet50(1000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        self._arm = Arm(name, model, optimizer, job)
+        torch.manual_seed(job.rank)
+        size = job.plan["image_size"]
+        self._images = torch.randn(job.plan["batch_size"], 3, size, size)
+        self._labels = torch.randint(1000, (job.plan["batch_size"],))
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        self._arm.train(lambda model: torch.nn.functional.cross_entropy(model(self._images), self._labels))
+
+    def drain(self) -> None:
+        """Leave nothing on its way."""
+        if self._arm.ours:
+            self._arm.drain()
+
+    def fresh(self) -> int | None:
+        """Return how many gradients of staleness 0 were carried so far; None where all are."""
+        return int(self._arm.stats()["staleness"].get("0", 0)) if self._arm.ours else None
+
+
+if __name__ == "__main__":
+    torch_ranks.run(lambda job: alternate(job, TorchStepper))

@@ -1,0 +1,1 @@
+"""Parts of the jobs: a rank, arms, models, trainings."""

@@ -1,0 +1,283 @@
+"""Start a job under horovodrun, take in its results block by block, and leave no process behind.
+
+A job is a module of ``jobs/``. It is told what to do by a JSON file, its plan, beside which the digits lie, and answers
+by lines of JSON in another, one a block, which is also how the progress is known. All its processes carry a mark in
+their environment, by which they are found when the job has to be ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import digits
+
+SCRIPTS = Path(__file__).resolve().parents[2]
+VIRTUAL = SCRIPTS / "virtual_cluster.py"
+ROOT = SCRIPTS.parent
+MARK = "HVD_ASYNC_BENCH_JOB"
+GOODBYE = 15.0
+"""Seconds that processes may take to end by themselves."""
+START = 180.0
+"""Seconds that a job may take to start: eight processes import torch."""
+GROUPS_ENV = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+"""Environment of jobs that make process sets, as groups of ranks have them."""
+LOOK = 0.25
+"""Seconds between two looks at the results."""
+
+Block = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class JobError(RuntimeError):
+    """A job failed, or ran out of time; the message begins with the end of its output."""
+
+
+class NotHereError(JobError):
+    """This machine lacks what a job needs; the message says what."""
+
+
+def run(
+    job: str,
+    ranks: int,
+    plan: dict[str, Any],
+    *,
+    limit: float,
+    on_block: Callable[[Block], None] | None = None,
+    while_running: Callable[[Path], None] | None = None,
+    env: dict[str, str] | None = None,
+    mbit: float | None = None,
+    virtual: bool = False,
+) -> list[Block]:
+    """Run a job to its end.
+
+    Args:
+        job: the module's name in ``jobs/``.
+        ranks: how many.
+        plan: what the job is to do; everything in it must be JSON.
+        limit: seconds; a job that takes longer is ended.
+        on_block: called with every block as it comes.
+        while_running: called with the job's folder several times a second.
+        env: added to the environment.
+        mbit: each rank is on a virtual host of its own, whose link has so many Mbit/s; None: no limit.
+        virtual: each rank is on a virtual host of its own, also without a limit; else all are on this machine.
+
+    Returns:
+        All blocks.
+
+    Raises:
+        NotHereError: there are no virtual hosts here.
+        JobError: it failed or ran out of time.
+    """
+    virtual = virtual or mbit is not None
+    if virtual:
+        _check_virtual_hosts()
+    with tempfile.TemporaryDirectory(prefix="hvd_async_bench_") as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        digits.leave(folder)
+        mark = uuid.uuid4().hex
+        with (folder / "output").open("wb") as output, _swept(mark, virtual):
+            launcher = subprocess.Popen(
+                [*_launcher(ranks, virtual, mbit), sys.executable, "-m", f"benchmarks.jobs.{job}"],
+                cwd=ROOT,
+                env=_environment(mark, folder, env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            blocks = _follow(launcher, folder, time.monotonic() + limit, on_block, while_running)
+            late = launcher.poll() is None
+        code = launcher.wait(GOODBYE)
+        if code != 0 or (folder / "unfinished").exists():
+            output_end = (folder / "output").read_text(errors="replace")[-4000:]
+            ended = f"by force after {limit:.0f} s" if late else f"with exit code {code}"
+            raise JobError(f"{output_end}\nthe job {job} at {ranks} ranks ended {ended}; above is its last output")
+        return blocks
+
+
+def _launcher(ranks: int, virtual: bool, mbit: float | None) -> list[str]:
+    """The command that starts as many ranks of what follows it."""
+    if not virtual:
+        return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
+    limited = [] if mbit is None else [f"--mbit={mbit:g}"]
+    return [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
+
+
+def _check_virtual_hosts() -> None:
+    if os.geteuid() != 0:
+        raise NotHereError("its ranks are on virtual hosts, which need root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NotHereError(f"its ranks are on virtual hosts, which need {' and '.join(missing)}: install iproute2")
+
+
+def _environment(mark: str, folder: Path, more: dict[str, str]) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_"))}
+    binaries = str(Path(sys.executable).parent)
+    return {
+        **inherited,
+        "PATH": f"{binaries}{os.pathsep}{inherited.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join(str(p) for p in (ROOT, SCRIPTS)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",  # all arms go through the CPU and Gloo
+        MARK: mark,
+        digits.FOLDER: str(folder),
+        **more,
+    }
+
+
+def _follow(
+    launcher: subprocess.Popen[bytes],
+    folder: Path,
+    deadline: float,
+    on_block: Callable[[Block], None] | None,
+    while_running: Callable[[Path], None] | None,
+) -> list[Block]:
+    """Take in blocks until the launcher has ended, or is to be ended."""
+    blocks: list[Block] = []
+    results, read = folder / "blocks.jsonl", 0
+    while True:
+        ended = launcher.poll() is not None
+        if results.exists():
+            text = results.read_text()
+            whole = text.rpartition("\n")[0].splitlines()
+            for line in whole[read:]:
+                blocks.append(json.loads(line))
+                if on_block is not None:
+                    on_block(blocks[-1])
+            read = len(whole)
+        if ended or time.monotonic() > deadline:
+            return blocks
+        if while_running is not None:
+            while_running(folder)
+        time.sleep(LOOK)
+
+
+@contextlib.contextmanager
+def _swept(mark: str, virtual: bool) -> Iterator[None]:
+    """Whatever happens inside, a signal included, no process with this mark outlives it, nor a virtual host."""
+
+    def stop(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+        _, alive = psutil.wait_procs(_processes(mark), timeout=0.0)
+        if alive:
+            psutil.wait_procs(alive, timeout=1.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(mark)
+        if virtual:
+            subprocess.run([sys.executable, str(VIRTUAL), "--clean"], check=True)
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    """This job's processes, zombies aside."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is not ours to look at
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def _end(mark: str) -> None:
+    deadline = time.monotonic() + GOODBYE
+    while (alive := _processes(mark)) and time.monotonic() < deadline:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # also ends one that is stopped
+        psutil.wait_procs(alive, timeout=2.0)
+
+
+class Progress:
+    """Says on stderr what is done, how long it took, and how long the rest may take.
+
+    Args:
+        total: blocks in all.
+        say: takes a line of text.
+    """
+
+    def __init__(self, total: int, say: Say) -> None:
+        self._total, self._say = total, say
+        self._done, self._started = 0, time.monotonic()
+        self._first: float | None = None
+
+    def __call__(self, text: str) -> None:
+        """One more block is done."""
+        now = time.monotonic()
+        self._done += 1
+        if self._first is None:
+            self._first = now
+        # The first block's time has the job's start in it, so the rest is reckoned by those after it.
+        each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
+        left = max(0, self._total - self._done) * each
+        self._say(f"[{self._done}/{self._total}] {text}; {left / 60:.1f} min left")
+
+
+def measure(
+    args: argparse.Namespace,
+    job: str,
+    blocks: list[Block],
+    say: Say,
+    tell: Callable[[Block], str],
+    *,
+    seconds: float,
+    ranks: int | None = None,
+    progress: Progress | None = None,
+    plan: dict[str, Any] | None = None,
+    **how: Any,
+) -> list[Block]:
+    """Run blocks in one job, and tell of each as it comes.
+
+    Args:
+        args: the command line: ``ranks``, and the ``limit`` in minutes, if one was given.
+        job: the module's name in ``jobs/``.
+        blocks: what to do.
+        say: takes a line of text.
+        tell: puts a block's result in words.
+        seconds: how long the job may take if the command line does not say.
+        ranks: of the job, if they are not the command line's.
+        progress: of several jobs together; None: of this one.
+        plan: what the plan has beside the blocks.
+        how: further arguments of ``run``.
+    """
+    progress = progress or Progress(len(blocks), say)
+    return run(
+        job,
+        ranks or args.ranks,
+        {"blocks": blocks, **(plan or {})},
+        limit=args.limit * 60 if args.limit else seconds,
+        on_block=lambda block: progress(tell(block)),
+        **how,
+    )
+
+
+def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:
+    """Arms in alternation: (repetition, arm); each repetition begins with another arm, so that none is always first."""
+    order = []
+    for repetition in range(count):
+        first = repetition % len(arms)
+        order += [(repetition, arm) for arm in (*arms[first:], *arms[:first])]
+    return order

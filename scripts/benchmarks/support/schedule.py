@@ -1,0 +1,128 @@
+"""Who is slow when, and what that costs at best: delay schedules and the bounds that follow from them. Pure.
+
+A schedule is an array [steps, ranks] of seconds: how long each rank computes in each step. All bounds take
+communication for free, so nothing can be faster with the same schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_async.algorithms.eager.quorum import initiator, needed
+
+from .arms import SYNCHRONOUS, quorum_of
+
+Schedule = NDArray[np.float64]
+
+
+def one_random(steps: int, ranks: int, compute: float, delay: float, seed: int) -> Schedule:
+    """Every rank computes for ``compute`` s; in each step one rank, drawn from the seed, takes ``delay`` s more."""
+    times = np.full((steps, ranks), compute)
+    times[np.arange(steps), np.random.default_rng(seed).integers(ranks, size=steps)] += delay
+    return times
+
+
+def linear(steps: int, ranks: int, delay: float) -> Schedule:
+    """Rank i takes i x ``delay`` s in each step."""
+    return np.tile(np.arange(ranks) * delay, (steps, 1))
+
+
+def own_pace(times: Schedule) -> list[int]:
+    """How many steps each rank takes if all train for the same time, together as many as the schedule has."""
+    speeds = 1.0 / times.mean(axis=0)
+    return [max(1, round(share * times.size)) for share in (speeds / speeds.sum()).tolist()]
+
+
+def synchronous_seconds(times: Schedule) -> float:
+    """The sum over the steps of the slowest rank's time: what no synchronous job can beat."""
+    return float(times.max(axis=1).sum())
+
+
+def slowest_work(times: Schedule) -> float:
+    """The largest sum of one rank's own times: what no job can beat in which every rank does every step."""
+    return float(times.sum(axis=0).max())
+
+
+def solo_bound(times: Schedule) -> float:
+    """The best speed-up over synchronous that this very schedule allows."""
+    return synchronous_seconds(times) / slowest_work(times)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A schedule played under a quorum.
+
+    Attributes:
+        seconds: until every rank has done all its steps.
+        wait: seconds that a rank waited in its steps, mean over ranks and steps.
+        contributors: ranks that had arrived when a round fired, mean over the rounds.
+    """
+
+    seconds: float
+    wait: float
+    contributors: float
+
+
+def replay(
+    times: Schedule, arm: str, *, max_staleness: int = 16, seed: int = 0, first_round: int = 1, barrier: bool = False
+) -> Replay:
+    """Play a schedule by eager-SGD's rules, with free communication.
+
+    A rank arrives for step t once it has computed; its step returns when round t has fired. Round t fires when the
+    quorum is there and no rank is further back than ``max_staleness`` steps.
+
+    Args:
+        times: the schedule.
+        arm: its quorum; not "auto", which depends on what is measured.
+        max_staleness: rounds.
+        seed: of majority's draw.
+        first_round: number of the round of the schedule's first step, on which majority's draw depends.
+        barrier: whether all ranks begin every step together.
+    """
+    steps, ranks = times.shape
+    arrived, fired = np.zeros(ranks), 0.0
+    history: list[NDArray[np.float64]] = []
+    waited, contributors = 0.0, 0.0
+    for step in range(steps):
+        start = np.maximum(arrived, fired)
+        if barrier:
+            start = np.full(ranks, start.max())
+        arrived = start + times[step]
+        history.append(arrived)
+        fired = _quorum_at(arrived, arm, first_round + step, seed)
+        if step + 1 > max_staleness:
+            fired = max(fired, float(history[step - max_staleness].max()))
+        waited += float(np.maximum(fired - arrived, 0.0).sum())
+        contributors += float((arrived <= fired + 1e-9).sum())
+    return Replay(max(float(arrived.max()), fired), waited / (steps * ranks), contributors / steps)
+
+
+def _quorum_at(arrived: NDArray[np.float64], arm: str, round_: int, seed: int) -> float:
+    """When the quorum of a round is there."""
+    ranks = len(arrived)
+    quorum = "all" if arm in SYNCHRONOUS else quorum_of(arm)
+    if quorum == "majority":
+        return float(arrived[initiator(round_, seed, set(range(ranks)), range(ranks))])
+    if isinstance(quorum, str):
+        if quorum == "auto":
+            raise ValueError("the quorum 'auto' cannot be replayed: it depends on what is measured")
+        return float(arrived.min() if quorum == "solo" else arrived.max())
+    return float(np.sort(arrived)[needed(quorum, ranks) - 1])
+
+
+def even_seed(ranks: int, rounds: int, first_round: int, start: int, tries: int = 300) -> int:
+    """The seed, of ``tries`` from ``start`` on, by which majority draws the ranks most evenly in these rounds.
+
+    What is expected of majority is so of infinitely many rounds; an even draw comes near to it with few. Even in the
+    mean of the rank drawn, which is what contributors depend on, and of its square, which waits depend on.
+    """
+
+    def unevenness(seed: int) -> float:
+        drawn = np.array([initiator(t, seed, everyone, range(ranks)) for t in range(first_round, first_round + rounds)])
+        return float(abs(drawn.mean() / own.mean() - 1) + abs((drawn**2).mean() / (own**2).mean() - 1))
+
+    everyone, own = set(range(ranks)), np.arange(ranks)
+    return start if ranks < 2 else min(range(start, start + tries), key=unevenness)
