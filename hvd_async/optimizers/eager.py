@@ -1,10 +1,10 @@
-"""What the wrapped optimizers of both bindings have in common where gradients are averaged by partial allreduce."""
+"""The driver of partial allreduce, where gradients are averaged: rounds, checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,8 @@ from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedR
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
-from hvd_async.optimizers.driver import Wrapped, WrapperState
+from hvd_async.optimizers.driver import Driver
+from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Hyper
@@ -21,12 +22,51 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import Stats
 
 
-class EagerState(WrapperState):
-    """As ``WrapperState``.
+class GradientReplica(Replica, abc.ABC):
+    """The replica of a rank whose gradients travel: all ranks' weights are the same after the same rounds."""
+
+    @abc.abstractmethod
+    def new_worker(
+        self,
+        engine: Any,
+        config: Callable[[Sequence[int]], EagerConfig],
+        finish: Callable[[bool], None],
+        apply: Callable[[ReducedRound], None],
+    ) -> EagerWorker:
+        """Return a worker for the parameters as they are.
+
+        Args:
+            engine: this rank's.
+            config: gives the configuration by each bucket's bytes.
+            finish, apply: of the worker.
+        """
+
+    @abc.abstractmethod
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        """Return names and checksums of everything that must be the same on all ranks."""
+
+    @abc.abstractmethod
+    def hyperparameters(self) -> Hyper:
+        """Return this rank's hyperparameters now, as its rounds carry them."""
+
+    @abc.abstractmethod
+    def apply(self, round_: ReducedRound) -> None:
+        """Apply a round outside of a step."""
+
+    @abc.abstractmethod
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        """End a drain (``flush``) or a cut: all rounds are applied. A collective where buffers agree."""
+
+    @abc.abstractmethod
+    def consensus_distance(self, worker: EagerWorker) -> float:
+        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
+
+
+class EagerDriver(Driver):
+    """The driver of an ``EagerOptimizer``.
 
     Args:
-        lifecycle: of the binding.
-        sharers: the ranks that share the optimizer.
+        lifecycle, sharers, replica: as ``Driver``.
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
 
@@ -36,17 +76,24 @@ class EagerState(WrapperState):
     """
 
     worker: EagerWorker | None
-    config: dict[str, Any]
+    replica: GradientReplica
 
-    def __init__(self, lifecycle: Lifecycle, sharers: RankGroup, config: dict[str, Any], late_cap_mb: float) -> None:
-        super().__init__(lifecycle, sharers)
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        sharers: RankGroup,
+        replica: GradientReplica,
+        config: dict[str, Any],
+        late_cap_mb: float,
+    ) -> None:
+        super().__init__(lifecycle, sharers, replica)
         self.config = config
         self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
-        """What the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than memory for
-        late rounds allows."""
+        """Return what the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than
+        memory for late rounds allows."""
         config = EagerConfig(**self.config, buckets=len(nbytes))
         rounds = self._late_cap_mb * 2**20 / max(1, sum(nbytes))
         if config.quorum == "all" or config.max_staleness + 1 <= rounds:
@@ -68,86 +115,70 @@ class EagerState(WrapperState):
         fine = fine and self.broken is None and not self.discarded
         return worker if fine else None
 
-
-class EagerWrapped(Wrapped):
-    """Methods of every ``EagerOptimizer``. A binding supplies ``_async_new_worker``, ``_async_fingerprint``,
-    ``_async_hyper``, ``_async_apply`` and ``_async_finish``."""
-
-    def stats(self) -> Stats:
-        """What this rank's optimizer has done so far."""
-        worker: EagerWorker | None = self._async.worker
-        return Stats() if worker is None else worker.stats()
-
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, "eager", and its settings."""
-        state = self._async
         given = {
-            name: state.config[name] if state.worker is None else getattr(state.worker.config, name)
-            for name in state.config
+            name: self.config[name] if self.worker is None else getattr(self.worker.config, name)
+            for name in self.config
         }
         return {"algorithm": "eager", **given}
 
-    @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
-        """In it the model holds the network's average (here: all are equal after a ``drain()``). A collective."""
-        self.drain()
-        yield
+    def stats(self) -> Stats:
+        """Return what this rank's optimizer has done so far."""
+        return Stats() if self.worker is None else self.worker.stats()
 
-    def _async_new_worker(self, engine: Any, finish: Any, apply: Any) -> EagerWorker:
-        """A worker for this optimizer's parameters as they are."""
-        raise TypeError(f"{type(self).__name__} does not say how its worker is made")
+    def consensus_distance(self) -> float:
+        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
+        return self.replica.consensus_distance(self.worker_now())
 
-    def _async_fingerprint(self) -> tuple[list[str], list[int]]:
-        """Names and checksums of everything that must be the same on all ranks."""
-        raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
+    # -- the ranks' meeting and ends --------------------------------------------------------------------------------
 
-    def _async_hyper(self) -> Hyper:
-        """This rank's hyperparameters now, as its rounds carry them."""
-        raise TypeError(f"{type(self).__name__} does not say what its hyperparameters are")
+    def names(self) -> list[str]:
+        """Return names of what its ranks have in common."""
+        return self.replica.fingerprint()[0]
 
-    def _async_apply(self, round_: ReducedRound) -> None:
-        """Apply a round."""
-        raise TypeError(f"{type(self).__name__} does not say how a round is applied")
-
-    def _async_worker(self) -> EagerWorker:
-        """As ``Wrapped``'s; raises as well, if a round was half applied here."""
-        worker: EagerWorker = super()._async_worker()
+    def worker_now(self) -> EagerWorker:
+        """As ``Driver``'s; raises as well, if a round was half applied here."""
+        worker: EagerWorker = super().worker_now()
         worker.whole.check()
         return worker
 
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
-        reference = weakref.ref(self)
+    def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
+        """Return a worker for the optimizer's parameters as they are."""
+        reference = weakref.ref(self.replica.optimizer)
 
         def apply(round_: ReducedRound) -> None:
             optimizer = reference()
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
-                optimizer._async_apply(round_)
+                optimizer._async.replica.apply(round_)
 
-        return self._async_new_worker(engine, finish, apply)
+        return self.replica.new_worker(engine, self.config_for, finish, apply)
 
-    def _async_offer_to(self, worker: EagerWorker, number: int | None) -> None:
-        if self._async.restored is not None:
-            worker.restore(self._async.restored)
-        worker.offer(*self._async_fingerprint(), self._async_hyper(), number)
+    def register_worker(self, worker: EagerWorker, number: int | None) -> None:
+        """Tell the others of this optimizer, by a new worker."""
+        if self.restored is not None:
+            worker.restore(self.restored)
+        worker.offer(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
 
-    def _async_names(self) -> list[str]:
-        return self._async_fingerprint()[0]
+    def on_registered(self) -> None:
+        """Forget what was loaded: the worker has it."""
+        self.restored = None
 
-    def _async_check_replicas(self, worker: EagerWorker) -> None:
-        """At the end of a drain. (Something may have been changed on one rank alone.) A collective.
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        """End a drain (``flush``) or a cut; after a drain replicas are compared, since something may have been changed
+        on one rank alone. A collective.
 
         Raises:
             ReplicaMismatchError: replicas differ.
         """
-        worker.compare(*self._async_fingerprint(), "drain()")
+        self.replica.finish(worker, flush)
+        if flush:
+            worker.compare(*self.replica.fingerprint(), "drain()")
 
-    def _async_met(self) -> None:
-        self._async.restored = None
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    # -- checkpoints ------------------------------------------------------------------------------------------
-
-    def _async_share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+    def share(self, nbytes: Sequence[int]) -> dict[str, Any]:
         """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
 
         Args:
@@ -156,8 +187,8 @@ class EagerWrapped(Wrapped):
         Raises:
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
-        state, worker = self._async, self._async.worker
-        held: list[PendingGradient] = state.restored or []
+        worker = self.worker
+        held: list[PendingGradient] = self.restored or []
         if worker is not None:
             held = worker.pending()
             synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
@@ -165,16 +196,16 @@ class EagerWrapped(Wrapped):
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version
         return {
-            "size": state.size,
-            "index": state.index,
+            "size": self.size,
+            "index": self.index,
             "rounds": self.rounds,
             "nbytes": list(nbytes),
             "vectors": [vector for vector, _ in held],
             "versions": [[v - version for v in versions] for _, versions in held],
         }
 
-    def _async_take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
-        """Take back what ``_async_share`` gave, before the ranks meet.
+    def take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+        """Take back what ``share`` gave, before the ranks meet.
 
         Args:
             share: of this rank.
@@ -184,19 +215,18 @@ class EagerWrapped(Wrapped):
             ValueError: it is of another rank, or of a job of another size or other buckets, and holds gradients.
             ReplicaStateError: gradients of the present run are on their way.
         """
-        state = self._async
         if share.get("cut"):
             raise ValueError(
                 "this state of a GossipOptimizer after cut() goes with this rank's own weights, and the replicas of an "
                 "EagerOptimizer are identical: save it after drain()"
             )
         lost = max((len(versions) for versions in share.get("versions", ())), default=0)
-        if state.worker is not None and not (state.worker.settled and self._async_nothing_pending(state.worker)):
+        if self.worker is not None and not (self.worker.settled and self._nothing_pending(self.worker)):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
-        if lost and (share["size"], share["index"]) != (state.size, state.index):
+        if lost and (share["size"], share["index"]) != (self.size, self.index):
             raise ValueError(
                 f"this state is of rank {share['index']} of {share['size']} after cut(), with {lost} gradient(s) "
-                f"pending; on rank {state.index} of {state.size} they would be lost. Load each rank's own file at the "
+                f"pending; on rank {self.index} of {self.size} they would be lost. Load each rank's own file at the "
                 f"same size, or save after drain()."
             )
         if lost and list(share["nbytes"]) != list(nbytes):
@@ -204,15 +234,15 @@ class EagerWrapped(Wrapped):
                 f"this state has {lost} gradient(s) pending in buckets of {share['nbytes']} bytes, and this optimizer "
                 f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups and compression"
             )
-        if state.worker is not None and lost:
+        if self.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
-        self._async_count_from(share["rounds"])
+        self.count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
-            state.restored = [PendingGradient(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
+            self.restored = [PendingGradient(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
 
     @staticmethod
-    def _async_nothing_pending(worker: EagerWorker) -> bool:
+    def _nothing_pending(worker: EagerWorker) -> bool:
         return not any(versions for _, versions in worker.pending())
 
 

@@ -1,4 +1,4 @@
-"""What the optimizers of both bindings have in common that follow a leader: settings, losses, ends, checkpoints."""
+"""The driver of an optimizer that follows a leader, or a center: settings, losses, workers, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from hvd_async.algorithms.leader.pulls import PullResults
 from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.optimizers.local import LocalState, LocalWrapped
+from hvd_async.optimizers.local import LocalDriver, StepStart
+from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.stats import LeaderStats
 
 
-class LeaderState(LocalState):
-    """As ``LocalState``.
+class LeaderDriver(LocalDriver):
+    """The driver of a ``LeaderOptimizer``.
 
     Args:
-        lifecycle: of the binding.
-        sharers: the ranks that follow.
+        lifecycle, sharers, replica: as ``LocalDriver``.
+        buffers: how batch-norm statistics agree: "local" or "average".
         host_size: ranks of a host; asked for ``group="host"`` only.
         algorithm: "lsgd" or "easgd".
-        buffers: how batch-norm statistics agree: "local" or "average".
         lr_spread: how learning rates differ between ranks.
-        options: the algorithm's own, see ``ALGORITHMS``; None for the default.
+        options: see ``ALGORITHMS``; None for the default.
 
     Attributes:
+        given: strengths of the pulls, by name.
         config: of all of them.
-        strengths: of the pulls.
+        strengths: the same.
         window: how many losses count.
-        spread: by what this rank's learning rate is multiplied.
         losses: recorded since the last step.
         steps_before: of this rank before this worker's first: strengths go by steps.
 
@@ -52,13 +52,14 @@ class LeaderState(LocalState):
         self,
         lifecycle: Lifecycle,
         sharers: RankGroup,
+        replica: WeightReplica,
+        buffers: str,
         host_size: Callable[[], int],
         algorithm: str,
-        buffers: str,
         lr_spread: str,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(lifecycle, sharers)
+        super().__init__(lifecycle, sharers, replica, buffers, LeaderStats())
         given = _resolved(algorithm, options)
         names = [name for name in vars(Strengths()) if name in given]
         for name in names:
@@ -67,13 +68,12 @@ class LeaderState(LocalState):
         if algorithm == "easgd" and given["alpha"] is None:
             given["alpha"] = given["beta"] / sharers.size
         self.given = {name: given[name] for name in names}
-        """Strengths, by name."""
         self.strengths = Strengths(**self.given)
-        self.window, self.spread = given.get("loss_window", 1), selection.lr_factor(lr_spread, sharers.index)
+        self.window, self.lr_factor = given.get("loss_window", 1), selection.lr_factor(lr_spread, sharers.index)
         settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
-        alone = isinstance(sharers.process_set, SingleRank)  # (it has nobody to follow but itself, nor a centre)
+        alone = isinstance(sharers.process_set, SingleRank)  # (it has nobody to follow but itself, nor a center)
         if "group" in given and not alone:
             grouped = selection.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
@@ -89,9 +89,160 @@ class LeaderState(LocalState):
             if algorithm == "easgd"
             else _moves(self.strengths.global_pull, self.strengths.global_prox),
         )
-        self.stats_before = LeaderStats()
         self.steps_before = 0
         self.losses: list[Any] = []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The algorithm in force and its settings; strengths that are functions of the step as they were given."""
+        names = ("algorithm", "groups", "local_period", "global_period", "buffers")
+        return {**{name: getattr(self.config, name) for name in names}, "loss_window": self.window, **self.given}
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def record_loss(self, loss: Any) -> None:
+        """Take note of a step's training loss, before that step.
+
+        Raises:
+            ValueError: it is several numbers.
+        """
+        self.losses.append(self.replica.number(loss))
+
+    def begin_step(self, loss: Any = None) -> StepStart:
+        """As ``LocalDriver``'s; hands over the losses that were recorded, else the one that the binding knows."""
+        worker = self.worker_now()
+        if loss is not None and not self.losses:
+            self.record_loss(loss)
+        recorded, self.losses = self.losses, []
+        for one in recorded:
+            worker.record_loss(float(one))
+        return super().begin_step()
+
+    def merged_statistics(self, own: Vector | None) -> Vector | None:
+        """Return the batch-norm statistics to go on with after a pull; None: this rank's own."""
+        assert self.worker is not None  # (the step has begun)
+        return None if own is None else self.worker.settle_statistics(own, self.replica.clip)
+
+    # -- the ranks' meeting and ends --------------------------------------------------------------------------------
+
+    def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
+        """Return a worker; where there are groups, after all ranks have the same."""
+        if self.worker is not None:
+            self.steps_before = self.worker.steps
+        group_set = self.sharers.process_set
+        groups = [tuple(self.sharers.ranks[place] for place in places) for places in self.config.groups]
+        if group_set is None:
+            self._compare_groups(engine)
+        if len(groups) > 1:
+            several = [ranks for ranks in groups if len(ranks) > 1]
+            group_set = engine.collectives.process_set_of(several, make=group_set is None) if several else None
+        return LeaderWorker(
+            engine,
+            self.config,
+            self.strengths,
+            self.sharers,
+            group_set,
+            self.window,
+            finish,
+            self.restored,
+            self.steps_before,
+        )
+
+    def _compare_groups(self, engine: Any) -> None:
+        """Before process sets are made, which ranks with others would wait for without end. Waits for all ranks.
+
+        Raises:
+            ReplicaMismatchError: the ranks do not have the same groups.
+        """
+        own = json.dumps(self.config.groups).encode()
+        everyone = engine.collectives.allgather_bytes(own, "hvd_async.follow.groups")
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ReplicaMismatchError(
+                    f"the ranks wrapped their optimizers differently: rank 0 has the groups {everyone[0].decode()}, "
+                    f"rank {rank} has {other.decode()}. Pass the same group on every rank."
+                )
+
+    def begin_worker(self, worker: LeaderWorker) -> None:
+        """Give a new worker the weights and the statistics as they are."""
+        worker.begin(self.replica.read(), self.replica.statistics())
+
+    def finish(self, worker: LeaderWorker, flush: bool) -> None:
+        """End a drain (``flush``) or a cut."""
+        super().finish(worker, flush)
+        if flush:
+            worker.receiver.publish_statistics(self.replica.statistics())
+
+    def unify_buffers(self) -> None:
+        """Make batch-norm statistics fit what stands for all ranks: averages, or the leader's own. A collective."""
+        if self.buffers == "average":
+            super().unify_buffers()
+        elif self.config.algorithm == "lsgd":
+            worker = self.worker_now()
+            self.replica.unify_buffers(worker, "root", worker.leader)
+
+    def united(self, vector: Vector, what: str) -> Vector:
+        """Return what stands for all ranks' vectors after a drain: their leader's, or their mean. A collective."""
+        if self.config.algorithm == "easgd" or self.worker is None:
+            return super().united(vector, what)
+        return self.worker.broadcast(vector, self.worker.leader, what)
+
+    def on_weights_replaced(self) -> None:
+        """No rank goes on before all have them: a pull of ranks that have not would move centers apart."""
+        worker, weights = self.worker_now(), self.replica.read()
+        signal = weights[:1] * 0
+        worker.receiver.start_from(weights)
+        worker.sum(signal, "the start from other weights")
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def pack(self, kept: SavedState | None) -> dict[str, Any]:
+        """Return what a worker has ``kept``, for a checkpoint."""
+        if kept is None:
+            steps = self.steps_before if self.worker is None else self.worker.steps
+            return {"copies": {}, "steps": steps}
+        come = kept.come
+        copies = {f"target.{group}": target for group, target in come.targets.items()}
+        copies |= {"force": come.force} if come.force is not None else {}
+        copies |= {"statistics": come.statistics, "sent": come.sent} if come.statistics is not None else {}
+        return {
+            "copies": copies,
+            "fresh": [[group, *pull] for group, pull in come.fresh.items()],
+            "losses": kept.losses,
+            "steps": kept.steps,
+            "standing": msgspec.json.encode(kept.standing).decode(),
+            "follows": self._follows(),
+        }
+
+    def take_share(self, share: Mapping[str, Any]) -> None:
+        """Take back what ``share`` gave; raises as ``LocalDriver``'s."""
+        super().take_share(share)
+        self.steps_before = int(share.get("steps", 0))
+
+    def _follows(self) -> str:
+        """What must be as it was when what a cut has left is taken up: whose targets are whose."""
+        config = self.config
+        return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
+
+    def unpack(self, share: Mapping[str, Any]) -> SavedState:
+        """Return what ``pack`` was given."""
+        copies, follows = share["copies"], share["follows"]
+        if follows != self._follows():
+            raise ValueError(
+                f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: take the "
+                f"same, or save it after drain()"
+            )
+        statistics = self.replica.statistics()
+        counted = 0 if statistics is None else len(statistics)
+        sizes = {"statistics": counted - 1, "sent": counted}
+        wrong = [name for name, copy in copies.items() if len(copy) != sizes.get(name, len(self.replica.read()))]
+        if wrong:
+            raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
+        targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
+        fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
+        come = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
+        standing = msgspec.json.decode(share["standing"], type=PullProgress)
+        return SavedState(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
 
 
 def _moves(*strengths: Strength) -> bool:
@@ -130,147 +281,3 @@ def _checked(name: str, value: Any, callables: bool) -> None:
         selection.value_at(value, 1)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-class LeaderWrapped(LocalWrapped):
-    """Methods of every ``LeaderOptimizer``, beside those of ``LocalWrapped``."""
-
-    _async: LeaderState
-
-    # -- what a binding supplies ------------------------------------------------------------------------------
-
-    def _async_statistics(self) -> Vector:
-        """Batch-norm statistics, if pulls average them: shape (m + 1,), the last element 1, all 0 if one is not finite;
-        None if there are none."""
-        raise TypeError(f"{type(self).__name__} does not say what its statistics are")
-
-    def _async_copy_statistics(self, root: int) -> None:
-        """Make batch-norm statistics those of a rank. A collective."""
-        raise TypeError(f"{type(self).__name__} does not say how its statistics are copied")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The algorithm in force and its settings; strengths that are functions of the step as they were given."""
-        state = self._async
-        names = ("algorithm", "groups", "local_period", "global_period", "buffers")
-        return {**{name: getattr(state.config, name) for name in names}, "loss_window": state.window, **state.given}
-
-    def record_loss(self, loss: Any) -> None:
-        """Say what this step's training loss was, before ``step()``: the lowest mean of the last ones leads.
-
-        Args:
-            loss: a number, or a tensor of one.
-        """
-        self._async.losses.append(loss)
-
-    # -- the ranks' meeting -----------------------------------------------------------------------------------
-
-    def _async_make(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
-        state = self._async
-        if state.worker is not None:
-            state.stats_before, state.steps_before = self.stats(), state.worker.steps
-        group_set = state.sharers.process_set
-        groups = [tuple(state.sharers.ranks[place] for place in places) for places in state.config.groups]
-        if group_set is None:
-            self._async_compare_groups(engine)
-        if len(groups) > 1:
-            several = [ranks for ranks in groups if len(ranks) > 1]
-            group_set = engine.collectives.process_set_of(several, make=group_set is None) if several else None
-        return LeaderWorker(
-            engine,
-            state.config,
-            state.strengths,
-            state.sharers,
-            group_set,
-            state.window,
-            finish,
-            state.restored,
-            state.steps_before,
-        )
-
-    def _async_compare_groups(self, engine: Any) -> None:
-        """Before process sets are made, which ranks with others would wait for without end. Waits for all ranks.
-
-        Raises:
-            ReplicaMismatchError: the ranks do not have the same groups.
-        """
-        own = json.dumps(self._async.config.groups).encode()
-        everyone = engine.collectives.allgather_bytes(own, "hvd_async.follow.groups")
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                raise ReplicaMismatchError(
-                    f"the ranks wrapped their optimizers differently: rank 0 has the groups {everyone[0].decode()}, "
-                    f"rank {rank} has {other.decode()}. Pass the same group on every rank."
-                )
-
-    def _async_offer_to(self, worker: LeaderWorker, number: int | None) -> None:
-        worker.keep = self
-        worker.begin(self._async_read(), self._async_statistics())
-        worker.offer(*self._async_fingerprint(self._async.restored is not None), number=number)
-
-    def _async_finish(self, worker: LeaderWorker, flush: bool) -> None:
-        super()._async_finish(worker, flush)
-        if flush:
-            worker.receiver.publish_statistics(self._async_statistics())
-
-    def _async_losses(self, worker: LeaderWorker) -> None:
-        """Hand over what was recorded."""
-        state = self._async
-        recorded, state.losses = state.losses, []
-        for loss in recorded:
-            worker.record_loss(float(loss))
-
-    def _async_agree(self) -> None:
-        """Batch-norm statistics that fit what stands for all ranks: averages, or the leader's own."""
-        state, worker = self._async, self._async_worker()
-        if state.config.buffers == "average":
-            self._async_unify()
-        elif state.config.algorithm == "lsgd":
-            self._async_copy_statistics(worker.leader)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------
-
-    def _async_pack(self, kept: SavedState | None) -> dict[str, Any]:
-        if kept is None:
-            steps = self._async.steps_before if self._async.worker is None else self._async.worker.steps
-            return {"copies": {}, "steps": steps}
-        come = kept.come
-        copies = {f"target.{group}": target for group, target in come.targets.items()}
-        copies |= {"force": come.force} if come.force is not None else {}
-        copies |= {"statistics": come.statistics, "sent": come.sent} if come.statistics is not None else {}
-        return {
-            "copies": copies,
-            "fresh": [[group, *pull] for group, pull in come.fresh.items()],
-            "losses": kept.losses,
-            "steps": kept.steps,
-            "standing": msgspec.json.encode(kept.standing).decode(),
-            "follows": self._async_follows(),
-        }
-
-    def _async_take_share(self, share: Mapping[str, Any]) -> None:
-        super()._async_take_share(share)
-        self._async.steps_before = int(share.get("steps", 0))
-
-    def _async_follows(self) -> str:
-        """What must be as it was when what a cut has left is taken up: whose targets are whose."""
-        config = self._async.config
-        return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
-
-    def _async_unpack(self, share: Mapping[str, Any]) -> SavedState:
-        copies, follows = share["copies"], share["follows"]
-        if follows != self._async_follows():
-            raise ValueError(
-                f"this state after cut() is of {follows}, and this optimizer is of {self._async_follows()}: take the "
-                f"same, or save it after drain()"
-            )
-        statistics = self._async_statistics()
-        counted = 0 if statistics is None else len(statistics)
-        sizes = {"statistics": counted - 1, "sent": counted}
-        wrong = [name for name, copy in copies.items() if len(copy) != sizes.get(name, len(self._async_read()))]
-        if wrong:
-            raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
-        targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
-        fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        come = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
-        standing = msgspec.json.decode(share["standing"], type=PullProgress)
-        return SavedState(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)

@@ -1,192 +1,311 @@
-"""What wrapped optimizers have in common whose ranks have weights of their own: gossip, followers of a leader."""
+"""The driver of ranks with weights of their own: a step's two halves, consensus, ends, checkpoints."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.optimizers.driver import Wrapped, WrapperState
+from hvd_async.optimizers.driver import Driver
+from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.process_sets import RankGroup
 
 
-class LocalState(WrapperState):
-    """As ``WrapperState``.
+class WeightWorker(Protocol):
+    """The worker of an algorithm whose ranks have weights of their own, beside what every ``Worker`` has.
 
     Attributes:
+        keep: what must live until the next drain.
+    """
+
+    keep: object
+
+    @property
+    def weight(self) -> float:
+        """The optimizer works on the model's weights times this: the push-sum weight; else 1."""
+
+    @property
+    def wants_before(self) -> bool:
+        """Whether ``mix`` wants the weights as they were before the update: D-PSGD."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken since the last drain or cut."""
+
+    def check_step(self) -> None:
+        """Raise, if no step can be taken now; before one changes any weight."""
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step: return the weights to go on with."""
+
+    def consensus(self, weights: Vector) -> Vector:
+        """Return what stands for all ranks. A collective."""
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """Return the weights to go on with after a drain (``flush``) or a cut."""
+
+    def kept(self) -> Any:
+        """Return what a checkpoint needs beside the weights, after a cut; None: nothing."""
+
+    def stats(self) -> Any:
+        """Return a snapshot."""
+
+
+class StepStart(NamedTuple):
+    """What a step begins with.
+
+    Attributes:
+        scale: the wrapped optimizer is to work on the weights times this.
+        needs_pre_update: whether ``end_step`` wants the weights before the update too.
+    """
+
+    scale: float
+    needs_pre_update: bool
+
+
+class StepEnd(NamedTuple):
+    """What a step ends with.
+
+    Attributes:
+        weights: those to go on with, shape (n,).
+        statistics: batch-norm statistics to go on with, shape (m,); None: this rank's own.
+    """
+
+    weights: Vector
+    statistics: Vector | None
+
+
+class LocalDriver(Driver):
+    """The driver of an optimizer whose ranks have weights of their own. A binding's step is: ``begin_step``, the
+    wrapped optimizer's step, ``end_step``.
+
+    Args:
+        lifecycle, sharers, replica: as ``Driver``.
+        buffers: how batch-norm statistics agree: "average", "local", or "root".
+        nothing: of ``stats``.
+
+    Attributes:
+        lr_factor: by what this rank's learning rate is multiplied within a step.
         stats_before: of workers before this one.
         restored: what was loaded of an earlier run's cut.
         begun: whether settings were chosen by the epoch, or switched, since the start or a state was loaded.
     """
 
-    stats_before: Any
-    restored: Any = None
-    begun: bool = False
+    replica: WeightReplica
+    lr_factor = 1.0
 
+    def __init__(
+        self, lifecycle: Lifecycle, sharers: RankGroup, replica: WeightReplica, buffers: str, nothing: Any
+    ) -> None:
+        super().__init__(lifecycle, sharers, replica)
+        self.buffers, self.stats_before = buffers, nothing
+        self.restored: Any = None
+        self.begun = False
+        self._in_step = False
+        """Whether a step has begun and its weights were not mixed yet."""
 
-class LocalWrapped(Wrapped):
-    """Methods of every optimizer whose ranks have weights of their own. A binding supplies those below that raise
-    TypeError."""
+    # -- what an algorithm supplies -----------------------------------------------------------------------------
 
-    _async: LocalState
+    @abc.abstractmethod
+    def begin_worker(self, worker: Any) -> None:
+        """Give a new worker the weights as they are."""
 
-    # -- what a binding supplies ------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def pack(self, kept: Any) -> dict[str, Any]:
+        """Return what a worker has ``kept``, for a checkpoint."""
 
-    def _async_read(self) -> Vector:
-        """The model's weights as one new vector."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights are read")
+    @abc.abstractmethod
+    def unpack(self, share: Mapping[str, Any]) -> Any:
+        """Return what ``pack`` was given."""
 
-    def _async_write(self, weights: Vector) -> None:
-        """Make these the model's weights."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights are written")
+    # -- a step -------------------------------------------------------------------------------------------------
 
-    def _async_fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
-        """Names and checksums of what must be the same on all ranks; of weights that were ``resumed``, names only."""
-        raise TypeError(f"{type(self).__name__} does not say what its ranks have in common")
+    def begin_step(self, loss: Any = None) -> StepStart:
+        """Begin a step; the first meets the other ranks.
 
-    def _async_unify(self) -> None:
-        """Make batch-norm statistics agree by the policy. A collective."""
-        raise TypeError(f"{type(self).__name__} does not say how its statistics agree")
+        Args:
+            loss: of this step, if the binding knows it.
+        """
+        worker: WeightWorker = self.worker_now()
+        worker.check_step()
+        self.replica.check()
+        self._in_step = True
+        return StepStart(worker.weight, worker.wants_before)
 
-    def _async_agree(self) -> None:
-        """Make batch-norm statistics fit the weights that stand for all ranks. A collective."""
-        self._async_unify()
+    def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
+        """End a step: let other ranks' weights move this one's.
 
-    def _async_keep_buffers(self) -> Callable[[], None]:
-        """What puts the batch-norm statistics of now back."""
-        raise TypeError(f"{type(self).__name__} does not say how its statistics are kept")
+        Args:
+            before: weights times the push-sum weight before the update, shape (n,), if the step needs them.
+            after: the same after it. Both belong to the driver from now on.
+            statistics: as of ``WeightReplica.statistics``.
 
-    def _async_distance(self) -> float:
-        """Root mean square distance of the ranks' weights from their mean. A collective."""
-        raise TypeError(f"{type(self).__name__} does not say how far its ranks are apart")
+        Raises:
+            FloatingPointError: a weight is NaN or infinite; nothing was sent.
+        """
+        worker: WeightWorker = self.worker
+        with self.updating():
+            if not self.replica.is_finite(after):
+                raise FloatingPointError(self.replica.describe_nonfinite())
+            merged = self.merged_statistics(statistics)
+            mixed = worker.mix(after if before is None else before, after)
+        self._in_step = False
+        return StepEnd(mixed, merged)
 
-    def _async_pack(self, kept: Any) -> dict[str, Any]:
-        """What a worker has ``kept``, for a checkpoint."""
-        raise TypeError(f"{type(self).__name__} does not say what its checkpoints hold")
+    def merged_statistics(self, own: Vector | None) -> Vector | None:
+        """Return the batch-norm statistics to go on with; None: this rank's own."""
+        return None
 
-    def _async_unpack(self, share: Mapping[str, Any]) -> Any:
-        """That again."""
-        raise TypeError(f"{type(self).__name__} does not say what its checkpoints hold")
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a step: if it is broken off, this rank's weights are not what the others take them for."""
+        self.pin()
+        try:
+            yield
+        except BaseException as error:
+            self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
+            raise
 
-    # -- for users --------------------------------------------------------------------------------------------
+    def check_usable(self) -> None:
+        """Raise ReplicaStateError, if this rank can train no further with it."""
+        if self._in_step:  # (in a graph no ``with`` statement is around a step)
+            self._in_step = False
+            self.broken = self.broken or "a step was broken off: an op of the training step's graph failed"
+        super().check_usable()
+
+    def pin(self) -> None:
+        """Keep the optimizer, and so its weights, until the worker lets go of it at the end of a drain: other ranks
+        count on them, also where user code has deleted the optimizer."""
+        if self.worker is not None:
+            self.worker.keep = self.replica.optimizer
+
+    # -- what stands for all ranks --------------------------------------------------------------------------------
 
     def stats(self) -> Any:
-        """What this rank's optimizer has done so far."""
-        worker = self._async.worker
-        before = self._async.stats_before
-        return before if worker is None else before + worker.stats()
+        """Return what this rank's optimizer has done so far."""
+        return self.stats_before if self.worker is None else self.stats_before + self.worker.stats()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """In it the model holds what stands for all ranks, for evaluation and export; afterwards its own weights again.
-
-        That is the average of all ranks' weights; of ranks that follow a leader, the weights of the one with the lowest
-        mean loss (LSGD), or the centre (EASGD).
-
-        Batch-norm statistics agree in it by the ``buffers=`` policy. A collective, with a ``cut()`` at its start.
-
-        Raises:
-            ReplicaStateError: an earlier step was broken off here.
-        """
-        self.cut()
-        with self._async_consensus():
+        """In it the model holds what stands for all ranks; afterwards its own weights again. A collective."""
+        self.end(False)
+        with self.consensus_after_cut():
             yield
 
     @contextlib.contextmanager
-    def _async_consensus(self) -> Iterator[None]:
+    def consensus_after_cut(self) -> Iterator[None]:
         """As ``consensus``, after a cut. A collective."""
-        worker = self._async_worker()
-        own, put_back = self._async_read(), self._async_keep_buffers()
+        worker: WeightWorker = self.worker_now()
+        own, put_back = self.replica.read(), self.replica.keep_buffers()
         forgotten = False
         try:
-            self._async_write(worker.consensus(own * worker.weight))
-            self._async_agree()
+            self.replica.write(worker.consensus(own * worker.weight))
+            self.unify_buffers()
             yield
         except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
             forgotten = True
             raise
         finally:
             if not forgotten:
-                self._async_write(own)
+                self.replica.write(own)
                 put_back()
 
     def consensus_distance(self) -> float:
-        """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights. A collective, with a ``cut()`` at its start;
-        no rank gets all weights."""
-        self.cut()
-        return self._async_distance()
+        """Return the root mean square distance of the ranks' weights from their mean. A collective, with a cut."""
+        self.end(False)
+        return self.replica.consensus_distance(self.worker_now())
 
-    # -- the ranks' meeting and ends --------------------------------------------------------------------------
+    def unify_buffers(self) -> None:
+        """Make batch-norm statistics fit the weights that stand for all ranks, by the policy. A collective."""
+        if self.buffers != "local":
+            self.replica.unify_buffers(self.worker_now(), self.buffers, self.sharers.ranks[0])
 
-    def _async_forget(self) -> None:
-        """Let the worker go, after a drain; what it has counted is kept."""
-        state, worker = self._async, self._async.worker
-        if worker is not None:
-            state.stats_before, state.rounds_before = self.stats(), self.rounds
-            worker.delete()
-            state.worker = None
+    def united(self, vector: Vector, what: str) -> Vector:
+        """Return what stands for all ranks' vectors after a drain: their mean. A collective."""
+        total, ranks, _ = self.worker.sum(vector, what)
+        return total / len(ranks)
 
-    def _async_offer_to(self, worker: Any, number: int | None) -> None:
-        worker.keep = self
-        worker.begin(self._async_read())
-        worker.offer(*self._async_fingerprint(self._async.restored is not None), number=number)
+    def on_weights_replaced(self) -> None:
+        """Go on from other weights, which all ranks have, right after a drain. A collective."""
+        self.begin_worker(self.worker)
 
-    def _async_names(self) -> list[str]:
-        return self._async_fingerprint(self._async.restored is not None)[0]
+    # -- the ranks' meeting and ends ------------------------------------------------------------------------------
 
-    def _async_met(self) -> None:
-        self._async.restored = None
+    def names(self) -> list[str]:
+        """Return names of what its ranks have in common."""
+        return self.replica.fingerprint(self.restored is not None)[0]
 
-    def _async_finish(self, worker: Any, flush: bool) -> None:
-        self._async_write(worker.gather(self._async_read(), flush))
+    def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
+        """Return a worker for the optimizer's parameters as they are."""
+        self.replica.prepare()
+        if self.worker is not None:  # of an engine that was shut down, and drained before
+            self.stats_before = self.stats()
+        return self.make_local_worker(engine, finish)
+
+    @abc.abstractmethod
+    def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
+        """Return a worker, after all is prepared."""
+
+    def register_worker(self, worker: Any, number: int | None) -> None:
+        """Tell the others of this optimizer, by a new worker."""
+        self.pin()
+        self.begin_worker(worker)
+        worker.offer(*self.replica.fingerprint(self.restored is not None), number=number)
+
+    def on_registered(self) -> None:
+        """Forget what was loaded: the worker has it."""
+        self.restored = None
+
+    def finish(self, worker: Any, flush: bool) -> None:
+        """End a drain (``flush``) or a cut."""
         if flush:
-            self._async_agree()
+            self.replica.warn_before_drain()
+        self.replica.write(worker.gather(self.replica.read(), flush))
+        if flush:
+            self.unify_buffers()
+            averages = self.replica.moving_averages()
+            if averages is not None:
+                self.replica.write_moving_averages(self.united(averages, "the moving averages of weights"))
 
-    @contextlib.contextmanager
-    def _async_updating(self) -> Iterator[None]:
-        """Around a step: if it is broken off, this rank's weights are not what the others take them for."""
-        if self._async.worker is not None:
-            self._async.worker.keep = self
-        try:
-            yield
-        except BaseException as error:
-            self._async.broken = f"a step was broken off: {type(error).__name__}: {error}"
-            raise
+    def replace_worker(self) -> None:
+        """Let the worker go, after a drain; what it has counted is kept."""
+        if self.worker is not None:
+            self.stats_before, self.rounds_before = self.stats(), self.rounds
+            self.worker.delete()
+            self.worker = None
 
-    # -- checkpoints ------------------------------------------------------------------------------------------
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _async_share(self) -> dict[str, Any]:
-        """This rank's share of a checkpoint, apart from weights and the wrapped optimizer's own state.
+    def share(self) -> dict[str, Any]:
+        """Return this rank's share of a checkpoint, apart from weights and the wrapped optimizer's own state.
 
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
         """
-        state, worker = self._async, self._async.worker
+        worker: WeightWorker | None = self.worker
         if worker is not None and not worker.settled:
             raise ReplicaStateError(
                 "messages between ranks are on their way, and this rank's state without them is not the whole of it. "
                 "Call drain() on every rank first and save rank 0's state, or call cut() on every rank and save every "
                 "rank's."
             )
-        kept = state.restored if worker is None else worker.kept()
-        return {
-            "size": state.size,
-            "index": state.index,
-            "rounds": self.rounds,
-            "cut": kept is not None,
-        } | self._async_pack(kept)
+        kept = self.restored if worker is None else worker.kept()
+        common = {"size": self.size, "index": self.index, "rounds": self.rounds, "cut": kept is not None}
+        return common | self.pack(kept)
 
-    def _async_take_share(self, share: Mapping[str, Any]) -> None:
-        """Take back what ``_async_share`` gave.
+    def take_share(self, share: Mapping[str, Any]) -> None:
+        """Take back what ``share`` gave.
 
         Raises:
             ValueError: it is another rank's, after a cut, or of a job of another size, or an ``EagerOptimizer``'s with
                 gradients pending.
             ReplicaStateError: messages of this run are on their way.
         """
-        state = self._async
-        if state.worker is not None and not state.worker.settled:
+        if self.worker is not None and not self.worker.settled:
             raise ReplicaStateError("messages of this run are on their way: call drain() before loading a state")
         if any(share.get("versions", ())):
             raise ValueError(
@@ -194,17 +313,17 @@ class LocalWrapped(Wrapped):
                 "drain()"
             )
         cut = share.get("cut", False)
-        if cut and (share["size"], share["index"]) != (state.size, state.index):
+        if cut and (share["size"], share["index"]) != (self.size, self.index):
             raise ValueError(
                 f"this state is of rank {share['index']} of {share['size']} after cut(): its weights are that rank's "
-                f"own, and this is rank {state.index} of {state.size}. Load each rank's own file at the same size, or "
+                f"own, and this is rank {self.index} of {self.size}. Load each rank's own file at the same size, or "
                 f"save after drain()."
             )
         try:
-            restored = self._async_unpack(share) if cut else None
+            restored = self.unpack(share) if cut else None
         except KeyError as error:
             raise ValueError(
                 f"this state after cut() is of another kind of optimizer (it has no {error}): save it after drain()"
             ) from None
-        self._async_forget()
-        state.rounds_before, state.begun, state.restored = share["rounds"], False, restored
+        self.replace_worker()
+        self.rounds_before, self.begun, self.restored = share["rounds"], False, restored

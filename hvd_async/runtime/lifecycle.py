@@ -27,18 +27,28 @@ from hvd_async.runtime.rendezvous import rendezvous
 
 
 class Drainable(Protocol):
-    """A wrapped optimizer."""
+    """The driver of a wrapped optimizer.
 
-    _async: Any
+    Attributes:
+        discarded: whether the optimizer was given up on this rank.
+    """
 
-    def _async_offer(self, number: int | None = None) -> Participant:
+    discarded: bool
+
+    def register(self, number: int | None = None) -> Participant:
         """Tell the others that this rank's optimizer is there, without waiting for them."""
 
-    def _async_is(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
-        """Whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
+    def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
+        """Tell whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
 
-    def _async_drain_all(self) -> int:
+    def drain_all(self) -> int:
         """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
+
+
+class Driven(Protocol):
+    """A wrapped optimizer, which holds its driver."""
+
+    _async: Any
 
 
 class Lifecycle:
@@ -64,7 +74,7 @@ class Lifecycle:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
-        self._wrapped: weakref.WeakValueDictionary[int, Drainable] = weakref.WeakValueDictionary()
+        self._wrapped: weakref.WeakValueDictionary[int, Driven] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._hooked = self._forked = False
 
@@ -134,15 +144,16 @@ class Lifecycle:
         The first one made with the same parameters, or else the first that the same ranks share: these are told then
         how it differs.
         """
-        fits = [(optimizer._async_is(engine, asked), optimizer) for optimizer in self.wrapped()]
-        same = [optimizer for fit, optimizer in fits if fit] + [optimizer for fit, optimizer in fits if fit is None]
-        return same[0]._async_offer(asked.optimizer) if same else None
+        held = self.wrapped()  # (so that none goes meanwhile)
+        fits = [(driver.is_asked_for(engine, asked), driver) for driver in drivers(held)]
+        same = [driver for fit, driver in fits if fit] + [driver for fit, driver in fits if fit is None]
+        return same[0].register(asked.optimizer) if same else None
 
-    def add(self, optimizer: Drainable) -> None:
+    def add(self, optimizer: Driven) -> None:
         """Remember an optimizer that was wrapped, as long as it lives."""
         self._wrapped[next(self._numbers)] = optimizer
 
-    def wrapped(self) -> list[Drainable]:
+    def wrapped(self) -> list[Driven]:
         """The optimizers of this process that are alive, in the order in which they were wrapped."""
         return [optimizer for _, optimizer in sorted(self._wrapped.items())]
 
@@ -152,13 +163,14 @@ class Lifecycle:
         Returns:
             The last rank to join, of those that share this rank's optimizers.
         """
-        optimizers = [optimizer for optimizer in self.wrapped() if not optimizer._async.discarded]
-        for optimizer in optimizers:
-            optimizer._async_offer()  # before the first waits: others may be waiting for this rank to open the second
+        held = self.wrapped()  # (so that none goes meanwhile)
+        usable = [driver for driver in drivers(held) if not driver.discarded]
+        for driver in usable:
+            driver.register()  # before the first waits: others may be waiting for this rank to open the second
         # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
         # and wait for the garbage collector on another, which would then drain once more often.
-        if optimizers:
-            return optimizers[-1]._async_drain_all()
+        if usable:
+            return usable[-1].drain_all()
         engine = local_engine() or self._engine
         if engine is None:
             return None
@@ -215,6 +227,11 @@ class Lifecycle:
         except BaseException:
             exit_status.fail()
             raise
+
+
+def drivers(optimizers: Sequence[Driven]) -> list[Drainable]:
+    """Return the drivers of wrapped optimizers."""
+    return [optimizer._async for optimizer in optimizers]
 
 
 _local = threading.local()

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_async.tensorflow.buffers import own_name
+
 PREFIX = "hvd_async."
 COPY = "copy."
 """Of CHOCO-SGD, by the name of the edge's end."""
@@ -19,8 +21,22 @@ def is_share(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def own_variables(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a wrapped optimizer's variables by name.
+
+    Raises:
+        ValueError: ``state``, arrays by name, has others.
+    """
+    names = {name for name in state if not is_share(name)}
+    own = {own_name(variable): variable for variable in optimizer.variables}
+    if own.keys() != names:
+        differing = ", ".join(sorted(own.keys() ^ names)[:3])
+        raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
+    return own
+
+
 def pack(share: Mapping[str, Any]) -> Arrays:
-    """``Wrapped._async_share`` as arrays."""
+    """Return ``EagerDriver.share`` as arrays."""
     arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "nbytes")}
     for bucket, (vector, versions) in enumerate(zip(share["vectors"], share["versions"], strict=True)):
         if vector is not None:
@@ -30,7 +46,7 @@ def pack(share: Mapping[str, Any]) -> Arrays:
 
 
 def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, Any] | None:
-    """What ``pack`` made, as ``Wrapped._async_take_share`` takes it; None if there is none in ``state``.
+    """Return what ``pack`` made, as ``EagerDriver.take_share`` takes it; None if there is none in ``state``.
 
     Args:
         state: arrays by name, others among them.
@@ -51,14 +67,14 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, An
 
 
 def pack_local(share: Mapping[str, Any]) -> Arrays:
-    """``LocalWrapped._async_share`` as arrays: numbers, lists of numbers and text, and vectors by name ("copies")."""
+    """Return ``LocalDriver.share`` as arrays: numbers, lists of numbers and text, and vectors by name ("copies")."""
     numbers = {name: value for name, value in share.items() if name != "copies"}
     arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in numbers.items()}
     return arrays | {f"{PREFIX}{COPY}{name}": np.array(copy) for name, copy in share["copies"].items()}
 
 
 def unpack_local(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``pack_local`` made, as ``LocalWrapped._async_take_share`` takes it; None if there is none in ``state``.
+    """Return what ``pack_local`` made, as ``LocalDriver.take_share`` takes it; None if there is none in ``state``.
 
     Args:
         state: arrays by name, others among them; or what ``pack`` made.

@@ -10,16 +10,18 @@ import keras
 import tensorflow as tf
 
 from hvd_async.algorithms.eager.quorum import Quorum
-from hvd_async.optimizers.driver import Wrapped, derived
+from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.optimizers.horovod_options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.tensorflow.apply_round import RoundTransform
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow.eager_methods import EagerMethods
+from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.horovod_names import check_not_horovods
-from hvd_async.tensorflow.loss_scaling import LossScaleMixin, OuterMixin
-from hvd_async.tensorflow.mixin import EagerMixin
-from hvd_async.tensorflow.state import State
+from hvd_async.tensorflow.loss_scaling import EagerScaleMethods
+from hvd_async.tensorflow.wrapping import wrap
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -99,7 +101,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
-        An instance of the wrapped optimizer's class with the methods of ``EagerMixin``.
+        An instance of the wrapped optimizer's class with the methods of ``EagerMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -123,16 +125,19 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
     check_not_horovods(optimizer)
-    if isinstance(optimizer, Wrapped | OuterMixin):
+    if isinstance(optimizer, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
-    state = State(
+    if isinstance(getattr(optimizer, "inner_optimizer", None), OptimizerMethods):
+        raise ValueError(
+            "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+        )
+    replica = GradientReplica(
         sharers,
-        config=config,
+        max_staleness,
         scales=scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size),
         compression=compression,
         cap_bytes=bucket_cap_mb * 2**20,
-        late_cap_mb=late_cap_mb,
         groups=_groups(num_groups, groups),
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
@@ -142,28 +147,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         model=model,
         buffers=buffers,
     )
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _wrapped(optimizer, state, name)
-    if isinstance(optimizer.inner_optimizer, Wrapped):
-        raise ValueError(
-            "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
-        )
-    outer = _named(derived(optimizer, LossScaleMixin), name)
-    vars(outer)["inner_optimizer"] = _wrapped(optimizer.inner_optimizer, state, None)
-    return outer
-
-
-def _wrapped(optimizer: Any, state: State, name: str | None) -> Any:
-    wrapped = _named(derived(optimizer, EagerMixin), name)
-    vars(wrapped)["_async"] = state
-    LIFECYCLE.add(wrapped)
-    return wrapped
-
-
-def _named(optimizer: Any, name: str | None) -> Any:
-    if name is not None:
-        vars(optimizer)["name"] = name
-    return optimizer
+    driver = EagerDriver(LIFECYCLE, sharers, replica, config, late_cap_mb)
+    return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
 
 
 def _groups(num_groups: int, groups: Any) -> Any:

@@ -7,13 +7,15 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
+from hvd_async.optimizers.gossip import GossipDriver
 from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Compression
-from hvd_async.tensorflow.gossip_mixin import GossipMixin, Settings
-from hvd_async.tensorflow.local_mixin import check_optimizer, wrap
-from hvd_async.tensorflow.loss_scaling import GossipScaleMixin
+from hvd_async.tensorflow.loss_scaling import GossipScaleMethods
+from hvd_async.tensorflow.methods import GossipMethods
+from hvd_async.tensorflow.weight_replica import WeightReplica
+from hvd_async.tensorflow.wrapping import check_optimizer, wrap
 
 
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -92,7 +94,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
-        An instance of the wrapped optimizer's class with the methods of ``GossipMixin``.
+        An instance of the wrapped optimizer's class with the methods of ``GossipMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -115,8 +117,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "local_size": host_size(hierarchical, hvd, sharers.process_set is None),
     }
     check_optimizer(optimizer)
-    settings = Settings(LIFECYCLE, sharers, options, schedule)
-    settings.take_options(
+    replica = WeightReplica(
+        sharers.size,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         devices=(device_dense, device_sparse),
@@ -124,4 +126,5 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         model=model,
         buffers=buffers,
     )
-    return wrap(optimizer, settings, GossipMixin, GossipScaleMixin, name)
+    driver = GossipDriver(LIFECYCLE, sharers, replica, buffers, options, schedule)
+    return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)

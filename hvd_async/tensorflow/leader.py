@@ -9,11 +9,13 @@ import horovod.tensorflow as hvd
 
 from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.optimizers.horovod_options import check_leader_options, local_ranks
+from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.leader_mixin import LeaderMixin, Settings
-from hvd_async.tensorflow.local_mixin import check_optimizer, wrap
-from hvd_async.tensorflow.loss_scaling import LeaderScaleMixin
+from hvd_async.tensorflow.loss_scaling import LeaderScaleMethods
+from hvd_async.tensorflow.methods import LeaderMethods
+from hvd_async.tensorflow.weight_replica import WeightReplica
+from hvd_async.tensorflow.wrapping import check_optimizer, wrap
 
 
 def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -89,7 +91,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers: how: "average" them at each pull, or each rank's own ("local").
 
     Returns:
-        An instance of the wrapped optimizer's class with the methods of ``LeaderMixin``.
+        An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -113,21 +115,24 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "group": group,
         "loss_window": loss_window,
     }
-    settings = Settings(
-        LIFECYCLE,
-        sharers,
-        lambda: local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]"),
-        algorithm,
-        buffers,
-        lr_spread,
-        options,
-    )
-    settings.take_options(
+    replica = WeightReplica(
+        sharers.size,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         devices=(device_dense, device_sparse),
         scale_local=scale_local_gradients,
         model=model,
         buffers=buffers,
+        averages_statistics=buffers == "average",
     )
-    return wrap(optimizer, settings, LeaderMixin, LeaderScaleMixin, name)
+    driver = LeaderDriver(
+        LIFECYCLE,
+        sharers,
+        replica,
+        buffers,
+        lambda: local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]"),
+        algorithm,
+        lr_spread,
+        options,
+    )
+    return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)

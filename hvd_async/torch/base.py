@@ -1,52 +1,18 @@
-"""What the wrapped torch optimizers of all algorithms have in common, and how one is wrapped."""
+"""How a torch optimizer is wrapped, and which cannot be."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import derived
+from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.bucket_layout import differentiable
-
-
-class TorchWrapped(torch.optim.Optimizer):
-    """What every wrapped torch optimizer does otherwise than the plain one."""
-
-    _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
-        state = self.__dict__.get("_async")
-        if state is not None and state.worker is not None:
-            raise ReplicaStateError(
-                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
-                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
-            )
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
-        groups = self.param_groups
-        super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups  # a scheduler that was made before the wrapper holds these very objects
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ReplicaStateError(
-            "a wrapped optimizer cannot be copied or pickled, it belongs to this process's engine: save its "
-            "state_dict()"
-        )
-
-    def _async_parameters(self) -> list[torch.Tensor]:
-        """Those that can have a gradient: the others, of whole numbers, are left alone."""
-        return [p for group in self.param_groups for p in group["params"] if differentiable(p)]
 
 
 def refuse_a_step_for_state() -> None:
@@ -86,13 +52,13 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times a step, and ranks meet once a step: take another")
-    if isinstance(optimizer, TorchWrapped) or hasattr(optimizer, "_allreduce_grad_async"):
+    if isinstance(optimizer, OptimizerMethods) or hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
 
 
-def wrap(optimizer: torch.optim.Optimizer, mixin: type[TorchWrapped]) -> Any:
-    """An optimizer with the same content and ``mixin``'s methods."""
-    wrapped = derived(optimizer, mixin)
+def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> Any:
+    """Return an optimizer with the same content, of a class that has these methods too."""
+    wrapped = derived(optimizer, methods)
     vars(wrapped).pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
     vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
     return wrapped

@@ -15,8 +15,8 @@ from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
-from hvd_async.torch.settings import RoundTransform, Settings
-from hvd_async.torch.stepping import EagerMixin
+from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
+from hvd_async.torch.gradient_replica import GradientReplica, RoundTransform
 
 
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -89,7 +89,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
-        ``EagerMixin``.
+        ``EagerMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -116,13 +116,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
     check_optimizer(optimizer, "EagerOptimizer")
     names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
-    wrapped = wrap(optimizer, EagerMixin)
     config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
     options = {
-        "config": config,
         "backward_passes_per_step": backward_passes_per_step,
         "bucket_cap_mb": bucket_cap_mb,
-        "late_cap_mb": late_cap_mb,
         "groups": num_groups if groups is None else groups,
         "compression": compression,
         "scales": factors,
@@ -132,7 +129,5 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "named_buffers": list(named_buffers or []),
         "buffers": buffers,
     }
-    wrapped._async = Settings(sharers, names, options)
-    wrapped._async_lay_out()
-    LIFECYCLE.add(wrapped)
-    return wrapped
+    replica = GradientReplica(sharers, names, config, options)
+    return TorchEagerDriver(LIFECYCLE, sharers, replica, config, late_cap_mb).attach(wrap(optimizer, EagerMethods))

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.eager import timeline
-from hvd_async.optimizers.driver import Wrapped
+from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
 
@@ -30,7 +30,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         root_rank: whose state to send.
         model: as in Horovod; not needed.
     """
-    if not isinstance(optimizer, Wrapped):
+    if not isinstance(optimizer, OptimizerMethods):
         horovods_broadcast(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:
@@ -62,7 +62,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return _map(value, fill)
 
     optimizer.load_state_dict(fill(skeleton))
-    optimizer._async_count_from(rounds)
+    optimizer._async.count_from(rounds)
 
 
 def _map(value: Any, change: Any) -> Any:

@@ -8,12 +8,14 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_async.optimizers.gossip import GossipDriver
 from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
-from hvd_async.torch.gossip_mixin import GossipMixin, Settings
+from hvd_async.torch.methods import GossipMethods
+from hvd_async.torch.weight_replica import WeightReplica
 
 
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -79,7 +81,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
-        ``GossipMixin``.
+        ``GossipMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -104,10 +106,6 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "local_size": local,
     }
     names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
-    settings = Settings(LIFECYCLE, sharers, options, schedule)
-    settings.named, settings.named_buffers, settings.buffer_policy = names, list(named_buffers or []), buffers
-    wrapped = wrap(optimizer, GossipMixin)
-    wrapped._async = settings
-    wrapped._async_check_parameters()
-    LIFECYCLE.add(wrapped)
-    return wrapped
+    replica = WeightReplica(names, named_buffers)
+    driver = GossipDriver(LIFECYCLE, sharers, replica, buffers, options, schedule)
+    return driver.attach(wrap(optimizer, GossipMethods))

@@ -10,11 +10,13 @@ import torch
 
 from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.optimizers.horovod_options import check_leader_options, local_ranks
+from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.runtime.process_sets import sharers_of
 from hvd_async.torch.base import check_optimizer, parameter_names, wrap
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
-from hvd_async.torch.leader_mixin import LeaderMixin, Settings
+from hvd_async.torch.methods import LeaderMethods
+from hvd_async.torch.weight_replica import WeightReplica
 
 
 def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
@@ -79,7 +81,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         buffers: how: "average" them at each pull, or each rank's own ("local").
 
     Returns:
-        An instance of the wrapped optimizer's class with the methods of ``LeaderMixin``.
+        An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
 
     Raises:
         ValueError: an argument that cannot be; the message says what can.
@@ -104,18 +106,15 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "loss_window": loss_window,
     }
     names = parameter_names([p for g in optimizer.param_groups for p in g["params"]], named_parameters)
-    settings = Settings(
+    replica = WeightReplica(names, named_buffers, averages_statistics=buffers == "average")
+    driver = LeaderDriver(
         LIFECYCLE,
         sharers,
+        replica,
+        buffers,
         lambda: local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]"),
         algorithm,
-        buffers,
         lr_spread,
         options,
     )
-    settings.named, settings.named_buffers, settings.buffer_policy = names, list(named_buffers or []), buffers
-    wrapped = wrap(optimizer, LeaderMixin)
-    wrapped._async = settings
-    wrapped._async_check_parameters()
-    LIFECYCLE.add(wrapped)
-    return wrapped
+    return driver.attach(wrap(optimizer, LeaderMethods))

@@ -119,7 +119,7 @@ class ScriptedWorker:
 
 def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
     """Have a wrapped optimizer take its rounds from ``worker``, as if the ranks had met."""
-    worker.scale = opt._async_new_worker(worker.engine, lambda flush: None, lambda round_: None).wire.scale
+    worker.scale = opt._async.make_worker(worker.engine, lambda flush: None).wire.scale
     opt._async.worker = worker
     return worker
 
@@ -184,7 +184,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
     def train(rank: int) -> Outcome:
         trainer = make(rank)
         before, gradients = trainer.weights(), []
-        worker = trainer.opt._async_worker()  # all ranks meet here, so nobody is late before that
+        worker = trainer.opt._async.worker_now()  # all ranks meet here, so nobody is late before that
         if rank == schedule.size - 1:
             for event in three_taken[:-1]:
                 assert event.wait(60)

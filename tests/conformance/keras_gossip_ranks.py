@@ -65,7 +65,7 @@ class GossipTrainer:
         self.opt.build(self.variables)
         self._apply = tf.function(self._take) if graph else self._take
         self.log: list[Any] = []
-        vars(self.opt)["_async_make"] = functools.partial(self._logged, self.opt._async_make)
+        self.opt._async.make_worker = functools.partial(self._logged, self.opt._async.make_worker)
         self.restart()
 
     def _logged(self, make: Callable[..., PushSumWorker], *arguments: Any) -> PushSumWorker:

@@ -58,7 +58,7 @@ class LeaderTrainer(GossipTrainer):
 
     def worker(self) -> LeaderWorker:
         """The optimizer's; the first call meets the other ranks."""
-        worker: LeaderWorker = self.opt._async_worker()
+        worker: LeaderWorker = self.opt._async.worker_now()
         return worker
 
 

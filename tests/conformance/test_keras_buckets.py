@@ -119,7 +119,7 @@ def test_a_bucket_leaves_while_backward_still_computes(use_fit, monkeypatch):
         model.set_weights([np.ones_like(w) for w in model.get_weights()])
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all", bucket_cap_mb=MANY)
         opt.build(model.trainable_variables)
-        opt._async_worker()  # the ranks meet: before that everything waits for them
+        opt._async.worker_now()  # the ranks meet: before that everything waits for them
         x, y = tf.ones((2, 3)), tf.zeros((2, 2))
         if use_fit:
             model.compile(optimizer=opt, loss="mse", jit_compile=False)
@@ -134,7 +134,7 @@ def test_a_bucket_leaves_while_backward_still_computes(use_fit, monkeypatch):
 
             step()
         opt.drain()
-        return len(opt._async.layout)
+        return len(opt._async.replica.layout)
 
     assert Cluster(2).run(train) == [4, 4]
     assert came == [True, True]

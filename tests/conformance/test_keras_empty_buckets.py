@@ -77,14 +77,14 @@ def test_a_round_that_was_not_begun_is_applied_by_the_next_step(monkeypatch):
         weight = keras.Variable(0.0)
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(1.0))
         opt.build([weight])
-        fetch, strikes = opt._async_fetch, iter([False, True, False, False])
+        fetch, strikes = opt._async.replica.fetch, iter([False, True, False, False])
 
         def fetch_or_not(*arguments: Any) -> Any:
             if next(strikes):
                 raise KeyboardInterrupt
             return fetch(*arguments)
 
-        vars(opt)["_async_fetch"] = fetch_or_not
+        opt._async.replica.fetch = fetch_or_not
         opt.apply([tf.constant(1.0)], [weight])
         with pytest.raises(KeyboardInterrupt):
             opt.apply([tf.constant(10.0)], [weight])
@@ -107,7 +107,7 @@ def test_a_round_that_was_half_applied_stops_the_rank_for_good():
         def fail(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        vars(opt)["_async_applied"] = fail
+        opt._async.replica.applied = fail
         with pytest.raises(KeyboardInterrupt):
             opt.apply([tf.constant(1.0)], [weight])
         for call in (lambda: opt.apply([tf.constant(1.0)], [weight]), opt.drain):

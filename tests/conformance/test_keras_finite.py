@@ -72,7 +72,7 @@ def test_nonfinite_raise_raises_before_anything_is_handed_over(graph, monkeypatc
         variables = [keras.Variable(0.0, name=name) for name in ("one", "two")]
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(1.0), bucket_cap_mb=1e-6, nonfinite="raise")
         opt.build(variables)
-        opt._async_worker()
+        opt._async.worker_now()
         step = applier(opt, variables, graph)
         expected = tf.errors.UnknownError if graph else FloatingPointError
         with pytest.raises(expected, match="NaN or infinity in this rank's gradients"):

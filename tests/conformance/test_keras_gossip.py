@@ -125,7 +125,7 @@ def test_messages_that_come_late_in_a_fixed_schedule(late):
 
     def train(rank: int) -> Seen:
         trainer = GossipTrainer(problem, rank, graph=True, algorithm="osgp", topology="ring", max_staleness=late)
-        trainer.opt._async_worker()  # all ranks meet here, so nobody is late before that
+        trainer.opt._async.worker_now()  # all ranks meet here, so nobody is late before that
         for step in range(1, steps + 1):
             if rank == 1 and late:
                 for other in (0, 2):

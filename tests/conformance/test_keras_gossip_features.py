@@ -327,4 +327,4 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_is_wrapped_again(tmp_pat
     with scripted_engine(2):
         again = hvd.load_model(path, wrapper=hvd.GossipOptimizer, algorithm="dpsgd")
     assert again.optimizer._async.plan.config.algorithm == "dpsgd"
-    assert again.optimizer._async.model is again
+    assert again.optimizer._async.replica.model is again

@@ -26,6 +26,6 @@ def test_an_update_is_little_more_than_keras_own() -> None:
     with scripted_engine(2):
         opt = hvd.EagerOptimizer(keras.optimizers.Adam(0.1))
     opt.build(variables)
-    opt._async_prepare(variables)
-    ours = nodes(opt._async.update._inner)
+    opt._async.replica.set_up(variables)
+    ours = nodes(opt._async.replica.update._inner)
     assert ours < 1.4 * own

@@ -38,7 +38,7 @@ def elastic(optimizer: Any, graph: bool = False, start: float = 0.0, **options: 
 def in_step(one: Any, path: list[float], pulls: int) -> None:
     """Wait for the pulls of all steps so far."""
     path.append(float(one.weight.numpy()))
-    wait_for_pulls(one.opt._async_worker(), pulls)
+    wait_for_pulls(one.opt._async.worker_now(), pulls)
 
 
 # -- what a step is -------------------------------------------------------------------------------------------
@@ -53,12 +53,12 @@ def test_double_precision_is_pulled_in_double_precision(graph):
         one, two = keras.Variable(0.0), keras.Variable(0.0, dtype="float64")
         opt = hvd.LeaderOptimizer(sgd(1.0), group=2, local_period=1, global_period=1, local_pull=0.0, global_pull=0.5)
         opt.build([one, two])
-        opt._async_worker()
+        opt._async.worker_now()
         step = tf.function(opt.apply) if graph else opt.apply
         for number in range(2):
             opt.record_loss(2.0 - rank)
             step([tf.constant(1.0 + rank) * (1 - number), tf.constant(third * (1 + rank) * (1 - number), tf.float64)])
-            wait_for_pulls(opt._async_worker(), number + 1)
+            wait_for_pulls(opt._async.worker_now(), number + 1)
         opt.cut()
         return [float(one), float(two.numpy())]
 
@@ -94,7 +94,7 @@ def test_backward_passes_are_added_up_into_a_step(graph, average):
 def test_keras_own_accumulation_is_a_step_when_the_weights_move(graph):
     def train(rank: int) -> list[Any]:
         one, path = elastic(sgd(1.0, gradient_accumulation_steps=2), graph), []
-        one.opt._async_worker()
+        one.opt._async.worker_now()
         for number, gradient in enumerate((1.0, 2.0, 4.0, 8.0), 1):
             one.step(gradient + 2 * rank)
             in_step(one, path, number // 2)
@@ -138,7 +138,7 @@ def test_local_variables_are_not_pulled(graph, scale, algorithm):
         opt = hvd.LeaderOptimizer(sgd(1.0, use_ema=True), global_period=1, scale_local_gradients=scale, **options)
         opt.register_local_var(own)
         opt.build([shared, own])
-        opt._async_worker()
+        opt._async.worker_now()
 
         def take(*gradients: tf.Tensor) -> None:
             opt.apply(gradients, [shared, own])
@@ -146,7 +146,7 @@ def test_local_variables_are_not_pulled(graph, scale, algorithm):
         step = tf.function(take) if graph else take
         opt.record_loss(1.0 + rank)
         step(tf.constant(1.0 + rank), tf.constant(2.0))
-        wait_for_pulls(opt._async_worker(), 1)
+        wait_for_pulls(opt._async.worker_now(), 1)
         opt.drain()
         with pytest.raises(ReplicaStateError, match="before the first step"):
             opt.register_local_var(shared)
@@ -216,7 +216,7 @@ def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_go
     def train(rank: int) -> list[float]:
         options = {"group": 1, "global_pull": 0.5} if algorithm == "lsgd" else {"algorithm": "easgd", "beta": 0.5}
         one = scalar(Late(1.0, use_ema=True, ema_momentum=0.5), global_period=1, **options)
-        one.opt._async_worker()
+        one.opt._async.worker_now()
         for _ in range(3):
             one.step(1.0 + rank, 1.0)
         one.opt.finalize_variable_values([one.weight])

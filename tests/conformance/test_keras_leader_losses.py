@@ -33,7 +33,7 @@ def spy(opt: Any, delay: float = 0.03) -> list[Event]:
     """("told", loss) and ("begun", number of losses so far) as they come; it takes time until a loss is told."""
     ours = getattr(opt, "inner_optimizer", opt)
     events: list[Event] = []
-    tell, begin = ours._async_tell, ours._async_begin
+    tell, begin = ours._async.record_loss, ours._async.begin_step
 
     def told(loss: Any) -> Any:
         time.sleep(delay)
@@ -44,7 +44,7 @@ def spy(opt: Any, delay: float = 0.03) -> list[Event]:
         events.append(("begun", float(sum(kind == "told" for kind, _ in events))))
         return begin()
 
-    vars(ours).update(_async_tell=told, _async_begin=begun)
+    vars(ours._async).update(record_loss=told, begin_step=begun)
     return events
 
 

@@ -64,7 +64,7 @@ class Normed:
 
     def worker(self) -> LeaderWorker:
         """The optimizer's."""
-        worker: LeaderWorker = self.opt._async_worker()
+        worker: LeaderWorker = self.opt._async.worker_now()
         return worker
 
 
@@ -242,7 +242,7 @@ def test_weights_of_frozen_layers_are_no_statistics():
         opt = hvd.LeaderOptimizer(sgd(0.1), model=model, group=1)
         opt.build(model.trainable_variables)
         opt.drain()
-        elements: int = opt._async.statistics.elements
+        elements: int = opt._async.replica.averaged.elements
         return elements
 
     assert Cluster(1).run(train) == [16]

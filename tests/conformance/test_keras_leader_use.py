@@ -195,7 +195,7 @@ def test_evaluation_in_fit_sees_the_centre(drain):
             assert (evaluated.tobytes() == ended.tobytes()) is drain
             assert np.abs(evaluated - start).max() > 1e-3
         assert opt.stats().pulls == opt.stats().steps == 6
-        centre = np.asarray(opt._async_worker().receiver.consensus, np.float64)
+        centre = np.asarray(opt._async.worker_now().receiver.consensus, np.float64)
         assert flat(model.weights).tobytes() == centre.tobytes()
         if drain:
             assert watch.evaluated[-1].tobytes() == centre.tobytes()
@@ -226,7 +226,7 @@ def test_fit_ends_after_so_many_pulls():
         images, labels = batch(0, 0)
         endless = tf.data.Dataset.from_tensors((images, labels)).repeat()
         waits = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda step, logs: wait_for_pulls(opt._async_worker(), step + 1)
+            on_train_batch_end=lambda step, logs: wait_for_pulls(opt._async.worker_now(), step + 1)
         )
         model.fit(
             endless, steps_per_epoch=1000, shuffle=False, verbose=0, callbacks=[waits, hvd.callbacks.StopAtRounds(4)]
@@ -264,7 +264,7 @@ def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
                 opt.finalize_variable_values(model.trainable_variables)
                 opt.drain()
             ends.append(flat(model.weights).tobytes())
-        worker = opt._async_worker()
+        worker = opt._async.worker_now()
         assert worker.receiver._statistics is not None
         return ends
 
@@ -293,4 +293,4 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_is_wrapped_again(tmp_pat
     with scripted_engine(2):
         again = hvd.load_model(path, wrapper=hvd.LeaderOptimizer, algorithm="easgd")
     assert again.optimizer._async.config.algorithm == "easgd"
-    assert again.optimizer._async.model is again
+    assert again.optimizer._async.replica.model is again

@@ -144,7 +144,7 @@ def test_frozen_variables_stay_where_the_leading_rank_left_them(graph):
                 loss = LOSS(labels, model(images, training=True))
             step(*tape.gradient(loss, [v.value for v in variables]))
 
-        worker = opt._async_worker()
+        worker = opt._async.worker_now()
         history = []
         if rank == 1:
             assert late.wait(60)

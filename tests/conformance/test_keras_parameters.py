@@ -179,7 +179,7 @@ def test_groups_and_num_groups_make_the_buckets():
         for opt, expected in ((by_list, [[1], [0, 2]]), (by_number, [[2], [1], [0]])):
             opt.build(three)
             opt.get_state()
-            assert [list(b.indices) for b in opt._async.layout.buckets] == expected
+            assert [list(b.indices) for b in opt._async.replica.layout.buckets] == expected
 
 
 @both_modes

@@ -78,7 +78,7 @@ def test_momentum_correction_follows_the_rounds_rate(graph):
     with scripted_engine(4):
         trainer = KerasTrainer(MOMENTUM, graph)
         worker = attach(trainer.opt, ScriptedWorker(SCRIPTS[0], 4, trainer.weights().size, 0.05, tf.constant))
-        trainer.opt._async.momentum_correction = True
+        trainer.opt._async.replica.momentum_correction = True
         before = trainer.weights()
         for step, lr in enumerate([0.05, 0.1, 0.1, 0.02]):
             worker.lr = lr
@@ -231,7 +231,7 @@ def test_a_saved_model_loads_with_a_plain_optimizer(tmp_path: pathlib.Path):
             again = hvd.load_model(path, quorum="all")
         assert isinstance(again.optimizer, keras.optimizers.SGD)
         assert again.optimizer.settings["quorum"] == "all"
-        assert again.optimizer._async.model is again
+        assert again.optimizer._async.replica.model is again
         assert flat(again.optimizer.momentums).tolist() == momentums.tolist()
 
 

@@ -83,7 +83,7 @@ def cut_with_a_pending_gradient(options: dict[str, Any]) -> list[tuple[Saved, li
     def train(rank: int) -> tuple[Saved, list[Any]]:
         trainer = KerasTrainer(SGD, **options)
         gradients = []
-        worker = trainer.opt._async_worker()
+        worker = trainer.opt._async.worker_now()
         if rank == 1:
             wait_for_rounds(worker, 3)
         for step in range(1 if rank else 3):
@@ -205,7 +205,7 @@ def test_a_job_ends_by_its_rounds(run_eagerly):
         model = conv_model()
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.02), pace="rounds", max_staleness=8)
         opt.build(model.trainable_variables)
-        opt._async_worker()  # all ranks meet here, so nobody is late before that
+        opt._async.worker_now()  # all ranks meet here, so nobody is late before that
         model.compile(optimizer=opt, loss=LOSS, run_eagerly=run_eagerly, jit_compile=False)
         data = tf.data.Dataset.from_tensor_slices(batch(rank, 0)).batch(2).repeat()
         slow = Slow(rank, condition, progress, over)

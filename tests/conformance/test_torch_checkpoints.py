@@ -120,7 +120,7 @@ def whole_run(
                 for parameter, values in zip(parameters, weights, strict=True):
                     parameter.copy_(values)
             opt.load_state_dict(state)
-        opt._async_worker()
+        opt._async.worker_now()
         for other, event in enumerate(taken):
             assert rank != slow or other == slow or event.wait(60)
         for step in steps[rank]:
@@ -252,7 +252,7 @@ def test_a_state_in_mid_training(options, allowed):
         trainer.opt.state_dict()
 
     def fresh(opt: Any) -> dict[str, Any]:
-        return {"size": 2, "index": 0, "rounds": 0, "nbytes": list(opt._async.layout.nbytes), "vectors": [],
+        return {"size": 2, "index": 0, "rounds": 0, "nbytes": list(opt._async.replica.layout.nbytes), "vectors": [],
                 "versions": []}  # fmt: skip
 
     saved = plain(MOMENTUM, conv_model().parameters()).state_dict()

@@ -21,7 +21,7 @@ def test_a_moving_average_by_step_hook_is_the_same_on_all_ranks():
         opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         opt.register_step_post_hook(lambda *_: average.update_parameters(model))
-        opt._async_worker()
+        opt._async.worker_now()
         if rank == 2:
             assert late.wait(60)
         for step in range(6):

@@ -309,8 +309,8 @@ def test_a_rank_without_batches_joins_with_two_optimizers(quorum: str):
             for weight, optimizer in pairs:
                 take(weight, optimizer)
         for _, optimizer in pairs:
-            optimizer._async_offer()
-        pairs[-1][1]._async_drain_all()
+            optimizer._async.register()
+        pairs[-1][1]._async.drain_all()
         return [float(weight.detach()) for weight, _ in pairs]
 
     assert Cluster(2).run(train) == [[-1.0, 9.0]] * 2
@@ -321,8 +321,8 @@ def test_a_rank_that_drains_one_optimizer_opens_what_another_is_done_with():
         first, second = line(0.0), line(10.0)
         if rank == 0:
             for _, optimizer in (first, second):
-                optimizer._async_offer()
-            second[1]._async_drain_all()
+                optimizer._async.register()
+            second[1]._async.drain_all()
         else:
             take(*first)
             first[1].drain()

@@ -261,7 +261,7 @@ def test_what_another_host_sent_late_survives_a_cut():
 
     def train(rank: int) -> bytes:
         trainer = GossipTrainer(least_squares(4, SGD), rank, hierarchical=2, algorithm="osgp", topology="ring")
-        worker, come = trainer.opt._async_worker(), list[int]()
+        worker, come = trainer.opt._async.worker_now(), list[int]()
         deliver = worker._mail._deliver
 
         def counted(sender: int, key: int, weight: float, data: Any) -> None:
@@ -327,7 +327,7 @@ def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(options, v
     def train(rank: int) -> None:
         names = ["first", "second"]
         trainer = GossipTrainer(least_squares(3, NESTEROV), rank, **options)
-        trainer.opt._async.named = {id(p): name for p, name in zip(trainer.parameters, names, strict=True)}
+        trainer.opt._async.replica.named = {id(p): name for p, name in zip(trainer.parameters, names, strict=True)}
         trainer.train(2)
         if rank != 1:
             assert failed.wait(30)

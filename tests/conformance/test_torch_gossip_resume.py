@@ -211,7 +211,7 @@ def test_a_hosts_state_after_a_cut_is_its_own_whatever_another_host_does_meanwhi
         trainer = GossipTrainer(least_squares(4, MOMENTUM), rank, hierarchical=2, topology="ring").train(2)
         trainer.opt.cut()
         if rank >= 2:  # the other host is in its next step, and its message is here
-            worker = trainer.opt._async_worker()
+            worker = trainer.opt._async.worker_now()
             worker.engine.wait(lambda: bool(worker._letters.received))
         assert trainer.opt.state_dict()["hvd_async"]["cut"]
         trainer.train(1).opt.drain()

@@ -14,7 +14,16 @@ from hvd_async.testing import Cluster
 from tests.conformance.torch_ranks import TINY
 from tests.threads.interrupting import Interrupt
 
-FILES = ("stepping.py", "overlap.py", "watch.py", "settings.py", "torch/layout.py", "eager.py", "inbox.py", "whole.py")
+FILES = (
+    "torch/eager_methods.py",
+    "torch/gradient_replica.py",
+    "torch/overlap.py",
+    "torch/gradient_watch.py",
+    "torch/bucket_layout.py",
+    "eager/worker.py",
+    "inbox.py",
+    "uninterrupted.py",
+)
 EVERY = 5
 """Lines between two interrupts: all of them would take minutes."""
 

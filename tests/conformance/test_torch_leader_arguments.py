@@ -150,7 +150,7 @@ def test_a_rank_that_tells_no_loss_hears_so_at_the_first_pull_and_cannot_end(sil
     def train(rank: int) -> bytes:
         own = trainer(3, rank, dataclasses.replace(LSGD, groups=several(3, 3), told=lambda *_: None))
         told = rank not in silent
-        own.opt._async_worker()
+        own.opt._async.worker_now()
         before = b""
 
         def step(times: int) -> None:

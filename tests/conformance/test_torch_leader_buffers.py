@@ -195,7 +195,7 @@ def test_statistics_of_several_kinds(kinds):
     def train(rank: int) -> Any:
         one, two = (torch.full((2, 3), 2 * rank + 1).to(kind) for kind in kinds)
         own = trainer(rank, following, 2)
-        own.opt._async.named_buffers = [("one", one), ("empty", torch.zeros(0)), ("two", two)]
+        own.opt._async.replica.named_buffers = [("one", one), ("empty", torch.zeros(0)), ("two", two)]
         for step in (1, 2):
             own.step()
             wait_for_pulls(own.worker(), step)

@@ -137,7 +137,7 @@ def test_sparse_gradients_are_conserved_under_every_quorum(quorum, passes):
         opt = hvd.EagerOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), quorum=quorum, backward_passes_per_step=passes
         )
-        opt._async_worker()
+        opt._async.worker_now()
         if rank == size - 1 and quorum == "solo":
             assert begun.wait(60)
         for number in range(steps):

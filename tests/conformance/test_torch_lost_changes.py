@@ -12,7 +12,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch import stepping
+from hvd_async.torch import gradient_replica
 from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, fingerprint
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer
@@ -36,7 +36,7 @@ BEHIND_THE_COUNTER: dict[str, Callable[[torch.Tensor], object]] = {
 def test_a_change_that_moves_no_version_counter_is_found(change, cap):
     def train(rank: int) -> None:
         trainer = TorchTrainer(SGD, bucket_cap_mb=cap)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         weight = trainer.model[3].weight
         version = weight.grad._version
@@ -53,9 +53,9 @@ def test_later_steps_are_compared_a_bucket_at_a_time():
 
     def train(rank: int) -> int:
         trainer = TorchTrainer(SGD, bucket_cap_mb=TINY)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         trainer.train(rank, range(FIRST_STEPS))
-        buckets = len(trainer.opt._async.layout)
+        buckets = len(trainer.opt._async.replica.layout)
         for step in range(EVERY * buckets):
             trainer.gradient(rank, step)
             trainer.model[0].bias.grad.data.mul_(0.5)
@@ -88,7 +88,7 @@ def test_what_leaves_the_values_as_they_are_is_no_error(look):
 
     def train(rank: int) -> bytes:
         trainer = TorchTrainer(SGD, quorum="all", bucket_cap_mb=TINY)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         for step in range(steps):
             trainer.gradient(rank, step)
             look(trainer.model, trainer.opt)
@@ -139,7 +139,7 @@ def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
             torch.optim.SGD([parameter], lr=1.0), quorum="all", backward_passes_per_step=2, nonfinite=nonfinite
         )
         said: list[str] = []
-        opt._async_worker()
+        opt._async.worker_now()
         opt.zero_grad()
         for number in range(1, 5):
             (parameter * number).sum().backward()
@@ -196,7 +196,7 @@ def test_synchronize_with_uneven_data_leaves_the_replicas_identical(steps, end):
 
 
 def test_synchronize_with_even_data_moves_no_weights_between_ranks(monkeypatch):
-    monkeypatch.setattr(stepping, "take_over", lambda *_: pytest.fail("took over"))
+    monkeypatch.setattr(gradient_replica, "take_over", lambda *_: pytest.fail("took over"))
 
     def train(rank: int) -> None:
         weight = torch.nn.Parameter(torch.ones(4))

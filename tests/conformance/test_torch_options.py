@@ -112,14 +112,14 @@ def test_predivide_divides_before_the_sum():
 def test_groups_travel_together_and_change_no_number(options, buckets, quorum):
     for weights, opt in Cluster(2).run(lambda rank: trained(rank, {"quorum": quorum, **options})):
         check(weights, expected(range(2), 1 / 2))
-        assert len(opt._async.layout) == buckets
+        assert len(opt._async.replica.layout) == buckets
 
 
 def test_a_group_is_a_bucket():
     with scripted_engine(2):
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         opt: Any = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), groups=[[parameters[2], parameters[0]]])
-    held = [{id(p) for p in bucket.parameters} for bucket in opt._async.layout.buckets]
+    held = [{id(p) for p in bucket.parameters} for bucket in opt._async.replica.layout.buckets]
     assert held == [{id(parameters[0]), id(parameters[2])}, {id(parameters[1])}]
 
 
@@ -155,7 +155,7 @@ def test_compression_halves_what_travels_and_keeps_whole_numbers(compression, dt
         check(weights, expected(range(3), 1 / 3))
         stats, elements = opt.stats(), sum(int(np.prod(shape)) for shape in SHAPES)
         width = {"none": 8 if dtype == torch.float64 else 4}.get(compression, 2)
-        assert stats.bytes_sent == stats.rounds * (elements + opt._async.slots) * width
+        assert stats.bytes_sent == stats.rounds * (elements + opt._async.replica.slots) * width
 
 
 def test_compression_rounds_what_travels_and_not_what_is_pending():
@@ -186,7 +186,7 @@ def test_a_narrow_dtype_counts_far_enough(size):
     options = {"compression": hvd.Compression.bf16, "max_staleness": 100, "quorum": "all"}
     for weights, opt in Cluster(size).run(lambda rank: trained(rank, options)):
         check(weights, expected(range(size), 1 / size), 1e-4)
-        assert opt._async.slots == -(-size // 2)
+        assert opt._async.replica.slots == -(-size // 2)
         assert opt.stats().gradients_applied == size * STEPS
 
 

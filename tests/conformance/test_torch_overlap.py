@@ -26,7 +26,7 @@ def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
 def test_buckets_leave_during_backward_the_last_layers_first():
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM, bucket_cap_mb=TINY)
-        worker, log = trainer.opt._async_worker(), []
+        worker, log = trainer.opt._async.worker_now(), []
         hand_over = worker.hand_over
         first, last = trainer.model[0].weight, trainer.model[3].weight
 
@@ -102,7 +102,7 @@ def test_gradients_that_were_never_cleared_add_up_as_in_torch():
 def test_zero_grad_between_backward_and_step_is_refused_and_the_step_is_not_lost():
     def train(rank: int) -> bytes:
         trainer = TorchTrainer(MOMENTUM, quorum="all")
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         for step in range(3):
             trainer.gradient(rank, step)
             if step == 1:
@@ -136,7 +136,7 @@ def test_after_step_nothing_leaves_until_zero_grad():
 def test_a_drain_between_backward_and_step_is_refused():
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         for finish in (trainer.opt.drain, trainer.opt.cut):
             with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
@@ -151,7 +151,7 @@ def test_a_drain_between_backward_and_step_is_refused():
 def test_a_second_backward_is_refused_with_what_allows_it(cap):
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM, bucket_cap_mb=cap)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         with pytest.raises(ReplicaStateError, match="Pass backward_passes_per_step="):
             loss(trainer.model, rank, 1).backward()
@@ -203,7 +203,7 @@ def clip(parameters: list[torch.Tensor]) -> None:
 def test_a_gradient_that_is_changed_when_it_is_gone_is_an_error_that_says_what_to_do(change):
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM)
-        trainer.opt._async_worker()
+        trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         change(list(trainer.model.parameters()))
         with pytest.raises(ReplicaStateError, match=r"round_transform=.*skip_synchronize.*backward_passes_per_step="):

@@ -190,7 +190,7 @@ def test_a_parameter_that_is_unfrozen_between_zero_grad_and_backward_is_in_its_b
     def train(rank: int) -> list[float]:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
         opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum="all")
-        opt._async_worker()
+        opt._async.worker_now()
         for free in (False, True, False):
             parameters[joins].requires_grad_(free)
             opt.zero_grad()
@@ -322,7 +322,7 @@ def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike(same
     def cut(rank: int) -> Any:
         own = model(torch.channels_last)
         opt = wrapped(own)
-        opt._async_worker()
+        opt._async.worker_now()
         if rank:
             assert gone.wait(60)
         for parameter in own.parameters():

@@ -202,7 +202,7 @@ def test_what_is_not_finite_is_left_out_and_counted(quorum, early, bad):
     def train(rank: int) -> tuple[list[float], Any]:
         parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
         opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum=quorum, bucket_cap_mb=TINY)
-        opt._async_worker()
+        opt._async.worker_now()
         for step in range(4):
             if early:
                 opt.zero_grad()

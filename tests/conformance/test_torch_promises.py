@@ -52,7 +52,7 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
     def train(rank: int) -> Any:
         trainer = TorchTrainer(SGD, **options)
         opt, shown = trainer.opt, []
-        worker = opt._async_worker()
+        worker = opt._async.worker_now()
         if rank == 1:
             assert three_taken.wait(30)
             wait_for_rounds(worker, 3)
@@ -190,7 +190,7 @@ def test_other_dtypes_and_several_buckets(dtype):
             one.grad, two.grad = torch.full((2,), 1.0 + rank), torch.full((3,), 2.0**-8 if step else 1.0, dtype=dtype)
             opt.step()
         opt.drain()
-        return [*one.tolist(), *two.tolist()], len(opt._async.layout)
+        return [*one.tolist(), *two.tolist()], len(opt._async.replica.layout)
 
     total = 1 + 3 * 2.0**-8
     for weights, buckets in Cluster(2).run(train):

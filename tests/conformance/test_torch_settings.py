@@ -53,7 +53,7 @@ def test_a_state_that_lacks_gradients_of_this_rank_says_how_many_and_one_that_ma
     def train(rank: int) -> str:
         parameter = quadratic(1.0)
         opt = hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=0.1))
-        opt._async_worker()
+        opt._async.worker_now()
         if rank == 0:
             opt.step()
             late.set()

@@ -10,7 +10,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
-from hvd_async.torch import hyperparameters, local_mixin, stepping, streams
+from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.bucket_layout import Layout
 from hvd_async.torch.nonfinite import Checks
 
@@ -82,14 +82,12 @@ def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "module"),
-    [(hvd.EagerOptimizer, stepping), (hvd.GossipOptimizer, local_mixin), (hvd.LeaderOptimizer, local_mixin)],
-    ids=["eager", "gossip", "leader"],
+    "wrapper", [hvd.EagerOptimizer, hvd.GossipOptimizer, hvd.LeaderOptimizer], ids=["eager", "gossip", "leader"]
 )
-def test_the_engine_is_told_wherever_the_training_thread_comes_by(monkeypatch, wrapper, module):
+def test_the_engine_is_told_wherever_the_training_thread_comes_by(monkeypatch, wrapper):
     """In a drain too, which may be on another stream than the steps."""
     told = []
-    monkeypatch.setattr(module, "bind_training_stream", lambda engine, tensors: told.append(engine))
+    monkeypatch.setattr(streams, "bind_training_stream", lambda engine, tensors: told.append(engine))
 
     def train(rank: int) -> None:
         parameter = torch.nn.Parameter(torch.zeros(3))

@@ -127,7 +127,7 @@ class GossipTrainer:
 
     def watch(self) -> Seen:
         """Meet the other ranks, and record from now on what this one does."""
-        worker, seen = self.opt._async_worker(), Seen()
+        worker, seen = self.opt._async.worker_now(), Seen()
         mix = worker.mix
 
         def spied_mix(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

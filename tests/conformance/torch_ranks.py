@@ -91,7 +91,7 @@ TINY = 1e-6
 
 def hand_overs(opt: Any) -> list[int]:
     """The buckets that hooks hand over from now on, as they do."""
-    worker, log = opt._async_worker(), list[int]()
+    worker, log = opt._async.worker_now(), list[int]()
     hand_over = worker.hand_over
 
     def spy(bucket: int, vector: Any) -> None:

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull, StepTaken
-from hvd_async.algorithms.leader.state_machine import ALL, CENTER, NO_LEADER
+from hvd_async.algorithms.leader.messages import (
+    ALL_RANKS,
+    CENTER,
+    NO_LEADER,
+    LeaderConfig,
+    PullDone,
+    StartPull,
+    StepTaken,
+)
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
 from tests.unit.explore_world import Book, Program, Rank, World
@@ -58,7 +65,7 @@ class LeaderWorld(World):
         opening: bool = False,
     ) -> None:
         self.losses = losses
-        self.members = {ALL: tuple(range(len(programs)))}
+        self.members = {ALL_RANKS: tuple(range(len(programs)))}
         if config.algorithm == "lsgd":
             self.members = {number: tuple(ranks) for number, ranks in enumerate(config.groups)} | self.members
         super().__init__(machine, config, programs, opening)
@@ -158,7 +165,7 @@ class LeaderWorld(World):
     def _pulled(self) -> list[int]:
         """The groups that are ever pulled: none of one rank, nor of all."""
         size = len(self.numbers)
-        return [group for group, members in self.members.items() if group == ALL or 1 < len(members) < size]
+        return [group for group, members in self.members.items() if group == ALL_RANKS or 1 < len(members) < size]
 
     def _counting(self, group: int) -> set[int]:
         """Its ranks that are not done; a cut is no end of what counts."""
@@ -174,7 +181,7 @@ class LeaderWorld(World):
         assert command.round == book.pulls
         assert group in self._pulled(), "a group of one, or of all, is pulled"
         assert group not in book.flights, "two pulls of a group at once"
-        period = self.config.global_period if group == ALL else self.config.local_period
+        period = self.config.global_period if group == ALL_RANKS else self.config.local_period
         needed = period * len(self._counting(group))
         assert book.steps[group] >= needed > 0, "too early"
         book.steps[group] %= needed
@@ -202,7 +209,7 @@ class LeaderWorld(World):
         if not isinstance(event, StepTaken):
             return
         for group in self._pulled():
-            period = self.config.global_period if group == ALL else self.config.local_period
+            period = self.config.global_period if group == ALL_RANKS else self.config.local_period
             needed = period * len(self._counting(group))
             if group in book.flights or not 0 < needed <= book.steps[group]:
                 continue

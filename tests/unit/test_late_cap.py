@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvd_async.optimizers.eager import EagerState
+from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.optimizers.horovod_options import check_eager_options
 from hvd_async.runtime.process_sets import RankGroup
 
@@ -14,8 +14,9 @@ MIB = 2**20
 CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace": "steps"}
 
 
-def state(cap: float, index: int = 0, **config: Any) -> EagerState:
-    return EagerState(cast(Any, None), RankGroup(None, (0, 1), index, 0, 2), {**CONFIG, **config}, cap)
+def state(cap: float, index: int = 0, **config: Any) -> EagerDriver:
+    nothing = cast(Any, None)
+    return EagerDriver(nothing, RankGroup(None, (0, 1), index, 0, 2), nothing, {**CONFIG, **config}, cap)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine, use_engine
 
@@ -20,20 +19,23 @@ def test_the_engine_of_a_thread_is_its_own():
     assert local_engine() is None
 
 
-def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
-    """One drain is for all of a process's optimizers; offered are all, before it waits."""
+def test_join_registers_all_in_the_order_of_wrapping_and_drains_once():
+    """One drain is for all of a process's optimizers; registered are all, before it waits."""
+
+    class Driver:
+        def __init__(self, number: int) -> None:
+            self.number, self.discarded = number, number == discarded
+
+        def register(self) -> None:
+            done.append(("registered", self.number))
+
+        def drain_all(self) -> int:
+            done.append(("drained", self.number))
+            return 3
 
     class Optimizer:
         def __init__(self, number: int) -> None:
-            self.number = number
-            self._async = types.SimpleNamespace(discarded=number == discarded)
-
-        def _async_offer(self) -> None:
-            done.append(("offered", self.number))
-
-        def _async_drain_all(self) -> int:
-            done.append(("drained", self.number))
-            return 3
+            self._async = Driver(number)
 
     discarded = 2
     done: list[tuple[str, int]] = []
@@ -45,7 +47,7 @@ def test_join_offers_all_in_the_order_of_wrapping_and_drains_once():
     del kept[1], optimizer
     lifecycle.add(last := Optimizer(9))
     assert lifecycle.join() == 3
-    assert done == [*(("offered", number) for number in (0, 3, 9)), ("drained", last.number)]
+    assert done == [*(("registered", number) for number in (0, 3, 9)), ("drained", last._async.number)]
 
 
 def test_shutdown_and_abandon_without_an_engine_do_nothing():

@@ -9,11 +9,11 @@ from horovod.tensorflow.keras import elastic  # noqa: F401
 
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
+from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.keras.fit import our_optimizer
 from hvd_async.tensorflow.leader import LeaderOptimizer
-from hvd_async.tensorflow.mixin import EagerMixin
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
@@ -37,8 +37,8 @@ def load_model(
         options.setdefault("model", model)
         model.optimizer = wrapper(model.optimizer, **options)
         ours = our_optimizer(model)
-        if isinstance(ours, EagerMixin):
-            ours._async_count_from(int(model.optimizer.iterations))
+        if isinstance(ours, EagerMethods):
+            ours._async.count_from(int(model.optimizer.iterations))
     return model
 
 

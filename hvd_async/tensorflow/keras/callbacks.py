@@ -20,10 +20,10 @@ from horovod.tensorflow.functions import allgather_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
 
 from hvd_async.tensorflow.buffers import raw
+from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
-from hvd_async.tensorflow.local_mixin import LocalMixin
-from hvd_async.tensorflow.mixin import EagerMixin
+from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.wait_notices import told_if_long
 
 
@@ -176,8 +176,9 @@ class LearningRateScheduleCallback(Draining):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         optimizer = our_optimizer(self.model)
-        if isinstance(optimizer, EagerMixin) and self.momentum_correction:
-            optimizer._async.momentum_correction = True
+        if isinstance(optimizer, EagerMethods) and self.momentum_correction:
+            replica: Any = optimizer._async.replica
+            replica.momentum_correction = True
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -197,7 +198,8 @@ class LearningRateScheduleCallback(Draining):
         before = float(raw(optimizer.learning_rate))
         optimizer.learning_rate.assign(rate)
         ours = our_optimizer(self.model)
-        if isinstance(ours, LocalMixin) and self.momentum_correction and before > 0:  # (no rounds: done here and now)
+        # (where there are no rounds, it is done here and now)
+        if isinstance(ours, WeightMethods) and self.momentum_correction and before > 0:
             for velocity in getattr(ours, "momentums", None) or []:
                 velocity.assign(raw(velocity) * (rate / before))
 

@@ -12,9 +12,8 @@ import keras
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.gossip_mixin import GossipMixin
-from hvd_async.tensorflow.local_mixin import LocalMixin
-from hvd_async.tensorflow.mixin import EagerMixin
+from hvd_async.tensorflow.eager_methods import EagerMethods
+from hvd_async.tensorflow.methods import GossipMethods, WeightMethods
 
 
 def our_optimizer(model: Any) -> Any:
@@ -32,7 +31,7 @@ def our_optimizers(model: Any) -> list[Any]:
 
 def begun() -> list[Any]:
     """Ours of this process that have begun to train, in the order in which they were wrapped."""
-    return [one for one in _in_process() if one._async.worker is not None and not one._async.worker.engine.replaced]
+    return [one for one in _in_process() if one._async.is_registered]
 
 
 def _in_process() -> list[Any]:
@@ -49,13 +48,13 @@ def _ours(held: Any) -> list[Any]:
     if not isinstance(held, keras.optimizers.Optimizer):
         return []
     inner = getattr(held, "inner_optimizer", held)
-    return [inner] if isinstance(inner, EagerMixin | LocalMixin) else []
+    return [inner] if isinstance(inner, EagerMethods | WeightMethods) else []
 
 
 def drain(optimizers: Sequence[Any]) -> None:
     """Drain all optimizers of the process, these among them. A collective."""
-    _offer(optimizers)
-    optimizers[-1]._async_drain_all()
+    _register(optimizers)
+    optimizers[-1]._async.drain_all()
 
 
 @contextlib.contextmanager
@@ -65,18 +64,18 @@ def consensus(optimizers: Sequence[Any]) -> Iterator[None]:
         with optimizers[0].consensus():
             yield
         return
-    _offer(optimizers)
-    optimizers[-1]._async_drain_all(False)  # a cut: ranks with weights of their own go on with them
+    _register(optimizers)
+    optimizers[-1]._async.drain_all(False)  # a cut: ranks with weights of their own go on with them
     with contextlib.ExitStack() as stack:
         for one in optimizers:
-            if isinstance(one, LocalMixin):
-                stack.enter_context(one._async_consensus())
+            if isinstance(one, WeightMethods):
+                stack.enter_context(one._async.consensus_after_cut())
         yield
 
 
-def _offer(optimizers: Sequence[Any]) -> None:
+def _register(optimizers: Sequence[Any]) -> None:
     for one in optimizers:
-        one._async_offer()  # before the first waits: others may be waiting for this rank to open the second
+        one._async.register()  # before the first waits: others may be waiting for this rank to open the second
 
 
 class _Meeting:
@@ -134,7 +133,7 @@ class Draining(keras.callbacks.Callback):
         """In it the model is the same on all ranks; afterwards too, unless ranks go on with weights of their own."""
         if not optimizers:
             return contextlib.nullcontext()
-        if any(isinstance(one, LocalMixin) for one in optimizers) and not self._meeting.drains:
+        if any(isinstance(one, WeightMethods) for one in optimizers) and not self._meeting.drains:
             return consensus(optimizers)
         drain(optimizers)
         return contextlib.nullcontext()
@@ -153,8 +152,8 @@ class Draining(keras.callbacks.Callback):
 
     def _tell_of_model(self, optimizers: Sequence[Any]) -> None:
         """Have one of them see to batch-norm statistics, unless the user has told some of what they train."""
-        if optimizers and all(one._async.model is None for one in optimizers):
-            optimizers[0]._async.model = self.model
+        if optimizers and all(one._async.replica.model is None for one in optimizers):
+            optimizers[0]._async.replica.model = self.model
 
     def _warn_of_plain_optimizer(self) -> None:
         plain = getattr(self.model, "optimizer", None)
@@ -175,7 +174,7 @@ class Draining(keras.callbacks.Callback):
         self._epoch = epoch
         self._meeting.at = None
         for one in our_optimizers(self.model):
-            if isinstance(one, GossipMixin):
+            if isinstance(one, GossipMethods):
                 one.set_epoch(epoch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:

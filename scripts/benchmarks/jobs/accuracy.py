@@ -102,7 +102,7 @@ def forgetful(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with mock.patch("hvd_async.torch.stepping.EagerWorker", Forgetful):
+    with mock.patch("hvd_async.torch.gradient_replica.EagerWorker", Forgetful):
         yield
 
 

@@ -30,15 +30,16 @@ def train(report: Report, rank: int, case: Gossip, make: Callable[..., Trainer])
     """A case, with what the test needs to replay it."""
     trainer = make(**case.options)
     optimizer = trainer.optimizer
-    offer_to = optimizer._async_offer_to
+    driver = optimizer._async
+    register_worker = driver.register_worker
     log: list[Any] = []
 
     def recorded(worker: Any, number: int | None) -> None:
         worker.log = log  # before others know of it: they may be averaged with this rank at once
-        offer_to(worker, number)
+        register_worker(worker, number)
 
-    vars(optimizer)["_async_offer_to"] = recorded
-    worker = optimizer._async_worker()
+    driver.register_worker = recorded
+    worker = driver.worker_now()
     for step in range(1, case.steps(rank) + 1):
         trainer.step(rank, step)
     before, weight, events = trainer.weights(), worker.weight, list(log)

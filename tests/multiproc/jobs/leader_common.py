@@ -27,7 +27,7 @@ def train(report: Report, rank: int, name: str, following: Following, make: Call
     """A case, with what the test needs to replay it."""
     trainer = make(told=following.told, **following.options())
     optimizer = trainer.optimizer
-    worker = optimizer._async_worker()
+    worker = optimizer._async.worker_now()
     log = worker.receiver.log = []
     optimizer.cut()  # all ranks log from here on
     for step in range(1, STEPS + 1):
@@ -69,7 +69,7 @@ def asleep(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -
         for other in range(size):
             if other != rank:
                 batons[other].wait()
-        worker = optimizer._async_worker()
+        worker = optimizer._async.worker_now()
         worker.engine.wait(lambda: worker.receiver.record.pulls >= PULLS)
     pulls = optimizer.stats().pulls
     for step in range(2, ASLEEP + 1):
@@ -132,7 +132,7 @@ def refused(report: Report, rank: int, size: int, make: Callable[..., Trainer]) 
     silent = make(told=lambda x, rank, step: None, global_period=1, group=size)
     try:
         silent.step(rank, 1)
-        worker = silent.optimizer._async_worker()
+        worker = silent.optimizer._async.worker_now()
         worker.engine.wait(lambda: worker.receiver.commanded > 0)
         silent.step(rank, 2)
     except Exception as error:  # noqa: BLE001

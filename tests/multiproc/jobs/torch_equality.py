@@ -58,7 +58,7 @@ def train(
     )
     early = 0
     if isinstance(getattr(optimizer, "rounds", None), int):
-        worker = optimizer._async_worker()
+        worker = optimizer._async.worker_now()
         hand_over = worker.hand_over
 
         def spy(bucket: int, vector: Any) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
             weights=crc(ours.parameters()),
             rounds=optimizer.stats().rounds_applied,
             early=early,
-            buckets=len(optimizer._async.layout),
+            buckets=len(optimizer._async.replica.layout),
             sent=optimizer.stats().bytes_sent / optimizer.stats().rounds,
         )
     hvd.shutdown()

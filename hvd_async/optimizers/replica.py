@@ -1,0 +1,121 @@
+"""A replica: the model and the wrapped optimizer of a rank, as its driver sees them. A binding supplies it.
+
+It reads, writes and describes; it decides nothing, waits for nobody by itself and keeps no algorithm's state.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.worker import Worker
+
+
+class Replica:
+    """The replica of any wrapped optimizer. It does not keep its optimizer alive, which holds it by its driver."""
+
+    _reference: Callable[[], Any] = staticmethod(lambda: None)
+
+    def attach(self, optimizer: Any) -> None:
+        """Belong to a wrapped optimizer from now on."""
+        self._reference = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """The wrapped optimizer; None if it is gone."""
+        return self._reference()
+
+    def bind(self, engine: Engine) -> None:
+        """Let the engine's work on vectors follow this thread's, from now on."""
+
+
+class WeightReplica(Replica, abc.ABC):
+    """The replica of a rank that has weights of its own: gossip, leaders. A vector holds all weights that are mixed."""
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Make sure that the weights can be read and mixed, before a worker is made.
+
+        Raises:
+            ValueError: there are none yet, or some that mixing would harm.
+        """
+
+    def check(self) -> None:
+        """Refuse weights that have changed since, so that mixing would harm them; before a step.
+
+        Raises:
+            ValueError: with a hint.
+        """
+
+    @abc.abstractmethod
+    def read(self) -> Vector:
+        """Return all weights, shape (n,), a new vector."""
+
+    @abc.abstractmethod
+    def write(self, weights: Vector) -> None:
+        """Make these the model's weights."""
+
+    @abc.abstractmethod
+    def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        """Return names and checksums of what must be the same on all ranks; of ``resumed`` weights, names only."""
+
+    @abc.abstractmethod
+    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
+        """Return how vectors of weights travel: at most ``rows`` in one exchange, each one of ``parts`` of a vector."""
+
+    @abc.abstractmethod
+    def is_finite(self, weights: Vector) -> bool:
+        """Tell whether no weight is NaN or infinite."""
+
+    @abc.abstractmethod
+    def describe_nonfinite(self) -> str:
+        """Return which weights of the model are NaN or infinite, and what may help."""
+
+    @abc.abstractmethod
+    def consensus_distance(self, worker: Worker) -> float:
+        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
+
+    # -- beside the weights -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
+        """Make batch-norm statistics agree: their "average", or those of rank ``root`` ("root"). A collective."""
+
+    @abc.abstractmethod
+    def keep_buffers(self) -> Callable[[], None]:
+        """Return a function that puts the batch-norm statistics of now back."""
+
+    @abc.abstractmethod
+    def statistics(self) -> Vector | None:
+        """Return the batch-norm statistics that travel with pulls, shape (m + 1,): the last element 1, all 0 if one is
+        not finite; None if none do."""
+
+    @abc.abstractmethod
+    def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
+        """Return ``vector``, each element moved between those of two others."""
+
+    def moving_averages(self) -> Vector | None:
+        """Return the optimizer's moving averages of the weights, None if it has none."""
+        return None
+
+    def write_moving_averages(self, averages: Vector) -> None:
+        """Make these the moving averages."""
+
+    def warn_before_drain(self) -> None:
+        """Warn of what a drain leaves on this rank."""
+
+    def number(self, loss: Any) -> Any:
+        """Return what ``float()`` makes a loss of later.
+
+        Raises:
+            ValueError: it is several numbers.
+        """
+        return loss

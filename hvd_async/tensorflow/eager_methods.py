@@ -1,0 +1,93 @@
+"""What ``EagerOptimizer`` adds to the class of the Keras optimizer it wraps: public methods, and what Keras calls."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.eager import EagerDriver
+from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.tensorflow import checkpoint, gradient_step
+from hvd_async.tensorflow.buffers import own_name, raw, signature
+
+
+class EagerMethods(OptimizerMethods):
+    """Methods of a wrapped Keras optimizer whose gradients travel."""
+
+    _async: EagerDriver
+    _wrapped_class: ClassVar[type[Any]]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would warn of what it cannot
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Hand over the gradients, wait for this step's round, apply every round that is waiting.
+
+        Args:
+            grads: one a variable; None counts as zero.
+            trainable_variables: as in Keras; those the optimizer was built with if None. One that is left out and not
+                ``trainable`` is frozen: rounds that this rank leads do not move it.
+
+        Raises:
+            ValueError: no variable has a gradient.
+            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
+                ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
+            FloatingPointError: NaN or infinity in the gradients, with ``nonfinite="raise"``.
+        """
+        gradient_step.take(self, list(grads), trainable_variables, None)
+
+    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
+        of what the ranks have on their way: nothing after a ``drain()``, what is pending here after a ``cut()``.
+
+        Raises:
+            ReplicaStateError: gradients may be on their way, on some rank or other.
+        """
+        layout = self._async.replica.prepare()
+        own = {own_name(v): raw(v).numpy() for v in self.variables}
+        return own | checkpoint.pack(self._async.share(layout.nbytes))
+
+    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
+
+        Raises:
+            ValueError: the state is of another optimizer, or holds gradients of another rank.
+        """
+        layout = self._async.replica.prepare()
+        share = checkpoint.unpack(state, layout.dtypes)
+        own = checkpoint.own_variables(self, state)
+        if share is not None:
+            self._async.take_share(share, layout.nbytes)
+        for name, variable in own.items():
+            variable.assign(state[name])
+
+    # -- what Keras calls by name -------------------------------------------------------------------------------
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:
+            # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.
+            raise ReplicaStateError(
+                "a LossScaleOptimizer cannot be around an EagerOptimizer (compile() puts one there under "
+                "mixed_float16): it leaves steps out when a gradient overflows, and other ranks would wait for them. "
+                "Write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+            )
+        super().__setattr__(name, value)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Refused: a variable that each rank trains alone.
+
+        Raises:
+            ReplicaStateError: always.
+        """
+        raise ReplicaStateError(
+            f"{signature(variable)} cannot be local: a rank applies rounds that other ranks lead, at their pace and "
+            f"with their hyperparameters, so that all replicas stay the same, and a local variable is none. Leave it "
+            f"out of this optimizer and give it a plain Keras optimizer of its own."
+        )
+
+    def finalize_variable_values(self: Any, var_list: Any) -> None:
+        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place."""
+        if self.use_ema and self._async.worker is not None:
+            self.drain()  # rounds that came later would be applied on top
+        self._wrapped_class.finalize_variable_values(self, var_list)

@@ -1,0 +1,230 @@
+"""The Keras replica of a rank whose gradients travel: buckets, gradients out, rounds in, what ranks have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.optimizers import eager
+from hvd_async.runtime.compatibility import STATE
+from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
+from hvd_async.tensorflow.buffers import (
+    Layout,
+    Terms,
+    accumulated,
+    checksum,
+    consensus_distance,
+    own_name,
+    partition,
+    raw,
+    signature,
+    unify_buffers,
+)
+from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow.gradient_feed import Feed
+
+
+class GradientReplica(eager.GradientReplica):
+    """Variables, their buckets and the wrapped Keras optimizer that applies rounds; Keras does not track it.
+
+    Args:
+        sharers: the ranks that share the optimizer.
+        max_staleness: rounds that a gradient may be late.
+        options: see the attributes.
+
+    Attributes:
+        scales: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        devices: for dense and for sparse gradients.
+        waiting: rounds that this step's loop has not come to yet.
+        put_back: ends the application of the round that the loop has come to: see ``Update.keep``.
+    """
+
+    def __init__(self, sharers: RankGroup, max_staleness: int, **options: Any) -> None:
+        self._sharers, self._max_staleness = sharers, max_staleness
+        self.scales: tuple[float, float] = options["scales"]
+        self.compression: Any = options["compression"]
+        self.cap_bytes: float = options["cap_bytes"]
+        self.groups: Any = options["groups"]
+        self.passes: int = options["passes"]
+        self.average_passes: bool = options["average_passes"]
+        self.nonfinite: str = options["nonfinite"]
+        self.devices: tuple[str, str] = options["devices"]
+        self.round_transform: RoundTransform | None = options["round_transform"]
+        self.model: Any = options["model"]
+        self.buffer_policy: str = options["buffers"]
+        self.momentum_correction = False
+        self.codec: Codec | None = None
+        self.layout: Layout | None = None
+        self.feed: Feed | None = None
+        self.update: Update | None = None
+        self.waiting: deque[ReducedRound] = deque()
+        self.put_back: Callable[[], None] = lambda: None
+
+    # -- buckets ----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Layout:
+        """Make sure that the optimizer is built; returns the layout of its buckets.
+
+        Raises:
+            ValueError: it is not, and there is no model to build it with.
+        """
+        optimizer = self.optimizer
+        if not optimizer.built and self.model is not None:
+            optimizer.build(self.model.trainable_variables)
+        if not optimizer.built:
+            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+        return self.set_up(optimizer._trainable_variables)
+
+    def set_up(self, variables: list[Any]) -> Layout:
+        """Build the wrapped optimizer, once, outside of any graph."""
+        optimizer = self.optimizer
+        with tf.init_scope():
+            if not optimizer.built:
+                optimizer.build(variables)
+                optimizer.built = True
+            if self.layout is None:
+                self._lay_out(optimizer)
+            assert self.layout is not None
+            if self.update is None or self.update.stale():
+                self.update = Update(optimizer, self.layout, self.round_transform, lambda: self.momentum_correction)
+        return self.layout
+
+    def _lay_out(self, optimizer: Any) -> None:
+        variables = optimizer._trainable_variables
+        overwritten = [v for v in variables if optimizer._overwrite_variable_with_gradient(v)]
+        if overwritten:
+            raise ValueError(
+                f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be "
+                f"averaged with late ones: take another dtype policy"
+            )
+        buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
+        dtypes = dict.fromkeys(accumulated(v) for v in variables)
+        before, after = self.scales
+        codec = Codec(self.compression, dtypes, self._sharers.size, self._max_staleness, after)
+        terms = Terms(before, after / codec.scale, codec.slots, self._sharers.index % codec.slots, self.devices[0])
+        self.codec, self.layout = codec, Layout(variables, buckets, terms)
+        self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
+
+    def new_worker(
+        self,
+        engine: Any,
+        config: Callable[[Sequence[int]], EagerConfig],
+        finish: Callable[[bool], None],
+        apply: Callable[[ReducedRound], None],
+    ) -> EagerWorker:
+        layout, codec, sharers = self.prepare(), self.codec, self._sharers
+        assert codec is not None
+        wire = GradientFormat(
+            zeros=layout.zeros,
+            nbytes=layout.nbytes,
+            slots=codec.slots,
+            encode=codec.encode,
+            decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
+            sent=tuple(n * codec.nbytes(dtype) for n, dtype in zip(layout.elements, layout.dtypes, strict=True)),
+            scale=codec.scale,
+            process_set=sharers.process_set,
+            members=sharers.members,
+            process_set_id=sharers.id,
+        )
+        return EagerWorker(engine, config(layout.nbytes), wire, finish, apply)
+
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        optimizer, layout, codec = self.optimizer, self.layout, self.codec
+        assert layout is not None
+        assert codec is not None
+        own_rate = id(optimizer._learning_rate)
+        held = [v for v in optimizer.variables if id(v) != own_rate]
+        kinds = [f"optimizer {optimizer._wrapped_class.__name__}", *(f"setting {one}" for one in settings(optimizer))]
+        kinds.append(f"buckets {[list(b.indices) for b in layout.buckets]}")
+        wire = [dtype.name for dtype in codec.wire.values()]
+        kinds.append(f"gradients x {self.scales}, {self.passes} passes {self.average_passes}, as {wire}")
+        if optimizer.weight_decay is not None:
+            kinds.append(f"decayed {[optimizer._use_weight_decay(v) for v in optimizer._trainable_variables]}")
+        names = [*kinds, *(signature(v) for v in optimizer._trainable_variables)]
+        names += [f"{STATE}{own_name(v)} {tuple(v.shape)}" for v in held]
+        return names, [0] * len(kinds) + [checksum(v) for v in [*optimizer._trainable_variables, *held]]
+
+    def hyperparameters(self) -> Hyper:
+        assert self.update is not None
+        group: dict[str, Any] = {"frozen": [], "settings": self.update.digest}
+        if not self.update.scheduled:
+            group["learning_rate"] = float(self.own_rate())
+        return [group]
+
+    def own_rate(self) -> tf.Tensor:
+        """Return this rank's learning rate now."""
+        return tf.cast(raw(self.optimizer._get_current_learning_rate()), tf.float32) + 0.0
+
+    def consensus_distance(self, worker: EagerWorker) -> float:
+        return consensus_distance(worker, self.optimizer._trainable_variables)
+
+    def apply(self, round_: ReducedRound) -> None:
+        update = self.update
+        if round_.gradients:
+            assert update is not None
+            with tf.init_scope():
+                put_back = update.keep(round_)
+                update(*update.parts(round_))
+                put_back()
+
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        with tf.init_scope():
+            if flush and self.feed is not None and self.feed.done:
+                warnings.warn(
+                    f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "
+                    f"(backward_passes_per_step) stay on this rank and go on with its next ones",
+                    stacklevel=8,
+                )
+            if flush and self.model is not None and self.buffer_policy != "local":
+                variables, root = self.model.non_trainable_variables, self._sharers.ranks[0]
+                unify_buffers(worker, variables, self.buffer_policy, root)
+
+    # -- the Python side of a step ------------------------------------------------------------------------------
+
+    def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
+        """Hand a bucket's gradients over."""
+        assert self.feed is not None
+        self.feed.give(bucket, vector, self.optimizer._async.met, scaled)
+        return np.int32(0)
+
+    def step(self, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
+        """Wait for this step's round; returns int32 of shape (2,): how many rounds are to be applied, whether this
+        rank's gradients were finite."""
+        assert self.feed is not None
+        group: dict[str, Any] = {"frozen": frozen, "settings": digest}
+        if rate:
+            group["learning_rate"] = float(rate[0])
+        rounds, finite = self.feed.take(self.optimizer._async.worker_now, [group], scaled)
+        self.waiting = deque(rounds)
+        self._pass_empty()
+        return np.array([sum(round_.gradients > 0 for round_ in self.waiting), finite], np.int32)
+
+    def fetch(self, update: Update, _: Any = None) -> list[Any]:
+        """Return the next round of this step, as ``update`` takes it."""
+        round_ = self.waiting.popleft()
+        self.optimizer._async.worker.begin(round_)
+        self.put_back = update.keep(round_)
+        return list(update.parts(round_))
+
+    def applied(self, _: Any = None) -> np.int32:
+        """End the round that was fetched last: one more is applied."""
+        self.put_back()
+        self.optimizer._async.worker.end()
+        self._pass_empty()
+        return np.int32(1)
+
+    def _pass_empty(self) -> None:
+        """Leave rounds alone in which there is nothing."""
+        while self.waiting and not self.waiting[0].gradients:
+            with self.optimizer._async.worker.applying(self.waiting.popleft()):
+                pass

@@ -1,0 +1,226 @@
+"""The Keras replica of a rank with weights of its own: reads and writes them as one vector, in a graph and eagerly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers import replica
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.worker import Worker
+from hvd_async.tensorflow.buffers import checksum, consensus_distance, raw, signature, unify_buffers
+from hvd_async.tensorflow.flat import Flat
+from hvd_async.tensorflow.gradient_feed import is_finite
+
+Array = np.ndarray[Any, Any]
+
+
+class WeightReplica(replica.WeightReplica):
+    """Weights, batch-norm statistics and moving averages of a wrapped Keras optimizer; Keras does not track it.
+
+    Args:
+        size: ranks that share the optimizer.
+        passes: backward passes that make a step.
+        average_passes: whether their sum is divided by their number.
+        devices: for the vector of all weights, and for sparse gradients that are added up.
+        scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
+        model: whose batch-norm statistics agree; None if the user gave none.
+        buffers: how.
+        averages_statistics: whether pulls average them.
+
+    Attributes:
+        flat: the weights that are mixed; None until they are known.
+        averaged: what pulls average beside them.
+        weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
+        updates: whether the wrapped optimizer's update is traced, or done.
+        sums: gradients of backward passes before the last, by the variable's index.
+        done: backward passes since the last step.
+        recorded: in a graph that is being built: that a loss was recorded which belongs to the next step.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        passes: int,
+        average_passes: bool,
+        devices: tuple[str, str],
+        scale_local: bool,
+        model: Any,
+        buffers: str,
+        averages_statistics: bool = False,
+    ) -> None:
+        self.size, self.passes, self.average_passes, self.devices = size, passes, average_passes, devices
+        self.scale_local, self.model, self._buffers = scale_local, model, buffers
+        self._averages_statistics = averages_statistics
+        self._local: dict[int, Any] = {}
+        """Variables that are not mixed, by the id of their ``tf.Variable``."""
+        self.flat: Flat | None = None
+        self.averaged: Flat | None = None
+        self.weight: tf.Tensor | None = None
+        self.updates = False
+        self.sums: dict[int, tf.Variable] = {}
+        self.done: tf.Variable | None = None
+        self.recorded: tf.Tensor | None = None
+
+    def is_local(self, variable: Any) -> bool:
+        """Tell whether this rank keeps a variable to itself."""
+        return id(raw(variable)) in self._local
+
+    def keep_local(self, variable: Any) -> None:
+        """Leave a variable out of the mixing."""
+        self._local[id(raw(variable))] = raw(variable)
+        self.flat = None
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        optimizer = self.optimizer
+        if not optimizer.built and self.model is not None:
+            optimizer.build(self.model.trainable_variables)
+        if not optimizer.built:
+            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+        self.set_up(optimizer._trainable_variables)
+
+    def set_up(self, variables: list[Any]) -> None:
+        """Build the wrapped optimizer, once, outside of any graph."""
+        optimizer = self.optimizer
+        with tf.init_scope():
+            if not optimizer.built:
+                optimizer.build(variables)
+                optimizer.built = True
+            if self.flat is None:
+                every = optimizer._trainable_variables
+                overwritten = [v for v in every if optimizer._overwrite_variable_with_gradient(v)]
+                if overwritten:
+                    raise ValueError(
+                        f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which other "
+                        f"ranks' cannot be mixed with: take another dtype policy"
+                    )
+                self.flat = Flat([v for v in every if not self.is_local(v)], self.devices[0])
+            if self.passes > 1 and self.done is None:
+                self.done = tf.Variable(0, trainable=False)
+        if self.averaged is None and self.model is not None and self._averages_statistics:
+            frozen = {id(raw(v)) for layer in self.model._flatten_layers() for v in layer._trainable_variables}
+            averaged = [v for v in statistics(self.model) if id(v) not in frozen]
+            self.averaged = Flat(averaged) if averaged else None
+
+    def mixed(self) -> Flat:
+        """Return the weights that are mixed, which are known by now."""
+        if self.flat is None:
+            raise ReplicaStateError("the optimizer's weights were read before it was built: a bug in the binding")
+        return self.flat
+
+    def read(self) -> Array:
+        with tf.init_scope():
+            return self.mixed().array()
+
+    def write(self, weights: Any) -> None:
+        with tf.init_scope():
+            self.mixed().write(weights)
+
+    def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        """(Hyperparameters and the optimizer's state are each rank's own.)"""
+        optimizer = self.optimizer
+        buffers = 0 if self.model is None else len(statistics(self.model))
+        kinds = [
+            f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}",
+            f"{self.passes} backward passes per step",
+            f"buffers {self._buffers}, {buffers} of the model",
+            *(f"local {signature(v)}" for v in optimizer._trainable_variables if self.is_local(v)),
+        ]
+        mixed = [v for v in optimizer._trainable_variables if not self.is_local(v)]
+        sums = [0 if resumed else checksum(v) for v in mixed]
+        return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
+
+    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
+        flat = self.mixed()
+        return make_post(flat.elements, flat.dtype.as_numpy_dtype, compression, rows, sharers, parts)
+
+    def is_finite(self, weights: Array) -> bool:
+        return is_finite(weights)
+
+    def describe_nonfinite(self) -> str:
+        bad = [v for v in self.optimizer._trainable_variables if not is_finite(raw(v).numpy().reshape(-1))]
+        return (
+            f"this rank's step has made weights NaN or infinite ({', '.join(map(signature, bad[:5]))}), which would "
+            f"spread to all ranks; nothing was sent. Lower the learning rate, clip gradients, or wrap a "
+            f"keras.optimizers.LossScaleOptimizer"
+        )
+
+    def consensus_distance(self, worker: Worker) -> float:
+        return consensus_distance(worker, self.mixed().variables)
+
+    # -- beside the weights -----------------------------------------------------------------------------------
+
+    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
+        if self.model is not None:
+            with tf.init_scope():
+                unify_buffers(worker, self.model.non_trainable_variables, policy, root)
+
+    def keep_buffers(self) -> Callable[[], None]:
+        kept = [(variable, variable.numpy()) for variable in ([] if self.model is None else statistics(self.model))]
+
+        def put_back() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+
+        return put_back
+
+    def statistics(self) -> Array | None:
+        if self.averaged is None:
+            return None
+        with tf.init_scope():
+            return counted(self.averaged.array())
+
+    def clip(self, vector: Array, one: Array, other: Array) -> Array:
+        return np.clip(vector, np.minimum(one, other), np.maximum(one, other))
+
+    def number(self, loss: Any) -> float:
+        return float(loss)
+
+    def _moving_averages(self) -> Flat | None:
+        """Keras' moving averages of the variables that are mixed."""
+        optimizer = self.optimizer
+        if not optimizer.use_ema:
+            return None
+        pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
+        averages = [average for variable, average in pairs if not self.is_local(variable)]
+        return Flat(averages) if averages else None
+
+    def moving_averages(self) -> tf.Tensor | None:
+        with tf.init_scope():
+            flat = self._moving_averages()
+            return None if flat is None else flat.read()
+
+    def write_moving_averages(self, averages: tf.Tensor) -> None:
+        with tf.init_scope():
+            flat = self._moving_averages()
+            assert flat is not None
+            flat.write(averages)
+
+    def warn_before_drain(self) -> None:
+        done = 0 if self.done is None else int(self.done.numpy())
+        if done:
+            warnings.warn(
+                f"drain(): {done} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) stay "
+                f"on this rank and go on with its next ones",
+                stacklevel=8,
+            )
+
+
+def statistics(model: Any) -> list[Any]:
+    """Return what a model holds beside its weights: batch-norm statistics, not the random seeds of dropout layers."""
+    return [v for v in map(raw, model.non_trainable_variables) if v.dtype.is_floating]
+
+
+def counted(values: Array) -> Array:
+    """Return statistics with 1 at the end; all 0 if one is not finite."""
+    with_count = np.append(values, values.dtype.type(1))
+    return with_count if is_finite(with_count) else np.zeros_like(with_count)

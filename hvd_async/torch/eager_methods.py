@@ -1,0 +1,196 @@
+"""What ``EagerOptimizer`` adds to the class of the torch optimizer it wraps: public methods, no state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.eager import EagerDriver
+from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.gradient_replica import GradientReplica
+from hvd_async.torch.methods import OptimizerMethods
+
+SCALING = ("grad_scale", "found_inf")
+"""The attributes in which a GradScaler tells ``step()`` what it knows."""
+
+
+class TorchEagerDriver(EagerDriver):
+    """The driver of a torch ``EagerOptimizer``."""
+
+    replica: GradientReplica
+
+
+class EagerMethods(OptimizerMethods):
+    """Methods of a wrapped torch optimizer whose gradients travel."""
+
+    _async: TorchEagerDriver
+    _step_supports_amp_scaling = True
+    """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. From here to ``step()`` gradients are handed over while backward still computes others.
+
+        Raises:
+            ReplicaStateError: between backward() and step(), when gradients are on their way.
+        """
+        replica = self._async.replica
+        if replica.overlap is not None:
+            replica.overlap.disarm()
+            if (met := self._async.met) is not None:
+                replica.bind(met.engine)
+                replica.overlap.arm(met.gone)
+                replica.watch.clear()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand over the gradients, wait for this step's round, apply every round that is waiting.
+
+        Args:
+            closure: evaluated once, before the gradients are handed over.
+
+        Returns:
+            The closure's value, None without one.
+
+        Raises:
+            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
+            ReplicaStateError: a gradient was changed after it had been handed over.
+            FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
+            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+        """
+        refuse_a_step_for_state()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        driver, replica = self._async, self._async.replica
+        with _scaling_hidden(self, replica.scaler) as (grad_scale, overflow):
+            if replica.skip:
+                _step_shown(driver)
+                return loss
+            if replica.shown is not None:
+                raise ReplicaStateError(
+                    "step() after synchronize() would hand over the round that is in p.grad once more: write "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`"
+                )
+            worker = driver.worker_now()
+            vectors = replica.left(worker, grad_scale, overflow)
+            worker.step(vectors, replica.hyperparameters(), replica.apply)
+            replica.watch.clear()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
+
+    def synchronize(self) -> None:
+        """Hand over the gradients and put one round's average into every ``p.grad``, for user code to change.
+
+        Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
+        ``round_transform=`` does the same without holding it back.
+
+        A round that is shown and not followed by a step is left out: do so on all ranks alike. A rank that drains
+        before others have shown all of their rounds takes over the weights of one that has.
+        """
+        driver, replica = self._async, self._async.replica
+        if replica.scaler is not None and replica.scaler.is_enabled():
+            raise ReplicaStateError(
+                "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
+                "round_transform=, and call scaler.step(optimizer)"
+            )
+        worker = driver.worker_now()
+        rounds = worker.finish_step(replica.left(worker, None, False), replica.hyperparameters(), 1)
+        replica.watch.clear()
+        replica.one_by_one, replica.unshown, replica.shown = True, 0, None
+        super().zero_grad(set_to_none=True)
+        for round_ in rounds:
+            with worker.applying(round_):
+                replica.shown = round_
+                if round_.gradients:
+                    replica.show(round_)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make ``step()`` apply what ``synchronize()`` has put into p.grad."""
+        replica = self._async.replica
+        replica.skip = True
+        try:
+            yield
+        finally:
+            replica.skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes a step has from now on, as in Horovod."""
+        replica = self._async.replica
+        replica.passes = passes
+        if replica.overlap is not None:
+            replica.overlap.passes = passes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.
+
+        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
+        own share, for as many ranks.
+
+        Raises:
+            ReplicaStateError: gradients are on their way.
+        """
+        layout = self._async.replica.layout
+        return {**super().state_dict(), "hvd_async": {**self._async.share(layout.nbytes), "orders": layout.orders}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+
+        Raises:
+            ValueError: the state has gradients pending that this rank cannot take back; the message says how many.
+            ReplicaStateError: gradients of this run are on their way.
+        """
+        state_dict = dict(state_dict)
+        share = state_dict.pop("hvd_async", None)
+        if share is not None:
+            if self._async.worker is None:
+                self._async.replica.lay_out()
+            layout = self._async.replica.layout
+            self._async.take_share(layout.placed(share), layout.nbytes)
+        super().load_state_dict(state_dict)
+
+
+@contextlib.contextmanager
+def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor | None, bool]]:
+    """Yield what a GradScaler has put into attributes: (scale of the gradients or None, overflow?).
+
+    Meanwhile the wrapped optimizer must not see it: fused ones would unscale rounds, which are unscaled, and skip them.
+
+    Raises:
+        ReplicaStateError: the scaler and ``scaler=`` do not fit together.
+    """
+    mine: dict[str, Any] = {name: vars(optimizer).pop(name) for name in SCALING if name in vars(optimizer)}
+    try:
+        if mine and scaler is None:
+            raise ReplicaStateError(
+                "a GradScaler steps this optimizer, which does not know it: pass scaler=scaler to EagerOptimizer, "
+                "so that gradients are unscaled before other ranks see them"
+            )
+        if not mine and scaler is not None and scaler.is_enabled():
+            raise ReplicaStateError(
+                "this optimizer was wrapped with scaler=, so its gradients are scaled: call scaler.step(optimizer) "
+                "and scaler.update() in place of optimizer.step()"
+            )
+        yield mine.get("grad_scale"), bool(mine.get("found_inf", False))
+    finally:
+        vars(optimizer).update(mine)
+
+
+def _step_shown(driver: TorchEagerDriver) -> None:
+    """Take the step with the round that ``synchronize()`` has put into p.grad."""
+    replica = driver.replica
+    if replica.shown is None:
+        raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
+    worker = driver.worker_now()
+    with worker.whole(f"round {replica.shown.index} could not be applied"):
+        shown, replica.shown = replica.shown, None
+        if shown.gradients:
+            replica.update(shown.hyper)
+        replica.stepped += 1
+        worker.shown = replica.stepped

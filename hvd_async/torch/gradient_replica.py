@@ -1,0 +1,270 @@
+"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers import eager
+from hvd_async.runtime.compatibility import STATE
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.torch import hyperparameters, streams
+from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
+from hvd_async.torch.compression import make_wire, slots
+from hvd_async.torch.gradient_watch import Watch
+from hvd_async.torch.nonfinite import Checks
+from hvd_async.torch.overlap import Overlap
+from hvd_async.torch.streams import record_ready
+from hvd_async.torch.tensors import checksum, consensus_distance, signature, take_over, unify_buffers
+
+RoundTransform = Callable[[Sequence[torch.Tensor]], object]
+INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
+
+
+class GradientReplica(eager.GradientReplica):
+    """Parameters, their buckets and the wrapped torch optimizer that applies rounds.
+
+    Args:
+        sharers: the ranks that share the optimizer.
+        named: parameters' names by id; None if none were given.
+        config: as of ``EagerDriver``.
+        options: as the user gave them.
+
+    Attributes:
+        before, after: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        shown: the round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces
+            it.
+        unshown: rounds applied since ``synchronize()`` last showed one.
+        stepped: rounds since the last drain or cut that it showed and ``step()`` applied.
+        skip: whether ``step()`` is to apply what is shown.
+    """
+
+    def __init__(
+        self, sharers: RankGroup, named: dict[int, str] | None, config: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self.named, self._sharers, self._config = named, sharers, config
+        self.layout = Layout([])
+        self.slots = 1
+        self.overlap: Overlap | None = None
+        self.watch = Watch(self.layout)
+        self.checks = Checks()
+        self.passes: int = options["backward_passes_per_step"]
+        self._bucket_cap_mb: float = options["bucket_cap_mb"]
+        self._groups: Any = options["groups"]
+        self._compression: Any = options["compression"]
+        self.before, self.after = options["scales"]
+        self.round_transform: RoundTransform | None = options["round_transform"]
+        self.scaler: Any = options["scaler"]
+        self._nonfinite: str = options["nonfinite"]
+        self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
+        self.buffer_policy: str = options["buffers"]
+        self.shown: ReducedRound | None = None
+        self.skip = self.one_by_one = False
+        self.unshown = self.stepped = 0
+
+    def attach(self, optimizer: Any) -> None:
+        """Belong to a wrapped optimizer from now on."""
+        super().attach(optimizer)
+        self.lay_out()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that can have a gradient: the others, of whole numbers, are left alone."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
+
+    def bind(self, engine: Engine) -> None:
+        """Both threads change what the ranks exchange, so both use this one's stream."""
+        streams.bind_training_stream(engine, self.parameters)
+
+    # -- buckets ----------------------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Part the parameters into buckets, and hook them."""
+        parameters = self.parameters
+        self.slots = slots(self._compression, parameters, self._sharers.size, self._config["max_staleness"])
+        slot = self._sharers.index % self.slots
+        self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.slots, slot)
+        if self.overlap is not None:
+            self.overlap.remove()
+        # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        early = not scaled and self._nonfinite == "skip"
+        self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
+        self.watch = Watch(self.layout)
+
+    def new_worker(
+        self,
+        engine: Any,
+        config: Callable[[Sequence[int]], EagerConfig],
+        finish: Callable[[bool], None],
+        apply: Callable[[ReducedRound], None],
+    ) -> EagerWorker:
+        self.lay_out()  # groups may have been added since the wrapper was made
+        wire = make_wire(self.layout, self._compression, self.slots, self._sharers)
+        return EagerWorker(engine, config(self.layout.nbytes), wire, finish, apply, self.checks.emptied)
+
+    # -- gradients out ----------------------------------------------------------------------------------------
+
+    def left(
+        self, worker: EagerWorker, grad_scale: torch.Tensor | None, overflow: bool
+    ) -> dict[int, torch.Tensor | None]:
+        """Return what is left of this step's gradients, by bucket, for the worker.
+
+        Raises:
+            ReplicaStateError: a gradient was changed after it had been handed over.
+        """
+        if self.overlap is not None:
+            self.overlap.disarm()
+        try:
+            self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before))
+        except ReplicaStateError as error:
+            worker.whole.broken = str(error)  # half of the step is on its way
+            raise
+        scale = self.before if grad_scale is None else self.before / grad_scale
+        left = [index for index in range(len(self.layout)) if index not in worker.gone]
+        return {i: None if overflow else self._finite(i, self.layout.vector(i, scale)) for i in left}
+
+    def _bucket_ready(self, index: int) -> None:
+        """A backward hook: all gradients of a bucket are there."""
+        worker = self.optimizer._async.worker
+        vector = self.layout.vector(index, self.before)
+        self.watch.handed(index, vector)
+        worker.hand_over(index, self._finite(index, vector))
+
+    def _finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
+        """Return a bucket's vector, or None if other ranks must not see it: NaN, an infinity.
+
+        Raises:
+            FloatingPointError: as None, if the user asked for it.
+        """
+        if vector.is_cuda and self._nonfinite == "skip" and self._config["quorum"] == "all":
+            self.checks.empty_unless_finite(index, vector)
+            return record_ready(vector)
+        # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
+        # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
+        if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
+            return record_ready(vector)
+        if self._nonfinite == "raise":
+            every = self._names(self.layout.parameters)
+            names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _is_finite(p.grad)]
+            raise FloatingPointError(f"not finite: the gradients of {', '.join(names[:5])}")
+        return None
+
+    # -- rounds in --------------------------------------------------------------------------------------------
+
+    def show(self, round_: ReducedRound) -> None:
+        """Put a round's average into every ``p.grad``."""
+        optimizer = self.optimizer
+        frozen = hyperparameters.frozen(optimizer.param_groups, round_.hyper)
+        sparse = issubclass(optimizer._wrapped_class, torch.optim.SparseAdam)
+        self.layout.set_gradients(round_, self.after, frozen, sparse)
+
+    def apply(self, round_: ReducedRound) -> None:
+        """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
+        self.unshown += 1
+        if round_.gradients == 0:
+            return  # nothing in it; momentum and decay must not move the weights
+        parameters = self.parameters
+        own = [p.grad for p in parameters]
+        try:
+            self.show(round_)
+            if self.round_transform is not None:
+                self.round_transform([p for p in parameters if p.grad is not None])
+            self.update(round_.hyper)
+        finally:
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+
+    def update(self, hyper: Hyper) -> None:
+        """Take a step of the wrapped optimizer with a round's hyperparameters."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        own = hyperparameters.read(groups)
+        if own == hyper:
+            optimizer._wrapped_class.step(optimizer)
+            return
+        hyperparameters.write(groups, hyper)
+        written = hyperparameters.read(groups)  # (a tensor may have rounded it)
+        try:
+            optimizer._wrapped_class.step(optimizer)
+        finally:
+            hyperparameters.put_back(groups, own, written)
+
+    # -- what the ranks have in common --------------------------------------------------------------------------
+
+    def hyperparameters(self) -> Hyper:
+        return hyperparameters.read(self.optimizer.param_groups)
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+        """Names by the parameters' id."""
+        named = self.named or {}
+        return {id(p): named.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)}
+
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        optimizer, parameters = self.optimizer, self.parameters
+        every = self._names(parameters)
+        names = [f"{signature(every[id(p)], p)} {memory_order(p)}".rstrip() for p in parameters]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        place = {id(p): index for index, p in enumerate(parameters)}
+        members = [[place[id(p)] for p in bucket.parameters] for bucket in self.layout.buckets]
+        buckets = f"{len(members)} buckets ({zlib.crc32(str(members).encode()):08x})"
+        kind = (
+            f"optimizer {optimizer._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
+            f"factors {self.before} and {self.after}"
+        )
+        held = [
+            (f"{STATE}{key} of {name}", checksum(value))
+            for p, name in zip(parameters, names, strict=True)
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        return (
+            [kind, *names, *(name for name, _ in held)],
+            [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
+        )
+
+    def consensus_distance(self, worker: EagerWorker) -> float:
+        return consensus_distance(worker, self.parameters)
+
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
+        if worker.mend is not None:
+            self._take_over(worker, worker.mend)
+            warnings.warn(
+                f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
+                f"{worker.mend}, which had most: {INSTEAD} of every rank",
+                stacklevel=8,
+            )
+        elif left and self.one_by_one and self.round_transform is None:
+            warnings.warn(f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=8)
+        passed = 0 if self.overlap is None else self.overlap.passed
+        if flush and passed:
+            warnings.warn(
+                f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
+                f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
+                stacklevel=8,
+            )
+        if flush and self.buffer_policy != "local" and self.named_buffers:
+            unify_buffers(worker, self.named_buffers, self.buffer_policy, self._sharers.ranks[0])
+
+    def _take_over(self, worker: EagerWorker, rank: int) -> None:
+        """Take over a rank's weights and optimizer state. A collective."""
+        parameters, state = self.parameters, self.optimizer.state
+        held = [v for p in parameters for v in state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        take_over(worker, [*parameters, *held], rank)
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    return bool(torch.isfinite(gradient.coalesce().values() if gradient.is_sparse else gradient).all())

@@ -1,0 +1,130 @@
+"""What the class of a wrapped torch optimizer gains: public methods, which call the driver; no state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers import methods
+from hvd_async.optimizers.local import LocalDriver
+from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.weight_replica import WeightReplica
+
+
+class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
+    """What every wrapped torch optimizer does otherwise than the plain one."""
+
+    _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
+        driver = self.__dict__.get("_async")
+        if driver is not None and driver.worker is not None:
+            raise ReplicaStateError(
+                "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
+                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # a scheduler that was made before the wrapper holds these very objects
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReplicaStateError(
+            "a wrapped optimizer cannot be copied or pickled, it belongs to this process's engine: save its "
+            "state_dict()"
+        )
+
+
+class WeightMethods(OptimizerMethods):
+    """Methods of a wrapped torch optimizer whose ranks have weights of their own."""
+
+    _async: LocalDriver
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with this rank's gradients, and let other ranks' weights move this one's.
+
+        Gossip sends the weights to neighbours and mixes in theirs: sgp and dpsgd wait for the neighbours' messages of
+        this step; osgp for those that are ``max_staleness`` steps old; adpsgd for nobody, but after ``max_local_steps``
+        without an averaging. Ranks that follow a leader wait for nobody.
+
+        Args:
+            closure: evaluated once, before the step.
+
+        Returns:
+            The closure's value, None without one.
+
+        Raises:
+            ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
+            ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
+            FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
+            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+        """
+        refuse_a_step_for_state()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        driver: LocalDriver = self._async
+        replica: WeightReplica = driver.replica  # type: ignore[assignment]
+        start = driver.begin_step(loss)
+        with driver.updating(), torch.no_grad():
+            replica.scale(start.scale)
+            before = replica.read() if start.needs_pre_update else None
+            own_rates = driver.lr_factor != 1.0
+            with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
+                self._wrapped_class.step(self)
+            end = driver.end_step(before, replica.read(), replica.statistics())
+            if end.statistics is not None:
+                replica.write_statistics(end.statistics)
+            replica.write(end.weights)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under "hvd_async" what this rank needs to go on.
+
+        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
+        own share, for as many ranks, beside the model's weights on that rank.
+
+        Raises:
+            ReplicaStateError: a step was taken since the last drain or cut.
+        """
+        return {**super().state_dict(), "hvd_async": self._async.share()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+
+        Raises:
+            ValueError: the state is another rank's, or of a job of another size.
+            ReplicaStateError: messages of this run are on their way.
+        """
+        state_dict = dict(state_dict)
+        share = state_dict.pop("hvd_async", None)
+        if share is not None:
+            device = self._async.replica.parameters[0].device  # type: ignore[attr-defined]
+            copies = {edge: copy.to(device) for edge, copy in share.get("copies", {}).items()}
+            self._async.take_share({**share, "copies": copies})
+        super().load_state_dict(state_dict)
+
+
+class GossipMethods(WeightMethods, methods.GossipMethods):
+    """What ``GossipOptimizer`` adds to the class of the torch optimizer it wraps."""
+
+
+class LeaderMethods(WeightMethods, methods.LeaderMethods):
+    """What ``LeaderOptimizer`` adds to the class of the torch optimizer it wraps."""

@@ -1,0 +1,201 @@
+"""The torch replica of a rank with weights of its own: reads and writes them as one vector on their device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.optimizers import replica
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.worker import Worker
+from hvd_async.torch import streams
+from hvd_async.torch.bucket_layout import differentiable
+from hvd_async.torch.message_format import make_post
+from hvd_async.torch.tensors import checksum, consensus_distance, signature, unify_buffers
+
+MIXED = {torch.float32, torch.float64}
+"""What weights must be for their mixing to lose nothing."""
+
+
+class WeightReplica(replica.WeightReplica):
+    """Weights, batch-norm statistics and learning rates of a wrapped torch optimizer.
+
+    Args:
+        named: parameters' names by id; None if none were given.
+        named_buffers: those that are to agree after a drain.
+        averages_statistics: whether pulls average them.
+    """
+
+    def __init__(
+        self,
+        named: dict[int, str] | None,
+        named_buffers: Iterable[tuple[str, torch.Tensor]] | None,
+        averages_statistics: bool = False,
+    ) -> None:
+        self.named, self.named_buffers = named, list(named_buffers or [])
+        self._averages_statistics = averages_statistics
+
+    def attach(self, optimizer: Any) -> None:
+        """Belong to a wrapped optimizer from now on.
+
+        Raises:
+            ValueError: its weights cannot be mixed.
+        """
+        super().attach(optimizer)
+        self.prepare()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are mixed: of others that are frozen, ranks keep their own."""
+        every = [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
+        return [p for p in every if p.requires_grad or p.dtype in MIXED]
+
+    def bind(self, engine: Engine) -> None:
+        """Both threads change what the ranks exchange, so both use this one's stream."""
+        streams.bind_training_stream(engine, self.parameters)
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        self.check()
+        devices = {str(p.device) for p in self.parameters}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on {', '.join(sorted(devices))}: ranks' weights travel as one vector: keep them on one"
+            )
+
+    def check(self) -> None:
+        """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen."""
+        self.dtype()
+
+    def dtype(self) -> torch.dtype:
+        """Return that of the vector of weights.
+
+        Raises:
+            ValueError: mixing would lose what a parameter learns.
+        """
+        kinds = {p.dtype for p in self.parameters}
+        if kinds <= MIXED:
+            return torch.float64 if torch.float64 in kinds else torch.float32
+        other = ", ".join(sorted(str(kind) for kind in kinds - MIXED))
+        raise ValueError(
+            f"a parameter of dtype {other} cannot be mixed without losing what it learns: keep weights in float32 and "
+            f"compute in half precision by torch.autocast; compression= makes messages small"
+        )
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        kind = self.dtype()
+        return torch.cat([p.detach().reshape(-1).to(kind) for p in self.parameters])
+
+    @torch.no_grad()
+    def write(self, weights: torch.Tensor) -> None:
+        parameters = self.parameters
+        parts = weights.split([p.numel() for p in parameters])
+        pairs = [(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+        alike = [pair for pair in pairs if pair[0].is_contiguous()]
+        if alike:
+            torch._foreach_copy_([p for p, _ in alike], [part for _, part in alike])
+        for parameter, part in pairs:
+            if not parameter.is_contiguous():  # (one of them, channels last say, would make all copies single ones)
+                parameter.copy_(part)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the weights."""
+        if factor != 1.0:
+            torch._foreach_mul_(self.parameters, factor)
+
+    def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        parameters, named = self.parameters, self.named or {}
+        names = [signature(named.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+        kind = f"optimizer {self.optimizer._wrapped_class.__name__}{', weights as after cut()' if resumed else ''}"
+        kinds = [kind]
+        if self._averages_statistics:
+            kinds = [f"{sum(t.numel() for t in self._averaged())} batch-norm statistics of named_buffers", kind]
+        return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
+
+    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
+        return make_post(self.read(), compression, rows, sharers, parts)
+
+    def is_finite(self, weights: torch.Tensor) -> bool:
+        # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)
+        return bool(torch.isfinite(weights.sum())) or bool(torch.isfinite(weights).all())
+
+    def describe_nonfinite(self) -> str:
+        named = self.named or {}
+        bad = [(i, p) for i, p in enumerate(self.parameters) if not torch.isfinite(p).all()]
+        names = ", ".join(named.get(id(p), f"parameter {i}") for i, p in bad[:5])
+        return (
+            f"this rank's step has made weights NaN or infinite ({names}), which would spread to all ranks; nothing "
+            f"was sent. Lower the learning rate, clip gradients, or step by a torch.amp.GradScaler"
+        )
+
+    def consensus_distance(self, worker: Worker) -> float:
+        return consensus_distance(worker, self.parameters)
+
+    # -- beside the weights -----------------------------------------------------------------------------------
+
+    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
+        if self.named_buffers:
+            unify_buffers(worker, self.named_buffers, policy, root)
+
+    def keep_buffers(self) -> Callable[[], None]:
+        kept = [(buffer, buffer.clone()) for _, buffer in self.named_buffers]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for buffer, own in kept:
+                    buffer.copy_(own)
+
+        return put_back
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """What pulls average beside the weights."""
+        if not self._averages_statistics:
+            return []
+        return [t for _, t in self.named_buffers if t.is_floating_point() and t.numel()]
+
+    @torch.no_grad()
+    def statistics(self) -> torch.Tensor | None:
+        averages = self._averaged()
+        if not averages:
+            return None
+        kind = self.dtype()
+        own = torch.cat([*(t.reshape(-1).to(kind) for t in averages), averages[0].new_ones(1, dtype=kind)])
+        return torch.where(torch.isfinite(own).all(), own, 0.0)  # (a GPU finds out by itself)
+
+    @torch.no_grad()
+    def write_statistics(self, averaged: torch.Tensor) -> None:
+        """Make these the batch-norm statistics, shape (m,)."""
+        averages = self._averaged()
+        for tensor, part in zip(averages, averaged.split([t.numel() for t in averages]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def clip(self, vector: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(vector, torch.minimum(one, other), torch.maximum(one, other))
+
+    def number(self, loss: Any) -> Any:
+        if not isinstance(loss, torch.Tensor):
+            return loss
+        if loss.numel() != 1:
+            raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
+        loss = loss.detach().reshape(())
+        return streams.Later(loss) if loss.is_cuda else loss
+
+    @contextlib.contextmanager
+    def learning_rates_times(self, factor: float) -> Iterator[None]:
+        """In it the optimizer has this rank's learning rates; schedulers see those that all ranks have."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate

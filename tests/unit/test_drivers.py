@@ -1,0 +1,203 @@
+"""The driver of ranks with weights of their own, with a replica and a worker stood in for; no framework, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.gossip import GossipDriver
+from hvd_async.optimizers.leader import LeaderDriver
+from hvd_async.optimizers.methods import GossipMethods
+from hvd_async.optimizers.replica import WeightReplica
+from hvd_async.runtime.lifecycle import Lifecycle, use_engine
+from hvd_async.runtime.process_sets import RankGroup
+
+ALONE = RankGroup(None, (0,), 0, 0, 1)
+GOSSIP = {
+    "algorithm": "sgp",
+    "graph": None,
+    "peers": 1,
+    "weights": "uniform",
+    "max_staleness": None,
+    "max_local_steps": 4,
+    "average_every": 0,
+    "compression": "none",
+    "local_size": 1,
+}
+
+
+class Weights(WeightReplica):
+    """Two weights in an array, and one statistic."""
+
+    def __init__(self) -> None:
+        self.weights, self.statistic = np.array([1.0, 2.0]), 5.0
+
+    def prepare(self) -> None: ...
+
+    def read(self) -> Any:
+        return self.weights.copy()
+
+    def write(self, weights: Any) -> None:
+        self.weights = weights
+
+    def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
+        return ["two weights"], [0]
+
+    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> Any:
+        raise NotImplementedError
+
+    def is_finite(self, weights: Any) -> bool:
+        return bool(np.isfinite(weights).all())
+
+    def describe_nonfinite(self) -> str:
+        return "not finite"
+
+    def consensus_distance(self, worker: Any) -> float:
+        return 0.25
+
+    def unify_buffers(self, worker: Any, policy: str, root: int) -> None:
+        self.statistic = {"average": 7.0, "root": 100.0 + root}[policy]
+
+    def keep_buffers(self) -> Callable[[], None]:
+        kept = self.statistic
+        return lambda: setattr(self, "statistic", kept)
+
+    def statistics(self) -> Any:
+        return np.array([self.statistic, 1.0])
+
+    def clip(self, vector: Any, one: Any, other: Any) -> Any:
+        return vector
+
+
+class Worker:
+    """One whose ranks have met: it mixes in 10, and what stands for all ranks is 3 times the weights."""
+
+    weight, wants_before, version, agreed, leader, keep = 0.5, False, 4, True, 2, None
+    engine = SimpleNamespace(replaced=False, drain=lambda *_: None)
+    process_set_id, last_done = 0, 1
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def check_step(self) -> None: ...
+
+    def mix(self, before: Any, after: Any) -> Any:
+        return after + 10
+
+    def consensus(self, weights: Any) -> Any:
+        return weights * 3
+
+    def record_loss(self, loss: float) -> None:
+        self.losses.append(loss)
+
+    def settle_statistics(self, own: Any, clip: Any) -> Any:
+        return own[:-1] + 1
+
+
+class Optimizer(GossipMethods):
+    """A wrapped one."""
+
+
+def gossip(buffers: str = "average") -> tuple[Optimizer, GossipDriver, Weights]:
+    """An optimizer that has met the other ranks."""
+    return _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, buffers, GOSSIP, None))
+
+
+def leader(**options: Any) -> tuple[Optimizer, LeaderDriver, Weights]:
+    """The same, of ranks that follow a leader."""
+    given = {"algorithm": "lsgd", "lr_spread": "none"} | options
+    return _attached(
+        lambda lifecycle, weights: LeaderDriver(
+            lifecycle, ALONE, weights, "local", lambda: 1, given["algorithm"], given["lr_spread"], {}
+        )
+    )
+
+
+def _attached(make: Callable[[Lifecycle, Weights], Any]) -> Any:
+    weights, optimizer = Weights(), Optimizer()
+    with use_engine(SimpleNamespace(rank=0, size=1)):  # type: ignore[arg-type]
+        driver = make(Lifecycle(lambda: None, (), lambda: None), weights)  # type: ignore[arg-type, return-value]
+    driver.attach(optimizer).__class__ = Optimizer
+    driver.worker = Worker()
+    return optimizer, driver, weights
+
+
+def test_a_step_has_two_halves():
+    optimizer, driver, weights = gossip()
+    assert driver.begin_step() == (0.5, False)
+    end = driver.end_step(None, weights.read())
+    assert end.weights.tolist() == [11.0, 12.0]
+    assert end.statistics is None
+    assert optimizer.rounds == 4
+    driver.begin_step()  # (the one before it has ended)
+
+
+def test_a_step_that_is_not_finite_breaks_the_optimizer():
+    optimizer, driver, _ = gossip()
+    driver.begin_step()
+    with pytest.raises(FloatingPointError, match="not finite"):
+        driver.end_step(None, np.array([np.nan, 0.0]))
+    for call in (optimizer.drain, optimizer.cut, driver.begin_step, driver.drain_all):
+        with pytest.raises(ReplicaStateError, match=r"broken off: FloatingPointError: not finite.*from a checkpoint"):
+            call()
+
+
+def test_a_step_that_never_ends_breaks_the_optimizer():
+    """An op of a graph has failed between its halves: nobody hears of that."""
+    _, driver, _ = gossip()
+    driver.begin_step()
+    with pytest.raises(ReplicaStateError, match="an op of the training step's graph failed"):
+        driver.begin_step()
+
+
+def test_an_error_of_the_wrapped_step_breaks_the_optimizer():
+    _, driver, _ = gossip()
+    driver.begin_step()
+    with pytest.raises(ZeroDivisionError), driver.updating():
+        raise ZeroDivisionError("boom")
+    with pytest.raises(ReplicaStateError, match="broken off: ZeroDivisionError: boom"):
+        driver.worker_now()
+
+
+def test_the_optimizer_is_kept_from_its_step_on():
+    """Others count on its weights until the worker lets go of it."""
+    optimizer, driver, weights = gossip()
+    driver.begin_step()
+    driver.end_step(None, weights.read())
+    assert driver.worker.keep is optimizer
+
+
+@pytest.mark.parametrize(("buffers", "statistic"), [("average", 7.0), ("root", 100.0), ("local", 5.0)])
+def test_in_consensus_the_model_holds_what_stands_for_all_and_then_its_own_again(buffers: str, statistic: float):
+    optimizer, _, weights = gossip(buffers)
+    with optimizer.consensus():
+        assert weights.weights.tolist() == [1.5, 3.0]
+        assert weights.statistic == statistic
+    assert weights.weights.tolist() == [1.0, 2.0]
+    assert weights.statistic == 5.0
+
+
+def test_consensus_of_ranks_that_keep_their_statistics_takes_the_leaders():
+    optimizer, _, weights = leader()
+    with optimizer.consensus():
+        assert weights.statistic == 102.0
+
+
+def test_losses_are_handed_over_when_a_step_begins():
+    """The binding's own counts where nothing was recorded."""
+    _, driver, weights = leader()
+    driver.record_loss(1)
+    driver.begin_step(9.0)
+    end = driver.end_step(None, weights.read(), weights.statistics())
+    assert end.statistics.tolist() == [6.0]
+    driver.begin_step(2.0)
+    assert driver.worker.losses == [1.0, 2.0]
+
+
+def test_the_distance_is_that_of_the_replica():
+    assert gossip()[0].consensus_distance() == 0.25
