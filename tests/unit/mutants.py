@@ -150,7 +150,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "a rank that is done leads": Mutant("lsgd", "if rank in there and self._heard", "if self._heard"),
         "a loss that is not finite leads": Mutant(
             "lsgd, one leads at times",
-            "equations.pick_leader(self._means, self._recent(group.ranks))",
+            "pick_leader(self._means, self._recent(group.ranks))",
             "next(iter(self._recent(group.ranks)), None)",
         ),
         "steps count for two pulls": Mutant("lsgd", "group.steps %= needed", "group.steps -= 1"),
