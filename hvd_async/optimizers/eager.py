@@ -139,7 +139,7 @@ class EagerDriver(Driver):
         return self.replica.fingerprint()[0]
 
     def worker_now(self) -> EagerWorker:
-        """As ``Driver``'s; raises as well, if a round was half applied here."""
+        """Raise as ``Driver``'s does, and if a round was half applied here."""
         worker: EagerWorker = super().worker_now()
         worker.whole.check()
         return worker

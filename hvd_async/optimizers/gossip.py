@@ -56,7 +56,7 @@ class GossipDriver(LocalDriver):
         self._peers = _by_epoch("peers", given.pop("peers"))
         self._schedule = {0: given["algorithm"]} | _by_epoch("schedule", schedule or {})
         self._algorithms = set(self._schedule.values())
-        """Of any epoch, or switched to."""
+        """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
         for epoch in sorted({*self._peers, *self._schedule, 0}):
             self._planned({**self.given, **self._due(epoch)})

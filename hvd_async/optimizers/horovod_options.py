@@ -132,7 +132,7 @@ def check_gossip_options(
 def check_leader_options(
     op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, plain: bool
 ) -> None:
-    """As ``check_gossip_options``, where ranks follow a leader; ``plain``: whether no compression is asked for."""
+    """``check_gossip_options`` where ranks follow a leader; ``plain``: whether no compression is asked for."""
     check_gossip_options(op, average, predivide, groups, passes, buffers, "LeaderOptimizer")
     if buffers == "root":
         raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")

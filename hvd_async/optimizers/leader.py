@@ -109,7 +109,7 @@ class LeaderDriver(LocalDriver):
         self.losses.append(self.replica.number(loss))
 
     def begin_step(self, loss: Any = None) -> StepStart:
-        """As ``LocalDriver``'s; hands over the losses that were recorded, else the one that the binding knows."""
+        """Begin a step; hands over the losses that were recorded, else the one that the binding knows."""
         worker = self.worker_now()
         if loss is not None and not self.losses:
             self.record_loss(loss)
@@ -220,7 +220,7 @@ class LeaderDriver(LocalDriver):
         self.steps_before = int(share.get("steps", 0))
 
     def _follows(self) -> str:
-        """What must be as it was when what a cut has left is taken up: whose targets are whose."""
+        """Return the settings that a state after a cut is bound to: whose targets are whose."""
         config = self.config
         return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
 

@@ -56,7 +56,7 @@ class WeightWorker(Protocol):
 
 
 class StepStart(NamedTuple):
-    """What a step begins with.
+    """Terms that a step begins with.
 
     Attributes:
         scale: the wrapped optimizer is to work on the weights times this.
@@ -68,7 +68,7 @@ class StepStart(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """What a step ends with.
+    """Results that a step ends with.
 
     Attributes:
         weights: those to go on with, shape (n,).
@@ -198,7 +198,7 @@ class LocalDriver(Driver):
 
     @contextlib.contextmanager
     def consensus_after_cut(self) -> Iterator[None]:
-        """As ``consensus``, after a cut. A collective."""
+        """``consensus`` after a cut. A collective."""
         worker: WeightWorker = self.worker_now()
         own, put_back = self.replica.read(), self.replica.keep_buffers()
         forgotten = False

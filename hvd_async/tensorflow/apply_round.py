@@ -121,7 +121,7 @@ class Update:
         return sorted(empty.union(group["frozen"]))
 
     def keep(self, round_: ReducedRound) -> Callable[[], None]:
-        """What puts back the variables, and what the optimizer has of them, that a round about to be applied must not
+        """Return a function that puts back the variables, and the optimizer's share of them, that a round must not
         move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
         update this would be half of it, and take as long to trace.)"""
         unmoved = set(self._unmoved(round_))

@@ -96,7 +96,7 @@ def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -
 
 @dataclass(frozen=True)
 class Terms:
-    """What a layout needs to know beside the variables.
+    """Terms of a layout beside the variables.
 
     Attributes:
         before, after: factors of a gradient before and of a sum after the ranks' gradients are added up.
@@ -129,17 +129,17 @@ class Layout:
 
     @property
     def dtypes(self) -> list[tf.DType]:
-        """Of the buckets, in order."""
+        """Dtypes of the buckets, in order."""
         return [bucket.dtype for bucket in self.buckets]
 
     @property
     def elements(self) -> list[int]:
-        """Of each bucket's vector."""
+        """Elements of each bucket's vector."""
         return [sum(bucket.sizes) + self._terms.slots for bucket in self.buckets]
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of each bucket's vector."""
+        """Bytes of each bucket's vector."""
         return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
 
     def specs(self) -> list[tf.TensorSpec]:
@@ -196,7 +196,7 @@ class Layout:
         return changed
 
     def averages(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What a round's sums over the ranks mean: a gradient for each variable that can have one, in their order,
+        """Read a round's sums over the ranks: a gradient for each variable that can have one, in their order,
         shapes and dtypes."""
         gradients: dict[int, tf.Tensor] = {}
         for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):

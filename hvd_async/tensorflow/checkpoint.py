@@ -1,4 +1,4 @@
-"""What a rank has pending, as NumPy arrays by name, so that it fits into any checkpoint beside the variables."""
+"""A rank's pending state as NumPy arrays by name, so that it fits into any checkpoint beside the variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_async.tensorflow.buffers import own_name
 
 PREFIX = "hvd_async."
 COPY = "copy."
-"""Of CHOCO-SGD, by the name of the edge's end."""
+"""Prefix of CHOCO-SGD's estimates, by the name of the edge's end."""
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 

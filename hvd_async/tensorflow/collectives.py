@@ -34,7 +34,7 @@ Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
 """Bytes to which TensorFlow's kernels want tensors aligned; they abort on others."""
 OWN_THREADS = 2
-"""Of the session's pool; ops do not hold them while they wait for other ranks."""
+"""Threads of the session's pool; ops do not hold them while they wait for other ranks."""
 
 
 class _Handle:

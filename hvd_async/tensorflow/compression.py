@@ -37,7 +37,7 @@ class Compression(hvd.Compression):
 
 
 class Codec:
-    """What vectors look like on the wire.
+    """The form of vectors on the wire.
 
     Args:
         compression: a class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``. Sums of
@@ -59,7 +59,7 @@ class Codec:
         """How much of ``after`` the collectives do; half precision is multiplied when it is none any more."""
         self._contexts: dict[tf.DType, Any] = {}
         self.wire: dict[tf.DType, tf.DType] = {}
-        """What each of ``dtypes`` becomes while it travels."""
+        """Return the dtype that each of ``dtypes`` has while it travels."""
         for dtype in dtypes:
             sample, context = compression.compress(tf.ones([1], dtype))
             if sample.dtype.name not in EXACT:
@@ -73,7 +73,7 @@ class Codec:
         """Elements at a vector's end that count gradients."""
 
     def nbytes(self, dtype: tf.DType) -> int:
-        """Of one element on the wire."""
+        """Bytes of one element on the wire."""
         return int(self.wire[dtype].size)
 
     def encode(self, vector: tf.Tensor) -> tf.Tensor:

@@ -152,7 +152,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
 
 def _groups(num_groups: int, groups: Any) -> Any:
-    """What ``partition`` takes.
+    """Return groups as ``partition`` takes them.
 
     Raises:
         ValueError: neither a positive number nor lists.

@@ -1,4 +1,4 @@
-"""What ``EagerOptimizer`` adds to the class of the Keras optimizer it wraps: public methods, and what Keras calls."""
+"""Methods that ``EagerOptimizer`` adds to the Keras optimizer's class: public ones, and those that Keras calls."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Flat:
 
     @property
     def elements(self) -> int:
-        """Of the vector."""
+        """Elements of the vector."""
         return sum(self._sizes)
 
     def read(self) -> tf.Tensor:
@@ -47,7 +47,7 @@ class Flat:
             return tf.concat([tf.reshape(tf.cast(v, self.dtype), [-1]) for v in self.variables], axis=0)
 
     def array(self) -> np.ndarray[Any, Any]:
-        """As ``read``, an array of the caller's own. Not in a graph."""
+        """Return an array of the caller's own, otherwise as ``read``. Not in a graph."""
         return self.read().numpy()
 
     def write(self, vector: Any) -> None:

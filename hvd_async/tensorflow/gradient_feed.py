@@ -42,9 +42,9 @@ class Feed:
         self._layout, self._passes, self._raises = layout, passes, nonfinite == "raise"
         self._factor = 1.0 / passes if average else 1.0
         self._sums: dict[int, tf.Tensor] = {}
-        """Of the passes before this one."""
+        """Gradients of the passes before this one."""
         self._given: dict[int, tf.Tensor | None] = {}
-        """Of this pass, not handed over yet."""
+        """Gradients of this pass, not handed over yet."""
         self._spoilt: list[int] = []
         """Buckets of this pass that were not finite."""
         self.done = 0
@@ -113,7 +113,7 @@ class Feed:
         return worker.finish_step(vectors, hyper), not spoilt
 
     def _of(self, given: Mapping[int, tf.Tensor | None], bucket: int) -> tf.Tensor | None:
-        """What was given of a bucket; a gradient that is zero if nothing was."""
+        """Return what was given of a bucket; a gradient that is zero if nothing was."""
         return given[bucket] if bucket in given else self._layout.nothing(bucket)
 
     def _plus(self, bucket: int, vector: tf.Tensor) -> tf.Tensor:

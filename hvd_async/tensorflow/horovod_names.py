@@ -34,7 +34,7 @@ def _refuse(self: Any, model: Any) -> NoReturn:
 
 
 def _broadcast_variables(variables: Any, root_rank: int, **options: Any) -> Any:
-    """As Horovod's; takes Keras variables too."""
+    """Horovod's, which takes Keras variables too."""
     listed = list(variables)
     known = not any(isinstance(one, keras.Variable) for one in listed)
     return (_horovods_broadcast if known else broadcast_variables)(listed, root_rank, **options)

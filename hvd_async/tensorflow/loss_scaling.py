@@ -28,7 +28,7 @@ class ScaleMethods(methods.OptimizerMethods):
         return self.inner_optimizer._async
 
     def register_local_var(self, variable: Any) -> None:
-        """As the inner optimizer's."""
+        """The inner optimizer's."""
         self.inner_optimizer.register_local_var(variable)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -45,7 +45,7 @@ class ScaleMethods(methods.OptimizerMethods):
 
 
 class EagerScaleMethods(ScaleMethods):
-    """What ``EagerOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is an EagerOptimizer too."""
+    """Methods of ``EagerOptimizer`` on a ``LossScaleOptimizer`` whose inner one is an EagerOptimizer too."""
 
     built: bool
 
@@ -71,22 +71,22 @@ class EagerScaleMethods(ScaleMethods):
 
 
 class GossipScaleMethods(ScaleMethods, methods.GossipMethods):
-    """What ``GossipOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is a GossipOptimizer too. A
+    """Methods of ``GossipOptimizer`` on a ``LossScaleOptimizer`` whose inner one is a GossipOptimizer too. A
     step that overflows on a rank is none of its steps."""
 
 
 class LeaderScaleMethods(ScaleMethods, methods.LeaderMethods):
-    """What ``LeaderOptimizer`` adds to a ``LossScaleOptimizer``, whose ``inner_optimizer`` is a LeaderOptimizer too. A
+    """Methods of ``LeaderOptimizer`` on a ``LossScaleOptimizer`` whose inner one is a LeaderOptimizer too. A
     step that overflows on a rank is none of its steps."""
 
     _wrapped_class: ClassVar[type[Any]]
 
     def record_loss(self, loss: Any) -> None:
-        """As the inner optimizer's."""
+        """The inner optimizer's."""
         self.inner_optimizer.record_loss(loss)
 
     def scale_loss(self: Any, loss: Any) -> Any:
-        """As Keras', which gives it the loss of each training step."""
+        """Take the loss of each training step, which Keras gives it."""
         self.inner_optimizer.record_loss(loss)
         return self._wrapped_class.scale_loss(self, loss)
 

@@ -1,4 +1,4 @@
-"""What the class of a wrapped Keras optimizer gains: public methods, and those that Keras calls by name; no state."""
+"""Methods that a wrapped Keras optimizer's class gains: public ones, and those that Keras calls by name; no state."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ class WeightMethods(methods.OptimizerMethods):
 
 
 class GossipMethods(WeightMethods, methods.GossipMethods):
-    """What ``GossipOptimizer`` adds to the class of the Keras optimizer it wraps."""
+    """Methods that ``GossipOptimizer`` adds to the class of the Keras optimizer it wraps."""
 
 
 class LeaderMethods(WeightMethods, methods.LeaderMethods):
-    """What ``LeaderOptimizer`` adds to the class of the Keras optimizer it wraps."""
+    """Methods that ``LeaderOptimizer`` adds to the class of the Keras optimizer it wraps."""
 
     def record_loss(self: Any, loss: Any) -> None:
         """Say what this step's training loss was, before ``apply()``: the lowest mean of the last ones leads. Keras'
@@ -132,7 +132,7 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
         weight_step.record_loss(self._async, loss)
 
     def scale_loss(self: Any, loss: Any) -> Any:
-        """As Keras', which gives it the loss of each training step."""
+        """Take the loss of each training step, which Keras gives it."""
         self.record_loss(loss)
         return self._wrapped_class.scale_loss(self, loss)
 

@@ -1,4 +1,4 @@
-"""What ends a process from inside a training step, told in a few lines.
+"""Errors that end a process from inside a training step, in a few lines.
 
 An error of ours that is raised while a graph runs comes out of TensorFlow with a hundred lines around it: where each op
 was made, and Python's way to it. Where nobody catches it, the user's own lines and the error itself are shown instead.

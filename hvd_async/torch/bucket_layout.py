@@ -78,11 +78,11 @@ class Layout:
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of each bucket's vector."""
+        """Bytes of each bucket's vector."""
         return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
-        """What ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
+        """Move what ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
 
         Raises:
             ValueError: the elements of gradients that are pending lie in another order.
@@ -159,7 +159,7 @@ def memory_order(parameter: torch.Tensor) -> str:
 
 
 def strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Of a parameter's part of a vector."""
+    """Return the strides of a parameter's part of a vector."""
     return (parameter if memory_order(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 

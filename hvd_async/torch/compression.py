@@ -40,7 +40,7 @@ class Compression(hvd.Compression):
 
 
 def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
-    """What dtype a vector of ``dtype`` has while it travels."""
+    """Return the dtype that a vector of ``dtype`` has while it travels."""
     travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
     return travelling
 

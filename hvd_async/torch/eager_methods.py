@@ -1,4 +1,4 @@
-"""What ``EagerOptimizer`` adds to the class of the torch optimizer it wraps: public methods, no state."""
+"""Methods that ``EagerOptimizer`` adds to the class of the torch optimizer it wraps; no state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EagerMethods(OptimizerMethods):
     """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. From here to ``step()`` gradients are handed over while backward still computes others.
+        """Set gradients to None or zero. From here to ``step()`` they are handed over while backward computes others.
 
         Raises:
             ReplicaStateError: between backward() and step(), when gradients are on their way.

@@ -23,7 +23,7 @@ def quantize(vector: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
-    """What ``quantize`` has made of so many elements, as float32."""
+    """Return as float32 what ``quantize`` has made of so many elements."""
     count = -(-elements // CHUNK)
     scales = data[: 4 * count].view(torch.float32).view(count, 1)
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]

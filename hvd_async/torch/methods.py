@@ -1,4 +1,4 @@
-"""What the class of a wrapped torch optimizer gains: public methods, which call the driver; no state."""
+"""Methods that a wrapped torch optimizer's class gains, which call the driver; no state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvd_async.torch.weight_replica import WeightReplica
 
 
 class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
-    """What every wrapped torch optimizer does otherwise than the plain one."""
+    """Methods in which every wrapped torch optimizer differs from the plain one."""
 
     _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; before the first step only (torch itself calls it while an optimizer is made)."""
+        """Add a group, before the first step only (torch itself calls it while an optimizer is made)."""
         driver = self.__dict__.get("_async")
         if driver is not None and driver.worker is not None:
             raise ReplicaStateError(
@@ -31,7 +31,7 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
+        """Load a state, and keep the parameter groups the same objects."""
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -93,7 +93,7 @@ class WeightMethods(OptimizerMethods):
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
+        """Accepted as in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under "hvd_async" what this rank needs to go on.
@@ -123,8 +123,8 @@ class WeightMethods(OptimizerMethods):
 
 
 class GossipMethods(WeightMethods, methods.GossipMethods):
-    """What ``GossipOptimizer`` adds to the class of the torch optimizer it wraps."""
+    """Methods that ``GossipOptimizer`` adds to the class of the torch optimizer it wraps."""
 
 
 class LeaderMethods(WeightMethods, methods.LeaderMethods):
-    """What ``LeaderOptimizer`` adds to the class of the torch optimizer it wraps."""
+    """Methods that ``LeaderOptimizer`` adds to the class of the torch optimizer it wraps."""

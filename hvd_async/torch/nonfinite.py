@@ -17,7 +17,7 @@ class _Check(NamedTuple):
 
 
 class Checks:
-    """Of one optimizer's vectors, on the training thread and autograd's."""
+    """Finds NaN and infinities in one optimizer's vectors, on the training thread and autograd's."""
 
     def __init__(self) -> None:
         self._open: list[_Check] = []

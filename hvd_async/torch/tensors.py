@@ -1,4 +1,4 @@
-"""Of torch tensors: checksums, batch-norm buffers that agree, the distance of replicas."""
+"""Checksums of torch tensors, batch-norm buffers that agree, the distance of replicas."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hvd_async.torch.message_format import make_post
 from hvd_async.torch.tensors import checksum, consensus_distance, signature, unify_buffers
 
 MIXED = {torch.float32, torch.float64}
-"""What weights must be for their mixing to lose nothing."""
+"""Dtypes of weights whose mixing loses nothing."""
 
 
 class WeightReplica(replica.WeightReplica):
@@ -155,7 +155,7 @@ class WeightReplica(replica.WeightReplica):
         return put_back
 
     def _averaged(self) -> list[torch.Tensor]:
-        """What pulls average beside the weights."""
+        """Return the statistics that pulls average beside the weights."""
         if not self._averages_statistics:
             return []
         return [t for _, t in self.named_buffers if t.is_floating_point() and t.numel()]
