@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import time
@@ -46,6 +47,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     return Lanes(config, log)
 
+
+_parse, _parsing = ast.parse, threading.Lock()
+
+
+def _parse_alone(*args: Any, **options: Any) -> ast.AST:
+    with _parsing:
+        return _parse(*args, **options)
+
+
+# Ranks are threads here, and TensorFlow parses the functions that they trace. CPython keeps count of the recursion of
+# all threads' parses in one place (gh-106905), so two at once may end in a SystemError.
+ast.parse = _parse_alone  # type: ignore[assignment]
 
 OURS = ("hvd_async", "rank-")
 """How the names of the library's threads, and of the simulated ranks, begin."""
