@@ -26,7 +26,7 @@ def test_laws_hold_in_every_interleaving(family: str, job: Job) -> None:
     assert found.ends >= 1
 
 
-@pytest.mark.skipif(not LONG_RUN, reason="scripts/check.sh --long")
+@pytest.mark.skipif(not LONG_RUN, reason="larger explorations run under scripts/check.sh --long")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("family", "job"), cases(LONG))
 def test_laws_hold_in_larger_jobs(family: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_the_reduction_leaves_no_end_out(family: str, job: Job) -> None:
 )
 def test_a_seeded_fault_is_found(family: str, name: str) -> None:
     if mutants.MUTANTS[family][name].long and not LONG_RUN:
-        pytest.skip("scripts/check.sh --long")
+        pytest.skip("larger explorations run under scripts/check.sh --long")
     machine, job = mutants.build(family, name), {**LONG[family], **QUICK[family]}[mutants.MUTANTS[family][name].job]
     with pytest.raises(BrokenLawError):
         explore(lambda: job(machine))
