@@ -209,7 +209,7 @@ def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_go
     class Late(sgd):
         def finalize_variable_values(self, var_list: Any) -> None:
             if ahead.is_set():
-                time.sleep(0.3)
+                time.sleep(0.3)  # the other rank would be pulled by then if anybody were
             ahead.set()
             super().finalize_variable_values(var_list)
 

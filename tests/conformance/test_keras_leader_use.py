@@ -74,11 +74,15 @@ def test_wrong_arguments_are_refused_with_a_hint_on_every_rank(options, hint):
 
 def test_what_has_no_meaning_or_horovods_is_accepted():
     with scripted_engine(4):
-        hvd.LeaderOptimizer(sgd(), group=4, sparse_as_dense=True, backward_passes_per_step=4)
-        hvd.LeaderOptimizer(sgd(), group=4, compression=horovod.tensorflow.Compression.none, op=hvd.Average)
-        hvd.LeaderOptimizer(sgd(), algorithm="easgd", compression=hvd.Compression.none, device_dense="/cpu:0")
-        hvd.LeaderOptimizer(sgd(), group=1, local_pull=lambda step: 0.5 / step, global_prox=0)
-        hvd.LeaderOptimizer(sgd(), group=[ranks(0, 3), ranks(1, 2)])
+        made = [
+            hvd.LeaderOptimizer(sgd(), group=4, sparse_as_dense=True, backward_passes_per_step=4),
+            hvd.LeaderOptimizer(sgd(), group=4, compression=horovod.tensorflow.Compression.none, op=hvd.Average),
+            hvd.LeaderOptimizer(sgd(), algorithm="easgd", compression=hvd.Compression.none, device_dense="/cpu:0"),
+            hvd.LeaderOptimizer(sgd(), group=1, local_pull=lambda step: 0.5 / step, global_prox=0),
+            hvd.LeaderOptimizer(sgd(), group=[ranks(0, 3), ranks(1, 2)]),
+        ]
+    everyone, alone = [[0, 1, 2, 3]], [[0], [1], [2], [3]]
+    assert [one.settings["groups"] for one in made] == [everyone, everyone, everyone, alone, [[0, 3], [1, 2]]]
 
 
 @pytest.mark.parametrize(("options", "config"), DEFAULT)

@@ -109,7 +109,7 @@ class Draining(keras.callbacks.Callback):
         return meeting
 
     def set_model(self, model: Any) -> None:
-        """As Keras'.
+        """Take the model, which Keras gives each callback.
 
         Raises:
             ValueError: the model is compiled by XLA, which cannot wait for other ranks.
