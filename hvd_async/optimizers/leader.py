@@ -61,11 +61,12 @@ class LeaderDriver(LocalDriver):
     ) -> None:
         super().__init__(lifecycle, sharers, replica, buffers, LeaderStats())
         given = _resolved(algorithm, options)
+        centered = ALGORITHMS[algorithm].has_center
         names = [name for name in vars(Strengths()) if name in given]
         for name in names:
             if given[name] is not None:
-                _checked(name, given[name], callables=algorithm == "lsgd")
-        if algorithm == "easgd" and given["alpha"] is None:
+                _checked(name, given[name], callables=not centered)
+        if centered and given["alpha"] is None:
             given["alpha"] = given["beta"] / sharers.size
         self.given = {name: given[name] for name in names}
         self.strengths = Strengths(**self.given)
@@ -86,7 +87,7 @@ class LeaderDriver(LocalDriver):
             loss_window=self.window,
             local=_moves(self.strengths.local_pull, self.strengths.local_prox),
             whole=_moves(self.strengths.alpha, self.strengths.beta)
-            if algorithm == "easgd"
+            if centered
             else _moves(self.strengths.global_pull, self.strengths.global_prox),
         )
         self.steps_before = 0
@@ -173,17 +174,22 @@ class LeaderDriver(LocalDriver):
         if flush:
             worker.receiver.publish_statistics(self.replica.statistics())
 
+    @property
+    def _centered(self) -> bool:
+        """Whether the ranks are pulled towards a center; a rank by itself never is."""
+        return ALGORITHMS[self.config.algorithm].has_center
+
     def unify_buffers(self) -> None:
         """Make batch-norm statistics fit what stands for all ranks: averages, or the leader's own. A collective."""
         if self.buffers == "average":
             super().unify_buffers()
-        elif self.config.algorithm == "lsgd":
+        elif not self._centered:
             worker = self.worker_now()
             self.replica.unify_buffers(worker, "root", worker.leader)
 
     def united(self, vector: Vector, what: str) -> Vector:
         """Return what stands for all ranks' vectors after a drain: their leader's, or their mean. A collective."""
-        if self.config.algorithm == "easgd" or self.worker is None:
+        if self._centered or self.worker is None:
             return super().united(vector, what)
         return self.worker.broadcast(vector, self.worker.leader, what)
 
@@ -222,7 +228,7 @@ class LeaderDriver(LocalDriver):
     def _follows(self) -> str:
         """Return the settings that a state after a cut is bound to: whose targets are whose."""
         config = self.config
-        return config.algorithm if config.algorithm == "easgd" else f"lsgd in groups {config.groups}"
+        return config.algorithm if self._centered else f"{config.algorithm} in groups {config.groups}"
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
         """Return what ``pack`` was given."""
@@ -263,7 +269,7 @@ def _resolved(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
         value = given.get(name, 1)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}: take 1 or more")
-    if algorithm == "lsgd":
+    if "local_period" in given:
         local, whole = given["local_period"], given["global_period"]
         given["local_period"] = max(1, whole // 4) if local is None else local
         if given["local_period"] > whole:
