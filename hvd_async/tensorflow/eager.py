@@ -145,9 +145,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         devices=(device_dense, device_sparse),
         round_transform=round_transform,
         model=model,
-        buffers=buffers,
     )
-    driver = EagerDriver(LIFECYCLE, sharers, replica, config, late_cap_mb)
+    driver = EagerDriver(LIFECYCLE, sharers, replica, buffers, config, late_cap_mb)
     return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
 
 

@@ -127,7 +127,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         "nonfinite": nonfinite,
         "round_transform": round_transform,
         "named_buffers": list(named_buffers or []),
-        "buffers": buffers,
     }
     replica = GradientReplica(sharers, names, config, options)
-    return TorchEagerDriver(LIFECYCLE, sharers, replica, config, late_cap_mb).attach(wrap(optimizer, EagerMethods))
+    return TorchEagerDriver(LIFECYCLE, sharers, replica, buffers, config, late_cap_mb).attach(
+        wrap(optimizer, EagerMethods)
+    )

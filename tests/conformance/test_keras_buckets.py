@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.algorithms.eager.worker import EagerWorker
-from hvd_async.tensorflow.buffers import Layout, Terms, partition, raw
+from hvd_async.tensorflow.bucket_layout import Layout, Terms, partition
+from hvd_async.tensorflow.variables import raw
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, Case
 from tests.conformance.keras_ranks import KerasTrainer, flat

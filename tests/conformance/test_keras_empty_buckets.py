@@ -16,7 +16,7 @@ import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import count_slots, largest_summand
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.tensorflow.buffers import partition
+from hvd_async.tensorflow.bucket_layout import partition
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.testing import Cluster
 from hvd_async.torch.bucket_layout import Layout

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
-from hvd_async.tensorflow.buffers import Layout, Terms, partition
+from hvd_async.tensorflow.bucket_layout import Layout, Terms, partition
 from hvd_async.tensorflow.gradient_feed import Feed
 from hvd_async.tensorflow.gradient_step import _py
 from hvd_async.testing import Cluster

@@ -1,15 +1,72 @@
-"""The weights that ranks mix, as one vector, and back."""
+"""Keras variables as one vector and back; their checksums and signatures."""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.tensorflow.buffers import raw, signature
+from hvd_async.optimizers.agreement import Buffers
+
+Array = np.ndarray[Any, Any]
+
+
+def raw(variable: Any) -> Any:
+    """The ``tf.Variable`` behind a Keras variable (or the variable itself)."""
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value
+
+
+def checksum(variable: Any) -> int:
+    """CRC-32 of the variable's bytes."""
+    return zlib.crc32(raw(variable).numpy().tobytes())
+
+
+def signature(variable: Any) -> str:
+    """Name, shape and dtype in one string, for comparison over ranks."""
+    name = getattr(variable, "path", None) or variable.name
+    return f"{name} {tuple(variable.shape)} {raw(variable).dtype.name}"
+
+
+def own_name(variable: Any) -> str:
+    """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
+    return str(variable.path).rpartition("/")[2]
+
+
+def buffers_by_kind(variables: Sequence[Any]) -> list[Buffers]:
+    """Return variables that are no weights, by dtype. Integers, random seeds of dropout layers, stay the rank's own."""
+    by_dtype: dict[tf.DType, list[Any]] = {}
+    for variable in map(raw, variables):
+        if variable.dtype.is_floating:
+            by_dtype.setdefault(variable.dtype, []).append(variable)
+    return [
+        Buffers(dtype.name, True, partial(_counted, group), partial(_scatter, group))
+        for dtype, group in by_dtype.items()
+    ]
+
+
+def _counted(variables: Sequence[Any]) -> Array:
+    with tf.init_scope():
+        parts = [v.numpy().reshape(-1) for v in variables]
+    return np.concatenate([*parts, np.ones(1, parts[0].dtype)])
+
+
+def _scatter(variables: Sequence[Any], vector: Any) -> None:
+    with tf.init_scope():
+        sizes = [v.shape.num_elements() for v in variables]
+        for variable, part in zip(variables, np.split(np.asarray(vector), np.cumsum(sizes)[:-1]), strict=True):
+            variable.assign(part.reshape(variable.shape))
+
+
+def flat_double(variables: Sequence[Any]) -> Array:
+    """Return variables as one new vector, shape (n,), float64."""
+    with tf.init_scope():
+        return np.concatenate([raw(v).numpy().reshape(-1).astype(np.float64) for v in variables])
 
 
 class Flat:

@@ -1,9 +1,8 @@
-"""Keras variables and flat vectors: gradients into buckets, rounds out of them; checksums, batch-norm statistics."""
+"""Where each variable's gradient lies in the buckets: gradients into flat vectors, rounds out of them."""
 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
-from hvd_async.runtime.worker import Worker
-
-
-def raw(variable: Any) -> Any:
-    """The ``tf.Variable`` behind a Keras variable (or the variable itself)."""
-    value = getattr(variable, "value", None)
-    return variable if value is None or callable(value) else value
+from hvd_async.tensorflow.variables import raw, signature
 
 
 def accumulated(variable: Any) -> tf.DType:
@@ -209,54 +202,3 @@ class Layout:
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in sorted(gradients)]
-
-
-def checksum(variable: Any) -> int:
-    """CRC-32 of the variable's bytes."""
-    return zlib.crc32(raw(variable).numpy().tobytes())
-
-
-def signature(variable: Any) -> str:
-    """Name, shape and dtype in one string, for comparison over ranks."""
-    name = getattr(variable, "path", None) or variable.name
-    return f"{name} {tuple(variable.shape)} {raw(variable).dtype.name}"
-
-
-def own_name(variable: Any) -> str:
-    """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
-    return str(variable.path).rpartition("/")[2]
-
-
-def unify_buffers(worker: Worker, variables: Sequence[Any], policy: str, root: int) -> None:
-    """Make batch-norm statistics agree: the ``average`` of ranks whose own are finite, or rank ``root``'s (``root``).
-
-    Integer variables (random seeds of dropout layers) stay each rank's own. A collective.
-    """
-    by_dtype: dict[tf.DType, list[Any]] = {}
-    for variable in map(raw, variables):
-        if variable.dtype.is_floating:
-            by_dtype.setdefault(variable.dtype, []).append(variable)
-    for dtype, group in by_dtype.items():
-        flat = tf.concat([*(tf.reshape(v, [-1]) for v in group), tf.ones([1], dtype)], axis=0)
-        what = f"the {policy} of buffers ({dtype.name})"
-        if policy == "average":
-            # A rank whose batch held NaN has nothing to say; the last element counts those that have.
-            finite = tf.reduce_all(tf.math.is_finite(flat))
-            total = worker.sum(flat if finite else tf.zeros_like(flat), what).vector
-            if total[-1] == 0:
-                continue
-            unified = total[:-1] / total[-1]
-        else:
-            unified = worker.broadcast(flat, root, what)[:-1]
-        for variable, part in zip(group, tf.split(unified, [v.shape.num_elements() for v in group]), strict=True):
-            variable.assign(tf.reshape(part, variable.shape))
-
-
-def consensus_distance(worker: Worker, variables: Sequence[Any]) -> float:
-    """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
-    flat = tf.concat([tf.reshape(tf.cast(raw(v), tf.float64), [-1]) for v in variables], axis=0)
-    mean, ranks, _ = worker.sum(flat, "consensus_distance()")
-    mean = mean / len(ranks)
-    square = tf.reshape(tf.reduce_sum((flat - mean) ** 2), [1])
-    total, ranks, _ = worker.sum(square, "consensus_distance()")
-    return float((total[0] / len(ranks)) ** 0.5)
