@@ -290,18 +290,18 @@ class EagerWorker(Worker):
         self._apply = apply or self._apply
         self.wind_up(False)
 
+    def _is_complete(self) -> bool:
+        return self._inbox.complete(self._version)
+
     @property
     def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
-        inbox = self._inbox
-        return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
+        return super().has_available or self._inbox.has_round()
 
     def apply_available(self) -> bool:
-        """Announce that this rank has finished."""
         self._check_refused()
         self.whole.check()
         self._apply_all(self._inbox.waiting(), self._apply)
-        return self._inbox.complete(self._version)
+        return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
         """Raise, if this rank cannot finish now; at the process's end it can, also between backward() and step()."""
