@@ -228,7 +228,7 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
     one = plan("solo", 16, [NAMES_IN_RING + 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
-        transit = worker._transit
+        transit = worker._in_flight
         go = transit.go
 
         def watch(command: StartRound) -> None:
@@ -254,7 +254,7 @@ def _late(transit: RoundsInFlight, version: int) -> bool:
 
 
 def _drops_one(worker: EagerWorker) -> None:
-    transit = worker._transit
+    transit = worker._in_flight
     original, dropped = transit.add, [False]
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
@@ -268,7 +268,7 @@ def _drops_one(worker: EagerWorker) -> None:
 
 def _overwrites_values(worker: EagerWorker) -> None:
     """As the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
-    transit = worker._transit
+    transit = worker._in_flight
     original = transit.add
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
@@ -280,7 +280,7 @@ def _overwrites_values(worker: EagerWorker) -> None:
 
 
 def _sends_one_twice(worker: EagerWorker) -> None:
-    transit = worker._transit
+    transit = worker._in_flight
     original, sent = transit.go, [False]
 
     def go(command: StartRound) -> None:
