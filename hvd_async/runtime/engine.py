@@ -152,7 +152,7 @@ class Engine:
                 participant.announce_finished(flush)
             live, left = live + found, left + found
             left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-            if not left:
+            if not (left or self._asked):  # (what is asked for comes before the end that it belongs to)
                 break
             self.wait(functools.partial(self._may_go_on, left))
         for participant in live:

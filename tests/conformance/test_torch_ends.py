@@ -13,6 +13,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.messages import Finished
 from hvd_async.testing import Cluster
 from tests.conformance.ends_table import make_torch as make
 from tests.conformance.ends_table import step_torch as step
@@ -289,6 +290,45 @@ def test_a_rank_that_drains_one_optimizer_opens_what_another_is_done_with():
         return float(first[0].detach())
 
     assert Cluster(2).run(train) == [-0.5, -0.5]
+
+
+def test_a_rank_opens_another_optimizer_in_a_drain_however_late_it_hears_of_it():
+    """Rank 1 says that it is done between rank 0's words on its first optimizer and on its second; and it is asked to
+    open the second when it has looked whether it is."""
+    stepped, between = threading.Event(), threading.Event()
+
+    def train(rank: int) -> float:
+        first, second = line(0.0), line(10.0)
+        send = engine().send
+
+        def watched(event: Any) -> None:
+            if rank == 0 and isinstance(event, Finished) and event.optimizer == 1:
+                assert between.wait(30)
+            send(event)
+            if rank == 1 and isinstance(event, Finished):
+                between.set()
+
+        engine().send = watched  # type: ignore[method-assign]
+        if rank == 0:
+            for _, optimizer in (first, second):
+                optimizer._async.register()
+            assert stepped.wait(30)
+            second[1]._async.drain_all()
+            return float(first[0].detach())
+        take(*first)
+        stepped.set()
+        worker = first[1]._async.worker
+        apply_available = worker.apply_available
+
+        def when_drained() -> bool:
+            engine().wait(lambda: worker._inbox.drained is not None)
+            return bool(apply_available())
+
+        worker.apply_available = when_drained
+        first[1].drain()
+        return float(first[0].detach())
+
+    assert Cluster(2).run(train, timeout=20) == [-0.5, -0.5]
 
 
 def test_a_rank_discards_before_its_first_step_and_the_others_train():
