@@ -87,7 +87,7 @@ def drain(engine: Optimizers, live: list[Participant], flush: bool, leaving: boo
             participant.announce_finished(flush)
         live, left = live + found, left + found
         left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-        if not left:
+        if not (left or engine.asked):  # what is asked for comes before the end that it belongs to
             break
         engine.wait(may_go_on)
     for participant in live:

@@ -1,4 +1,4 @@
-"""Keras: gradients in buckets, each of which leaves as soon as backward has filled it."""
+"""Which gradients share a bucket in either binding, how they are counted there, and when a bucket leaves in Keras."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
+from horovod.common.util import split_list
 
 import hvd_async.tensorflow.keras as hvd
+import hvd_async.torch
+from hvd_async.algorithms.eager.gradient_format import count_slots, largest_summand
 from hvd_async.algorithms.eager.worker import EagerWorker
-from hvd_async.tensorflow.bucket_layout import Layout, Terms, partition
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.tensorflow import bucket_layout
+from hvd_async.tensorflow.bucket_layout import Terms, partition
+from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.variables import raw
 from hvd_async.testing import Cluster
-from tests.conformance.cases import CASES, Case
-from tests.conformance.keras_ranks import KerasTrainer, flat
-
-SGD = Case("sgd", "sgd", 0.1)
-MANY = 1e-6
-"""MiB: one variable a bucket."""
+from hvd_async.torch.bucket_layout import Layout
+from hvd_async.torch.compression import make_wire
+from hvd_async.torch.compression import slots as torch_slots
+from tests.conformance.eager_ranks import TINY
 
 
 def variables(*sizes: int, dtypes: str = "") -> list[tf.Variable]:
@@ -70,13 +75,56 @@ def test_wrong_groups_say_what_is_wrong(pick, hint):
 
 def test_vectors_hold_gradients_in_the_variables_order_and_give_them_back():
     three = variables(2, 3, 1)
-    layout = Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, slots=3, slot=1))
+    layout = bucket_layout.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, slots=3, slot=1))
     gradients = {0: tf.constant([1.0, 2.0]), 1: tf.constant([3.0, 4.0, 5.0])}
     vectors = [layout.flatten(b, gradients) for b in range(len(layout))]
     assert [v.numpy().tolist() for v in vectors] == [[1.5, 2.0, 2.5, 0, 0, 1, 0], [0.5, 1.0, 0, 1, 0]]
     assert [g.numpy().tolist() for g in layout.averages(vectors)] == [[2.0, 4.0], [6.0, 8.0, 10.0], [0.0]]
     assert layout.nbytes == (28, 20)
     assert [layout.zeros(b).shape[0] for b in range(2)] == layout.elements
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 9])
+def test_groups_are_split_as_horovod_splits_them(groups):
+    theirs = [part for part in split_list(list(range(5)), groups) if part][::-1]
+    variables = [tf.Variable([0.0]) for _ in range(5)]
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5)]
+    place = {id(p): index for index, p in enumerate(parameters)}
+    ours = [list(bucket.indices) for bucket in partition(variables, 1e9, groups)]
+    torchs = [sorted(place[id(p)] for p in bucket.parameters) for bucket in Layout(parameters, groups=groups).buckets]
+    assert ours == torchs == theirs
+
+
+@pytest.mark.parametrize("size", [2, 3, 1000, 5000, 10_000])
+def test_float16_counts_are_exact_however_many_ranks_there_are(size):
+    """Every rank has as many pending as ``max_staleness`` lets it, and gradients that are cut off."""
+    staleness, most = 16, 18
+    slots = count_slots(size, staleness, "float16")
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert torch_slots(hvd_async.torch.Compression.fp16, [parameter], size, staleness) == slots
+    sharers = RankGroup(None, tuple(range(size)), 0, 0, size)
+    wire = make_wire(Layout([parameter], slots=slots), hvd_async.torch.Compression.fp16, slots, sharers)
+    codec = Codec(hvd.Compression.fp16, [tf.float32], size, staleness)
+    assert codec.slots == slots
+    vector = np.zeros(2 + slots, np.float32)
+    vector[:3] = [1e6, -1e6, most]
+    for encoded in (wire.encode(torch.as_tensor(vector)).numpy(), codec.encode(tf.constant(vector)).numpy()):
+        assert encoded.dtype == np.float16
+        assert encoded[2] == most
+        sharing = -(-size // slots)
+        assert encoded[2:3].repeat(sharing).cumsum(dtype=np.float16)[-1] == most * sharing
+        total = encoded[:2].copy()
+        for _ in range(size - 1):
+            total += encoded[:2]
+        assert np.isfinite(total).all()
+        assert abs(encoded[0] - largest_summand(size)) <= 2**-10 * encoded[0]
+
+
+def test_a_group_of_torch_is_a_bucket():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (6, 4, 1)]
+    layout = Layout(parameters, groups=[[parameters[2], parameters[0]]])
+    held = [{id(p) for p in bucket.parameters} for bucket in layout.buckets]
+    assert held == [{id(parameters[0]), id(parameters[2])}, {id(parameters[1])}]
 
 
 # -- overlap --------------------------------------------------------------------------------------------------
@@ -118,7 +166,7 @@ def test_a_bucket_leaves_while_backward_still_computes(use_fit, monkeypatch):
         dense = keras.layers.Dense
         model = keras.Sequential([keras.Input((3,)), dense(4), late_backward(events[rank], came), dense(2)])
         model.set_weights([np.ones_like(w) for w in model.get_weights()])
-        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all", bucket_cap_mb=MANY)
+        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all", bucket_cap_mb=TINY)
         opt.build(model.trainable_variables)
         opt._async.worker_now()  # the ranks meet: before that everything waits for them
         x, y = tf.ones((2, 3)), tf.zeros((2, 2))
@@ -139,46 +187,3 @@ def test_a_bucket_leaves_while_backward_still_computes(use_fit, monkeypatch):
 
     assert Cluster(2).run(train) == [4, 4]
     assert came == [True, True]
-
-
-@pytest.mark.parametrize("case", [CASES[4], CASES[7]], ids=lambda case: case.name)
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_several_buckets_give_the_same_bits_as_one(case, graph):
-    def train(rank: int) -> list[bytes]:
-        outcomes = []
-        for options in ({}, {"bucket_cap_mb": MANY}, {"groups": 2}):
-            trainer = KerasTrainer(case, graph, quorum="all", **options)
-            trainer.train(rank, range(3))
-            trainer.opt.drain()
-            outcomes.append(flat([*trainer.model.trainable_variables, *trainer.opt.variables]).tobytes())
-        return outcomes
-
-    for outcomes in Cluster(2).run(train):
-        assert len(set(outcomes)) == 1
-
-
-def test_late_gradients_in_many_buckets_are_all_applied(tapes):
-    def train(rank: int) -> tuple[Any, Any, Any]:
-        trainer = KerasTrainer(SGD, graph=True, bucket_cap_mb=MANY, max_staleness=3)
-        before, gradients = trainer.weights(), []
-        for step in range(4 + 3 * rank):
-            gradients.append(trainer.gradient(rank, step))
-            trainer.step()
-        trainer.opt.drain()
-        stats = trainer.opt.stats()
-        assert stats.gradients_applied == stats.total_produced == 11
-        return before, trainer.weights(), sum(gradients)
-
-    outcomes = Cluster(2, jitter=0.002).run(train)
-    expected = outcomes[0][0] - 0.1 / 2 * (outcomes[0][2] + outcomes[1][2])
-    for _, after, _ in outcomes:
-        assert after.tobytes() == outcomes[0][1].tobytes()
-        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5)
-
-
-def test_different_buckets_are_refused():
-    def train(rank: int) -> None:
-        KerasTrainer(SGD, bucket_cap_mb=25.0 if rank else MANY).train(rank, range(1))
-
-    for outcome in Cluster(2).outcomes(train):
-        assert "Pass the same arguments on every rank" in str(outcome)
