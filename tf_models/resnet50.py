@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -21,30 +20,31 @@ import vision
 from lars import LARS
 
 import hvd_async.tensorflow as hvd
-from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import World, errors_reported, start
-from hvd_async.runner.metrics import OptimizerCounts, Replicas
+from hvd_async.runner.loop import start
+from hvd_async.runner.metrics import Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.position import Position
 from hvd_async.runner.signals import UNFINISHED
+from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
 
-class TensorFlowTrainer:
-    """The model, its optimizer and the device of one rank; what `hvd_async.runner.loop` asks of a trainer."""
+class TensorFlowTrainer(Trainer):
+    """The model, its optimizer and the device of one rank."""
 
     checkpoint_suffix = ".npz"
     opening = "the first step traces the model, which takes TensorFlow a minute or so for ResNet-50; later ones do not"
 
     def __init__(self, options: Options, classes: int) -> None:
+        super().__init__(options)
         keras.utils.set_random_seed(options.seed)
         keras.config.set_dtype_policy(POLICIES[options.precision])
-        self._options, self._classes = options, classes
+        self._classes = classes
         self._model = vision.build(options.model, classes, options.image_size, options.bn_momentum)
-        self._optimizer, self._skipped = wrapped(options, self._model), 0
-        self._optimizer.build(self._model.trainable_variables)
+        self.optimizer = wrapped(options, self._model)
+        self.optimizer.build(self._model.trainable_variables)
         images = tf.TensorSpec([None, options.image_size, options.image_size, 3], tf.float32)
         labels = tf.TensorSpec([None], tf.int64)
         self._train = tf.function(
@@ -53,30 +53,20 @@ class TensorFlowTrainer:
         self._correct = tf.function(self._count_correct, input_signature=[images, labels])
         hvd.broadcast_variables(self._model.variables, root_rank=0)
 
-    @property
-    def rounds(self) -> int:
-        """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
-        return int(self._optimizer.rounds)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Collective: gossip with the peers and the algorithm of this epoch."""
-        if self._options.gossips:
-            self._optimizer.set_epoch(epoch)
-
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
-        self._optimizer.learning_rate.assign(rate)
+        self.optimizer.learning_rate.assign(rate)
         before = self._scale()
         losses = [
             self._train(part.images, part.labels, np.float32(share))
-            for share, part in parts(batch, self._options.passes)
+            for share, part in parts(batch, self.options.passes)
         ]
-        self._skipped += self._scale() < before
+        self.skipped += self._scale() < before
         return float(sum(losses))
 
     def _scale(self) -> float:
         """Of the loss; it falls when a gradient overflows."""
-        return float(self._optimizer.dynamic_scale) if self._options.precision == "fp16" else 1.0
+        return float(self.optimizer.dynamic_scale) if self.options.precision == "fp16" else 1.0
 
     def _forward_backward(self, images: tf.Tensor, labels: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
         """One backward pass, of a share of the step's images; the optimizer takes the step at the last. The loss."""
@@ -87,31 +77,18 @@ class TensorFlowTrainer:
                 targets,
                 tf.cast(self._model(images, training=True), tf.float32),
                 from_logits=True,
-                label_smoothing=self._options.label_smoothing,
+                label_smoothing=self.options.label_smoothing,
             )
             loss = share * tf.reduce_mean(losses)
-            whole = self._optimizer.scale_loss(loss + share * self._penalty(variables))
-        self._optimizer.apply(tape.gradient(whole, variables), variables)
+            whole = self.optimizer.scale_loss(loss + share * self._penalty(variables))
+        self.optimizer.apply(tape.gradient(whole, variables), variables)
         return loss
 
     def _penalty(self, variables: list[Any]) -> Any:
         """What makes weight decay part of the gradient, as torch's is; Keras' own for SGD bypasses momentum."""
-        if self._options.optimizer != "sgd" or not self._options.weight_decay:
+        if self.options.optimizer != "sgd" or not self.options.weight_decay:
             return 0.0
-        return self._options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
-
-    def drain(self) -> None:
-        """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
-        self._optimizer.drain()
-
-    def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Collective: in it the model is what stands for all ranks: their average, the leader, the centre."""
-        context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
-        return context
-
-    def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks are from their average; None if they have the same weights."""
-        return float(self._optimizer.consensus_distance()) if self._options.apart else None
+        return self.options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
 
     def correct(self, batch: Batch) -> int:
         """How many images of the batch the model classifies correctly."""
@@ -126,36 +103,24 @@ class TensorFlowTrainer:
         best = np.nan if position.best_accuracy is None else position.best_accuracy
         by_rank = np.array(position.steps_by_rank, np.int64)
         place = dataclasses.asdict(position) | {"best_accuracy": best, "steps_by_rank": by_rank}
-        np.savez(path, made_by=self._made_by(), **place, **self._arrays())
+        np.savez(path, made_by=self.made_by(), **place, **self._arrays())
 
-    def restore(self, path: Path) -> Position | None:
-        """Collective: give every rank rank 0's checkpoint, None if there is none; ValueError if it does not fit."""
-        content = checkpoints.shared(
-            path,
-            self._made_by(),
-            read_arrays,
-            hvd.rank(),
-            lambda found: hvd.broadcast_object(found, root_rank=0, name="runner.checkpoint"),
-        )
-        if content is None:
-            return None
-        with checkpoints.fitting(path):
-            for index, variable in enumerate(self._model.variables):
-                variable.assign(content[f"model/{index}"])
-            own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
-            self._optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
-            best = float(content["best_accuracy"])
-            place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
-            by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
-            return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return a checkpoint's content, by name."""
+        with np.load(path) as file:
+            content = dict(file)
+        return content | {"made_by": str(content.get("made_by"))}
 
-    def outcome(self) -> OptimizerCounts:
-        """What this rank's optimizer has counted."""
-        if self._options.gossips:
-            return OptimizerCounts.of_gossip(self._optimizer.stats(), self._skipped)
-        if self._options.follows:
-            return OptimizerCounts.of_leader(self._optimizer.stats(), self._skipped)
-        return OptimizerCounts.of(self._optimizer.stats())
+    def load(self, content: dict[str, Any]) -> Position:
+        """Put a checkpoint's content where it belongs."""
+        for index, variable in enumerate(self._model.variables):
+            variable.assign(content[f"model/{index}"])
+        own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
+        self.optimizer.set_state({path.removeprefix("optimizer/"): value for path, value in own.items()})
+        best = float(content["best_accuracy"])
+        place = {name: int(content[name]) for name in ("epoch", "step", "steps_per_epoch")}
+        by_rank = tuple(int(steps) for steps in content.get("steps_by_rank", ()))
+        return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
     def replicas(self) -> Replicas:
         """Collective: compare the ranks' weights."""
@@ -164,25 +129,18 @@ class TensorFlowTrainer:
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
         own = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
         digests = hvd.allgather_object(own, name="runner.digest")
-        distance = self._optimizer.consensus_distance()
+        distance = self.optimizer.consensus_distance()
         return Replicas(len(set(digests)) == 1, float(tf.reduce_max(highest - lowest)), distance)
 
     def _arrays(self) -> dict[str, Any]:
         """Every variable of the model, by place, and of the optimizer, by path."""
         model = {f"model/{index}": v.numpy() for index, v in enumerate(self._model.variables)}
-        return model | {f"optimizer/{path}": value for path, value in self._optimizer.get_state().items()}
+        return model | {f"optimizer/{path}": value for path, value in self.optimizer.get_state().items()}
 
-    def _made_by(self) -> str:
+    def made_by(self) -> str:
         """What a checkpoint must agree on with the run that goes on from it."""
-        scaled = ", loss scaling" if self._options.precision == "fp16" else ""
-        return f"model {self._options.model}, {self._classes} classes, optimizer {self._options.optimizer}{scaled}, v2"
-
-
-def read_arrays(path: Path) -> dict[str, Any]:
-    """A checkpoint's content, by name."""
-    with np.load(path) as file:
-        content = dict(file)
-    return content | {"made_by": str(content.get("made_by"))}
+        scaled = ", loss scaling" if self.options.precision == "fp16" else ""
+        return f"model {self.options.model}, {self._classes} classes, optimizer {self.options.optimizer}{scaled}, v2"
 
 
 def decays(variable: Any) -> bool:
@@ -214,21 +172,13 @@ def wrapped(options: Options, model: Any) -> Any:
         "model": model,
     }
     if options.gossips:
-        return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
+        return hvd.GossipOptimizer(optimizer, **shared, **options.settings)
     if options.follows:
-        return hvd.LeaderOptimizer(optimizer, **shared, **options.leader_settings)
-    if options.algorithm == "allreduce":
+        return hvd.LeaderOptimizer(optimizer, **shared, **options.settings)
+    if options.lockstep:
         # Horovod's DistributedOptimizer does not average on Keras 3.
         return hvd.EagerOptimizer(optimizer, **shared, quorum="all", seed=options.seed)
-    return hvd.EagerOptimizer(
-        optimizer,
-        **shared,
-        quorum=options.quorum,
-        max_staleness=options.max_staleness,
-        grace=options.grace,
-        pace=options.pace,
-        seed=options.seed,
-    )
+    return hvd.EagerOptimizer(optimizer, **shared, **options.settings)
 
 
 def use_device(options: Options) -> None:

@@ -16,58 +16,54 @@ import vision
 from lars import LARS
 
 import hvd_async.torch as hvd
-from hvd_async.runner import checkpoints
 from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import World, errors_reported, start
+from hvd_async.runner.loop import start
 from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import Options, parse
 from hvd_async.runner.position import Position
 from hvd_async.runner.signals import UNFINISHED
+from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtype of mixed precision."""
 
 
-class TorchTrainer:
-    """The model, its optimizer and the device of one rank; what `hvd_async.runner.loop` asks of a trainer."""
+class TorchTrainer(Trainer):
+    """The model, its optimizer and the device of one rank."""
 
-    checkpoint_suffix, opening = ".pt", None
+    checkpoint_suffix = ".pt"
 
     def __init__(self, options: Options, classes: int) -> None:
+        super().__init__(options)
         torch.manual_seed(options.seed)
-        self._options, self._classes = options, classes
+        self._classes = classes
         self._device = device()
         self._model = vision.build(options.model, classes, options.bn_momentum).to(self._device)
         self._loss = torch.nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
         self._scaler = torch.amp.GradScaler(self._device.type) if options.precision == "fp16" else None
-        self._optimizer = wrapped(options, self._model, self._scaler)
-        self._steps, self._skipped, self._wait_s = 0, 0, 0.0
+        self.optimizer = wrapped(options, self._model, self._scaler)
+        self._steps, self._wait_s = 0, 0.0
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
 
     @property
     def rounds(self) -> int:
         """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
-        return self._steps if self._options.algorithm == "allreduce" else int(self._optimizer.rounds)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Collective: gossip with the peers and the algorithm of this epoch."""
-        if self._options.gossips:
-            self._optimizer.set_epoch(epoch)
+        return self._steps if self.options.lockstep else super().rounds
 
     def train_step(self, batch: Batch, rate: float) -> float:
         """One optimizer step at this learning rate; returns the batch's mean loss."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._model.train()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         losses = []
-        for share, part in parts(batch, self._options.passes):
+        for share, part in parts(batch, self.options.passes):
             loss = self._forward(part) * share
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             losses.append(loss.detach())
         loss = sum(losses)
-        if self._options.follows:
-            self._optimizer.record_loss(loss)
+        if self.options.follows:
+            self.optimizer.record_loss(loss)
         self._step()
         self._steps += 1
         return float(loss)
@@ -79,35 +75,35 @@ class TorchTrainer:
             # Batch norm refuses one value per channel, which a last batch of one image may come down to. Its double
             # has the same mean loss.
             images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
-        dtype = LOWER[self._options.precision]
+        dtype = LOWER[self.options.precision]
         with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None):
             loss: torch.Tensor = self._loss(self._model(images), labels)
         return loss
 
     def _step(self) -> None:
-        if self._options.algorithm != "allreduce":
+        if not self.options.lockstep:
             self._update()
             return
         begin = time.perf_counter()  # Horovod does not say how long it waits; so wait and update apart
-        self._optimizer.synchronize()
+        self.optimizer.synchronize()
         self._wait_s += time.perf_counter() - begin
-        with self._optimizer.skip_synchronize():
+        with self.optimizer.skip_synchronize():
             self._update()
 
     def _update(self) -> None:
         """The optimizer's step. Of allreduce an overflow on any rank is skipped on all, as their sum overflows too."""
         if self._scaler is None:
-            self._optimizer.step()
+            self.optimizer.step()
             return
         before = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
+        self._scaler.step(self.optimizer)
         self._scaler.update()
-        self._skipped += self._scaler.get_scale() < before
+        self.skipped += self._scaler.get_scale() < before
 
     def drain(self) -> None:
         """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
-        if self._options.algorithm != "allreduce":
-            self._optimizer.drain()
+        if not self.options.lockstep:
+            super().drain()
             return
         # Horovod leaves every rank its own batch-norm statistics. Average them, as `drain()` does, so that the test
         # is one of the model that the checkpoint keeps.
@@ -118,15 +114,10 @@ class TorchTrainer:
     def consensus(self) -> contextlib.AbstractContextManager[None]:
         """Collective: in it the model is what stands for all ranks, which is what it is after a drain anyway where they
         have the same weights."""
-        if self._options.apart:
-            context: contextlib.AbstractContextManager[None] = self._optimizer.consensus()
-            return context
+        if self.options.apart:
+            return super().consensus()
         self.drain()
         return contextlib.nullcontext()
-
-    def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks are from their average; None if they have the same weights."""
-        return float(self._optimizer.consensus_distance()) if self._options.apart else None
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
@@ -139,41 +130,31 @@ class TorchTrainer:
         """Write a complete checkpoint."""
         content = {
             "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "made_by": self._made_by(),
+            "made_by": self.made_by(),
             "position": dataclasses.asdict(position),
         }
         torch.save(content, path)
 
-    def restore(self, path: Path) -> Position | None:
-        """Collective: load rank 0's checkpoint into every rank, if there is one. ValueError if it does not fit."""
-        content = checkpoints.shared(
-            path,
-            self._made_by(),
-            lambda place: torch.load(place, map_location="cpu", weights_only=True),
-            hvd.rank(),
-            lambda found: hvd.broadcast_object(found, root_rank=0, name="runner.checkpoint"),
-        )
-        if content is None:
-            return None
-        with checkpoints.fitting(path):
-            self._model.load_state_dict(content["model"])
-            self._optimizer.load_state_dict(content["optimizer"])
-            if self._scaler is not None and content["scaler"] is not None:
-                self._scaler.load_state_dict(content["scaler"])
-            return Position(**content["position"])
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return a checkpoint's content, by name."""
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def load(self, content: dict[str, Any]) -> Position:
+        """Put a checkpoint's content where it belongs."""
+        self._model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self._scaler is not None and content["scaler"] is not None:
+            self._scaler.load_state_dict(content["scaler"])
+        return Position(**content["position"])
 
     def outcome(self) -> OptimizerCounts:
         """What this rank's optimizer has counted."""
-        if self._options.algorithm == "allreduce":
-            outcome = OptimizerCounts.synchronous(self._steps - self._skipped, hvd.size(), self._wait_s)
-            return dataclasses.replace(outcome, skipped=self._skipped)
-        if self._options.gossips:
-            return OptimizerCounts.of_gossip(self._optimizer.stats(), self._skipped)
-        if self._options.follows:
-            return OptimizerCounts.of_leader(self._optimizer.stats(), self._skipped)
-        return OptimizerCounts.of(self._optimizer.stats())
+        if not self.options.lockstep:
+            return super().outcome()
+        outcome = OptimizerCounts.synchronous(self._steps - self.skipped, hvd.size(), self._wait_s)
+        return dataclasses.replace(outcome, skipped=self.skipped)
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
@@ -192,9 +173,9 @@ class TorchTrainer:
         images = torch.from_numpy(batch.images).to(self._device).permute(0, 3, 1, 2)
         return images.contiguous(), torch.from_numpy(batch.labels).to(self._device)
 
-    def _made_by(self) -> dict[str, str | int]:
+    def made_by(self) -> dict[str, str | int]:
         """What a checkpoint must agree on with the run that goes on from it."""
-        own = {"model": self._options.model, "classes": self._classes, "optimizer": self._options.optimizer}
+        own = {"model": self.options.model, "classes": self._classes, "optimizer": self.options.optimizer}
         return {**own, "format": 2}
 
 
@@ -231,23 +212,14 @@ def wrapped(options: Options, model: torch.nn.Module, scaler: torch.amp.GradScal
         "compression": getattr(hvd.Compression, options.compression),
         "backward_passes_per_step": options.passes,
     }
-    if options.algorithm == "allreduce":
+    if options.lockstep:
         return hvd.DistributedOptimizer(optimizer, **shared)
-    shared["named_buffers"] = model.named_buffers()
+    shared |= {"named_buffers": model.named_buffers(), **options.settings}
     if options.gossips:
-        return hvd.GossipOptimizer(optimizer, **shared, **options.gossip_settings)
+        return hvd.GossipOptimizer(optimizer, **shared)
     if options.follows:
-        return hvd.LeaderOptimizer(optimizer, **shared, **options.leader_settings)
-    return hvd.EagerOptimizer(
-        optimizer,
-        **shared,
-        quorum=options.quorum,
-        max_staleness=options.max_staleness,
-        grace=options.grace,
-        pace=options.pace,
-        seed=options.seed,
-        scaler=scaler,
-    )
+        return hvd.LeaderOptimizer(optimizer, **shared)
+    return hvd.EagerOptimizer(optimizer, **shared, scaler=scaler)
 
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:

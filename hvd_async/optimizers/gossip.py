@@ -9,7 +9,7 @@ from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
-from hvd_async.algorithms.gossip.options import ALGORITHMS, NOT_GIVEN
+from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.local import LocalDriver
@@ -18,19 +18,21 @@ from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
-SWITCHABLE = ("algorithm", "graph", "peers", "weights", "max_staleness", "max_local_steps", "average_every")
+_IN_PLANS = {"topology": "graph", "mixing": "weights", "hierarchical": "local_size"}
+"""Names of ``make_plan``'s arguments that are not those of the options."""
 
 
 class GossipDriver(LocalDriver):
     """The driver of a ``GossipOptimizer``.
 
     Args:
-        lifecycle, sharers, replica, buffers: as ``LocalDriver``.
-        options: of ``make_plan``, but for ``size``; ``peers`` may be a dictionary by epoch.
-        schedule: algorithms by epoch; empty: always the one in ``options``.
+        lifecycle, sharers, replica: as ``LocalDriver``.
+        options: as the user has given them.
+        compression: how messages travel, by name.
+        local_size: ranks of a host, which ``options.hierarchical`` asks for.
 
     Attributes:
-        given: ``make_plan``'s options, as the user has given them, for all algorithms that come in turn.
+        given: options of a plan, as the user has given them, for all algorithms that come in turn.
         plan: who gossips with whom now.
         epoch: the last that ``set_epoch`` was told.
         begun: whether it was told one, or settings were switched, since the start or the last state that was loaded:
@@ -47,14 +49,15 @@ class GossipDriver(LocalDriver):
         lifecycle: Lifecycle,
         sharers: RankGroup,
         replica: WeightReplica,
-        buffers: str,
-        options: Mapping[str, Any],
-        schedule: Mapping[int, str] | None,
+        options: GossipOptions,
+        compression: str = "none",
+        local_size: int = 1,
     ) -> None:
-        super().__init__(lifecycle, sharers, replica, buffers, GossipStats())
-        given = dict(options)
-        self._peers = _by_epoch("peers", given.pop("peers"))
-        self._schedule = {0: given["algorithm"]} | _by_epoch("schedule", schedule or {})
+        super().__init__(lifecycle, sharers, replica, options.buffers, GossipStats())
+        given = {name: getattr(options, name) for name in ("algorithm", *BY_STEP)}
+        given |= {"compression": compression, "hierarchical": local_size if local_size > 1 else False}
+        self._peers = _by_epoch("peers", options.peers)
+        self._schedule = {0: options.algorithm} | _by_epoch("schedule", options.schedule or {})
         self._algorithms = set(self._schedule.values())
         """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
@@ -85,17 +88,19 @@ class GossipDriver(LocalDriver):
         """
         algorithm = given["algorithm"]
         several = self._algorithms | {algorithm}
-        # (alone it averages every so many steps; beside others it is what they take the place of)
-        own = _options_of(algorithm) if algorithm != "allreduce" or len(several) == 1 else frozenset()
+        own = _options_of(algorithm)
+        if len(several) > 1 and algorithm in ALGORITHMS and not ALGORITHMS[algorithm].has_graph:
+            own = frozenset()  # alone it averages every so many steps; beside others it is what they take the place of
         others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
         return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
 
     def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
-        plan = make_plan(self.sharers.named, **settings)
+        named = {_IN_PLANS.get(name, name): value for name, value in settings.items()}
+        plan = make_plan(self.sharers.named, **{**named, "local_size": settings["hierarchical"] or 1})
         if self.size == self.sharers.named:
             return plan
         alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
-        return make_plan(self.size, **{name: settings[name] for name in alone if name in settings})
+        return make_plan(self.size, **{name: settings[name] for name in alone})
 
     # -- changes of settings --------------------------------------------------------------------------------------
 
@@ -105,17 +110,17 @@ class GossipDriver(LocalDriver):
         Raises:
             ValueError: settings that cannot be; nothing has changed then.
         """
-        named = {{"topology": "graph", "mixing": "weights"}.get(name, name): value for name, value in changes.items()}
-        unknown = sorted(named.keys() - set(SWITCHABLE))
+        named = dict(changes)
+        unknown = sorted(named.keys() - {"algorithm", *BY_STEP})
         if unknown:
             raise ValueError(
                 f"switch() does not know {', '.join(unknown)}: take algorithm, topology, peers, mixing, max_staleness, "
                 f"max_local_steps or average_every"
             )
         given = {**self.given, **named}
-        if not isinstance(given["weights"], str):  # matrices say themselves who sends to whom
-            given |= {"weights": "uniform"} if "graph" in named else {"graph": None, "peers": 1}
-        if "graph" in named:
+        if not isinstance(given["mixing"], str):  # matrices say themselves who sends to whom
+            given |= {"mixing": "uniform"} if "topology" in named else {"topology": None, "peers": 1}
+        if "topology" in named:
             given["peers"] = named.get("peers", 1)
         plan = self._planned(given, named.keys())
         self.end(True)  # (also a rank that had no batch yet: others are in theirs)

@@ -1,56 +1,9 @@
-"""Checks of the wrappers' arguments that both bindings share."""
+"""The arguments that all wrappers have from Horovod: checked, and what they come to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-from hvd_async.algorithms.eager.quorum import Quorum, check_quorum
-
-BUFFERS = ("average", "local", "root")
-PACES = ("steps", "rounds")
-NONFINITE = ("skip", "raise")
-
-
-def check_eager_options(
-    quorum: Quorum,
-    max_staleness: int,
-    grace: float,
-    buffers: str,
-    ranks: int,
-    *,
-    bucket_cap_mb: float = 25.0,
-    late_cap_mb: float = 4096.0,
-    pace: str = "steps",
-    nonfinite: str = "skip",
-) -> None:
-    """Refuse what no eager optimizer at so many ranks can have.
-
-    Raises:
-        ValueError: with a hint.
-    """
-    check_quorum(quorum, ranks)
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
-        raise ValueError(
-            f"max_staleness={max_staleness!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
-        )
-    if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
-        raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
-    for name, size, usual in (("bucket_cap_mb", bucket_cap_mb, 25), ("late_cap_mb", late_cap_mb, 4096)):
-        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
-            raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
-    for name, value, known in (
-        ("buffers", buffers, BUFFERS),
-        ("pace", pace, PACES),
-        ("nonfinite", nonfinite, NONFINITE),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known: take one of {', '.join(map(repr, known))}")
-    if pace == "rounds" and (quorum == "all" or max_staleness == 0):
-        raise ValueError(
-            f'pace="rounds" lets late ranks give fewer gradients, which quorum={quorum!r}, max_staleness='
-            f'{max_staleness} never does: take pace="steps", or a quorum that does not wait for all'
-        )
 
 
 def check_compression(compression: Any) -> None:
@@ -102,42 +55,24 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
     return 1.0 / predivide, predivide / size
 
 
-def check_gossip_options(
-    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, whose: str = "gossip"
-) -> None:
+def check_local(given: Mapping[str, Any], average: Any, whose: str) -> None:
     """Refuse those of Horovod's arguments that mean nothing where weights travel and gradients do not.
 
     Args:
-        op: as the user gave it; ``average`` is ``hvd.Average``.
-        predivide: Horovod's ``gradient_predivide_factor``.
-        groups: Horovod's ``groups`` or ``num_groups``.
-        passes: Horovod's ``backward_passes_per_step``.
-        buffers: how batch-norm statistics are to agree.
-        whose: arguments they are, for messages.
+        given: as the user gave them.
+        average: ``hvd.Average``.
+        whose: for the messages.
 
     Raises:
         ValueError: with a hint.
     """
-    if op != average:
-        raise ValueError(f"op={op!r}: {whose} mixes weights, by averages; leave op out, or take hvd.Average")
-    if predivide != 1.0:
+    if given["op"] != average:
+        raise ValueError(f"op={given['op']!r}: {whose} mixes weights, by averages; leave op out, or take hvd.Average")
+    if given["gradient_predivide_factor"] != 1.0:
         raise ValueError(f"gradient_predivide_factor: gradients stay on their rank in {whose}; leave it out")
-    if groups:
+    if given["groups"] or given["num_groups"]:
         raise ValueError(f"groups, num_groups: a rank's weights travel as one message in {whose}; leave them out")
-    check_passes(passes)
-    if buffers not in BUFFERS:
-        raise ValueError(f"buffers={buffers!r} is not known: take one of {', '.join(map(repr, BUFFERS))}")
-
-
-def check_leader_options(
-    op: Any, average: Any, predivide: float, groups: Any, passes: int, buffers: str, plain: bool
-) -> None:
-    """``check_gossip_options`` where ranks follow a leader; ``plain``: whether no compression is asked for."""
-    check_gossip_options(op, average, predivide, groups, passes, buffers, "LeaderOptimizer")
-    if buffers == "root":
-        raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
-    if not plain:
-        raise ValueError("compression: a leader's weights travel as they are; leave it out")
+    check_passes(given["backward_passes_per_step"])
 
 
 def compression_name(compression: Any, known: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
-from hvd_async.algorithms.leader.options import ALGORITHMS
+from hvd_async.algorithms.leader.options import ALGORITHMS, LeaderOptions
 from hvd_async.algorithms.leader.pulls import PullResults
 from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
@@ -23,20 +23,20 @@ from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.stats import LeaderStats
 
+_WHEN = ("local_period", "global_period", "group", "loss_window")
+"""The options that say when who is pulled, and not how."""
+
 
 class LeaderDriver(LocalDriver):
     """The driver of a ``LeaderOptimizer``.
 
     Args:
         lifecycle, sharers, replica: as ``LocalDriver``.
-        buffers: how batch-norm statistics agree: "local" or "average".
+        options: as the user has given them.
         host_size: ranks of a host; asked for ``group="host"`` only.
-        algorithm: "lsgd" or "easgd".
-        lr_spread: how learning rates differ between ranks.
-        options: see ``ALGORITHMS``; None for the default.
 
     Attributes:
-        given: strengths of the pulls, by name.
+        given: strengths of the pulls, and other options that the algorithm's rule reads, by name.
         config: of all of them.
         strengths: the same.
         window: how many losses count.
@@ -54,42 +54,33 @@ class LeaderDriver(LocalDriver):
         lifecycle: Lifecycle,
         sharers: RankGroup,
         replica: WeightReplica,
-        buffers: str,
+        options: LeaderOptions,
         host_size: Callable[[], int],
-        algorithm: str,
-        lr_spread: str,
-        options: Mapping[str, Any],
     ) -> None:
-        super().__init__(lifecycle, sharers, replica, buffers, LeaderStats())
-        given = _resolved(algorithm, options)
-        centered = ALGORITHMS[algorithm].has_center
-        names = [name for name in vars(Strengths()) if name in given]
-        for name in names:
-            if given[name] is not None:
-                _checked(name, given[name], callables=not centered)
-        if centered and given["alpha"] is None:
+        super().__init__(lifecycle, sharers, replica, options.buffers, LeaderStats())
+        given = options.resolved()
+        if given.get("alpha", 0.0) is None:
             given["alpha"] = given["beta"] / sharers.size
-        self.given = {name: given[name] for name in names}
-        self.strengths = Strengths(**self.given)
-        self.window, self.lr_factor = given.get("loss_window", 1), selection.lr_factor(lr_spread, sharers.index)
-        settings = {"lr_spread": lr_spread, "loss_window": self.window} | {name: given[name] for name in names}
+        self.given = {name: value for name, value in given.items() if name not in _WHEN}
+        self.strengths = Strengths.of(self.given)
+        self.window = given.get("loss_window", 1)
+        self.lr_factor = selection.lr_factor(options.lr_spread, sharers.index)
+        settings = {"lr_spread": options.lr_spread, "loss_window": self.window} | self.given
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(sharers.size)]
-        alone = isinstance(sharers.process_set, SingleRank)  # (it has nobody to follow but itself, nor a center)
+        alone = isinstance(sharers.process_set, SingleRank)
         if "group" in given and not alone:
             grouped = selection.groups(given["group"], sharers.ranks, host_size)
         self.config = LeaderConfig(
-            algorithm="lsgd" if alone else algorithm,
+            algorithm=LeaderOptions.algorithm if alone else options.algorithm,  # alone it has no center to go to
             groups=[list(places) for places in grouped],
             local_period=given.get("local_period", given["global_period"]),
             global_period=given["global_period"],
             settings=", ".join(told),
-            buffers=buffers,
+            buffers=options.buffers,
             loss_window=self.window,
             local=_moves(self.strengths.local_pull, self.strengths.local_prox),
-            whole=_moves(self.strengths.alpha, self.strengths.beta)
-            if centered
-            else _moves(self.strengths.global_pull, self.strengths.global_prox),
+            whole=_moves(*(value for name, value in self.given.items() if not name.startswith("local_"))),
         )
         self.steps_before = 0
         self.losses: list[Any] = []
@@ -255,36 +246,3 @@ class LeaderDriver(LocalDriver):
 def _moves(*strengths: Strength) -> bool:
     """Whether a pull of these strengths may change anything."""
     return any(callable(strength) or strength != 0 for strength in strengths)
-
-
-def _resolved(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with their defaults."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
-    defaults = ALGORITHMS[algorithm].options
-    stray = [name for name, value in options.items() if value is not None and name not in defaults]
-    if stray:
-        raise ValueError(f"{', '.join(stray)}: {algorithm} has no use for it; leave it out, or take another algorithm")
-    given = {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
-    for name in ("local_period", "global_period", "loss_window"):
-        value = given.get(name, 1)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: take 1 or more")
-    if "local_period" in given:
-        local, whole = given["local_period"], given["global_period"]
-        given["local_period"] = max(1, whole // 4) if local is None else local
-        if given["local_period"] > whole:
-            raise ValueError(
-                f"local_period={local} is above global_period={whole}: groups follow their own leader more often than "
-                f"that of all; a quarter of global_period is usual"
-            )
-    return given
-
-
-def _checked(name: str, value: Any, callables: bool) -> None:
-    if callable(value) and not callables:
-        raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
-    try:
-        selection.value_at(value, 1)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None

@@ -1,28 +1,56 @@
 """The flags of the runners, one parser for both frameworks, with their help; what they yield is checked elsewhere.
 
-Flags say None where they were not given, so that a preset can tell.
+Those of the algorithms' own options are made from the families' dataclasses and tables. Flags say None where they were
+not given, so that a preset can tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from hvd_async.algorithms.eager.quorum import parse_quorum
-from hvd_async.algorithms.leader.selection import SPREADS
-from hvd_async.mixing import SCHEMES
-from hvd_async.topology import NAMED, WITH_PEERS
+from hvd_async.algorithms.option import Option, Real, Whole, either, flag, options_of
+from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
+from hvd_async.runtime.family import Algorithm
 
 from .presets import PRESETS, help_text
-from .readers import count, group, marks, number, peers, switches
 from .stragglers import FORMS
 
-GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
-LEADER = ("lsgd", "easgd")
-ALGORITHMS = ("allreduce", "eager", *GOSSIP, *LEADER)
-PHASES = ("allreduce", *GOSSIP)
-"""The algorithms between which a gossiping run can switch; allreduce averages weights over all ranks at each step."""
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
+SYNCHRONOUS = tuple(name for name, each in ALGORITHMS.items() if each.waits_for == "all")
+"""Horovod's own allreduce, for which nothing is wrapped; gossip can switch to it, and then averages all weights."""
+OWN = tuple(name for name in ALGORITHMS if name not in SYNCHRONOUS)
+GROUPS = {"eager": "algorithm", "gossip": "gossip", "leader": "leaders"}
+"""Titles of the groups of flags in which families have theirs, if not their names."""
+
+
+def members(family: str) -> tuple[str, ...]:
+    """Return the algorithms of a family that a run may be of, beside Horovod's."""
+    return tuple(name for name in OWN if ALGORITHMS[name].family == family)
+
+
+def owners(name: str) -> tuple[str, ...]:
+    """Return the algorithms that have an option: those whose entry names it, or a family's all if none's does."""
+    found: list[str] = []
+    for family, options in OPTIONS.items():
+        if name in options_of(options):
+            every = [each for each in ALGORITHMS.values() if each.family == family]
+            named = [each.name for each in every if name in each.options]
+            found += [each for each in members(family) if not named or each in named]
+    return tuple(found)
+
+
+def own_flags() -> dict[str, list[tuple[str, Option, Any]]]:
+    """Return for each option that has a flag the family, the description and the default of each family that has it."""
+    found: dict[str, list[tuple[str, Option, Any]]] = {}
+    for family, options in OPTIONS.items():
+        for name, described in options_of(options).items():
+            if described.flags != ():
+                found.setdefault(name, []).append((family, described, getattr(options, name)))
+    return found
 
 
 def build_parser(framework: str) -> argparse.ArgumentParser:
@@ -30,19 +58,50 @@ def build_parser(framework: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resnet50.py",
         formatter_class=_Help,
-        description=f"Train ResNet-50 with {framework} and Horovod: by allreduce, by partial allreduce (eager), by "
-        "gossip (sgp, osgp, dpsgd, adpsgd), or after a leader (lsgd, easgd). A flag that is given wins over what "
-        "--preset sets.",
+        description=f"Train ResNet-50 with {framework} and Horovod: by {', '.join(SYNCHRONOUS)}, by partial allreduce "
+        f"({', '.join(members('eager'))}), by gossip ({', '.join(members('gossip'))}), or after a leader "
+        f"({', '.join(members('leader'))}). A flag that is given wins over what --preset sets.",
         epilog="example: horovodrun -np 4 --gloo python resnet50.py --algorithm eager --quorum majority --data digits "
         "--image-size 32 --optimizer adam --lr 0.001 --cosine --inject random:1:0.3 --summary out.json",
     )
     _algorithm_flags(parser)
-    _gossip_flags(parser)
-    _leader_flags(parser)
     _data_flags(parser)
     _training_flags(parser)
     _output_flags(parser)
     return parser
+
+
+def _read(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader whose errors argparse tells in its own words."""
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def count(least: int) -> Callable[[str], int]:
+    """A whole number, not below ``least``."""
+    return _read(Whole(least))
+
+
+def number(least: float, *, below: float = math.inf, open_: bool = False) -> Callable[[str], float]:
+    """A finite number in [least, below), or in (least, below) if `open_`."""
+    return _read(Real(least, below, open_))
+
+
+def marks(text: str) -> tuple[float, ...]:
+    """Epochs, rising."""
+    try:
+        marks = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of epochs: write 30,60,80") from None
+    if any(not math.isfinite(mark) or mark <= 0 for mark in marks) or list(marks) != sorted(set(marks)):
+        raise argparse.ArgumentTypeError(f"{text!r}: the epochs must be above 0 and rise")
+    return marks
 
 
 class _Help(argparse.HelpFormatter):
@@ -51,49 +110,19 @@ class _Help(argparse.HelpFormatter):
 
 
 def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("algorithm").add_argument
-    add(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default="eager",
-        help="allreduce: Horovod's synchronous SGD; eager: rounds that do not wait for late ranks; gossip, in which "
-        "a rank mixes its weights with those of a few others: sgp waits for their messages, osgp takes them in up to "
-        "--max-staleness steps later, dpsgd wants a symmetric graph, adpsgd averages with whichever neighbour is "
-        "ready; and ranks that train by themselves and are pulled now and then: lsgd towards whoever has the lowest "
-        "training loss, easgd towards a centre (default: eager)",
-    )
-    add(
-        "--quorum",
-        type=parse_quorum,
-        metavar="Q",
-        help="eager: who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count "
-        "of ranks, a fraction such as 0.75, or auto, which learns from the arrival times (default: solo)",
-    )
-    add(
-        "--max-staleness",
-        type=count(0),
-        metavar="N",
-        help="eager: how many rounds late a gradient may be, 0 is synchronous (default: 16); osgp: how many steps late "
-        "a message may be, 0 is sgp (default: 1)",
-    )
-    add(
-        "--grace",
-        type=number(0),
-        metavar="S",
-        help="eager: seconds a round still waits for more ranks once the quorum is there (default: 0)",
-    )
-    add(
-        "--pace",
-        choices=("steps", "rounds"),
-        help="eager: steps: every rank goes through its batches once an epoch; rounds: an epoch is as many rounds as "
-        "the longest rank has batches, and a rank that is slow for good gives fewer gradients (default: steps)",
-    )
+    groups = {title: parser.add_argument_group(title) for title in (GROUPS.get(one, one) for one in OPTIONS)}
+    add = groups["algorithm"].add_argument
+    add("--algorithm", choices=(*SYNCHRONOUS, *OWN), default=members("eager")[0], help=_algorithm_help())
+    for name, families in own_flags().items():
+        title = GROUPS.get(families[0][0], families[0][0])
+        _add_own(groups[title], name, families, of_all=title == "algorithm")
+    known = dict.fromkeys(way for each in ALGORITHMS.values() for way in each.compressions)
     add(
         "--compression",
-        choices=("none", "fp16", "bf16", "int8"),
+        choices=tuple(known),
         default="none",
         help="how gradients travel, with gossip weights; allreduce knows none and fp16; int8, which makes up for its "
-        "errors later, is for sgp, osgp and dpsgd (default: none)",
+        f"errors later, is for {either(knowing('int8'), 'and')} (default: none)",
     )
     add(
         "--backward-passes-per-step",
@@ -111,103 +140,41 @@ def _algorithm_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _gossip_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("gossip").add_argument
-    add(
-        "--topology",
-        choices=tuple(NAMED),
-        metavar="NAME",
-        help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one (default: "
-        "bipartite-exponential for these two, exponential for sgp and osgp)",
-    )
-    add(
-        "--peers",
-        type=peers,
-        metavar="N",
-        help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 is 1 "
-        "from epoch 0 and 2 from epoch 30 on (default: 1)",
-    )
-    add(
-        "--mixing",
-        choices=SCHEMES,
-        help="of sgp, osgp and dpsgd: uniform parts what a rank has equally among itself and its receivers; metropolis "
-        "weighs by the larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star "
-        "(default: uniform)",
-    )
-    add(
-        "--hierarchical-gossip",
-        "--hierarchical",
-        dest="hierarchical",
-        action="store_true",
-        default=None,
-        help="of sgp, osgp and dpsgd: average the ranks of a host first, and gossip from host to host; the short form "
-        "does not get past horovodrun, which has flags that begin so (default: off)",
-    )
-    add(
-        "--average-every",
-        type=count(0),
-        metavar="N",
-        help="of sgp, osgp and dpsgd: average the weights of all ranks every N steps; 0 is never (default: 0)",
-    )
-    add(
-        "--max-local-steps",
-        type=count(1),
-        metavar="N",
-        help="of adpsgd: steps that a rank may take between two averagings, before it waits for one (default: 4)",
-    )
-    add(
-        "--schedule",
-        type=switches(PHASES),
-        dest="switches",
-        metavar="E:NAME,...",
-        help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp "
-        "(default: --algorithm in all epochs)",
+def knowing(compression: str) -> tuple[str, ...]:
+    """Return the algorithms whose messages may travel so."""
+    return tuple(name for name in OWN if compression in ALGORITHMS[name].compressions)
+
+
+def _algorithm_help() -> str:
+    def told(family: str, joint: str) -> str:
+        each: list[Algorithm] = [ALGORITHMS[name] for name in members(family)]
+        return ", ".join(f"{one.name}{joint}{one.about}" for one in each)
+
+    return (
+        f"{SYNCHRONOUS[0]}: Horovod's synchronous SGD; {told('eager', ': ')}; gossip, in which a rank mixes its "
+        f"weights with those of a few others: {told('gossip', ' ')}; and ranks that train by themselves and are pulled "
+        f"now and then: {told('leader', ' ')} (default: {members('eager')[0]})"
     )
 
 
-def _leader_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("leaders").add_argument
-    add(
-        "--global-period",
-        type=count(1),
-        metavar="N",
-        help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre "
-        "(default: 16)",
-    )
-    add(
-        "--local-period",
-        type=count(1),
-        metavar="N",
-        help="of lsgd: the same between two pulls of a group towards its leader (default: a quarter of "
-        "--global-period)",
-    )
-    for flag, what in (
-        ("--local-pull", "of lsgd: how far a rank is pulled towards the leader of its group"),
-        ("--global-pull", "of lsgd: and towards that of all"),
-        ("--local-prox", "of lsgd: how far the steps of a --local-period together pull it, between these pulls"),
-        ("--global-prox", "of lsgd: and those of a --global-period towards the leader of all"),
-    ):
-        add(flag, type=number(0, below=1), metavar="X", help=f"{what}; 0 is not at all, 1 all the way (default: 0.1)")
-    add(
-        "--group",
-        type=group,
-        metavar="host|N",
-        help="of lsgd: the ranks of a host, or N ranks, have a leader of their own (default: host)",
-    )
-    add("--loss-window", type=count(1), metavar="N", help="of lsgd: losses that count in the choice (default: 10)")
-    add("--beta", type=number(0, below=1), metavar="X", help="of easgd: how far the centre moves (default: 0.43)")
-    add(
-        "--alpha",
-        type=number(0, below=1),
-        metavar="X",
-        help="of easgd: how far a rank is pulled towards the centre (default: --beta over the number of ranks)",
-    )
-    add(
-        "--lr-spread",
-        choices=SPREADS,
-        help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times "
-        "(default: none)",
-    )
+def _add_own(group: argparse._ArgumentGroup, name: str, families: list[tuple[str, Option, Any]], of_all: bool) -> None:
+    """Add the flag of an option, whose help says which algorithms have it: in a group ``of_all`` always, else where
+    some of the family do not."""
+    told = []
+    for family, described, default in families:
+        mine = [each for each in owners(name) if each in members(family)]
+        some = f"{', '.join(mine)}: " if of_all else f"of {either(mine, 'and')}: "
+        shown = described.absent or (f"{default:g}" if isinstance(default, float) else str(default))
+        who = some if of_all or len(mine) < len(members(family)) else ""
+        told.append(f"{who}{described.help or described.doc} (default: {shown})")
+    _, described, default = families[0]
+    more: dict[str, Any] = {"dest": name, "help": "; ".join(told)}
+    if isinstance(default, bool):
+        more |= {"action": "store_true", "default": None}
+    else:
+        more |= {"metavar": described.metavar, "choices": described.choices or None}
+        more |= {} if described.read is None else {"type": _read(described.read)}
+    group.add_argument(*(described.flags or (flag(name),)), **more)
 
 
 def _data_flags(parser: argparse.ArgumentParser) -> None:

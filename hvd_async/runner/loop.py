@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,66 +15,14 @@ from . import sharding
 from .batches import Batch
 from .budget import Budget, Pace
 from .data import evaluation_data, open_source
-from .files import write_atomically
-from .leading import write_leaders
-from .metrics import JobMetrics, ModelQuality, OptimizerCounts, RankMetrics, Replicas
+from .logs import write_atomically, write_leaders, write_step_times
+from .metrics import JobMetrics, ModelQuality, OptimizerCounts, RankMetrics
 from .options import Options
-from .pace import write_step_times
 from .position import EpochPlan, EpochProgress, Position
 from .report import EpochRow, Reporter
 from .signals import asked_by_signal
 from .summary import describe, straggler_lines, summarise, write_summary
-
-
-@dataclass(frozen=True)
-class World:
-    """The job as the loop sees it. `gather(value, name)` is a collective: every rank's value, in order of rank."""
-
-    rank: int
-    size: int
-    gather: Callable[[Any, str], list[Any]]
-
-
-class Trainer(Protocol):
-    """A model with its optimizer, in some framework."""
-
-    checkpoint_suffix: str
-    opening: str | None
-    """Return a notice for people before the first step, if that takes long."""
-
-    @property
-    def rounds(self) -> int:
-        """Rounds that this rank's weights have seen since the optimizer was made."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Collective: no rank has taken a step of this epoch yet."""
-
-    def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step on this rank at this learning rate; returns the batch's mean loss."""
-
-    def drain(self) -> None:
-        """Collective: every gradient is applied on every rank, and collectives of others may follow."""
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Collective: in it the model is what `drain` would make it, and collectives of others may follow."""
-
-    def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks' weights are from their average now; None if they have none of their own."""
-
-    def correct(self, batch: Batch) -> int:
-        """How many images of the batch are classified correctly, in inference mode."""
-
-    def save(self, path: Path, position: Position) -> None:
-        """Write a complete checkpoint. Called on rank 0 only, after a drain."""
-
-    def restore(self, path: Path) -> Position | None:
-        """Collective: load rank 0's file into every rank; None if rank 0 has none. ValueError if it does not fit."""
-
-    def outcome(self) -> OptimizerCounts:
-        """Return the counts of this rank's optimizer."""
-
-    def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+from .trainer import Trainer, World, errors_reported
 
 
 class Run:
@@ -158,7 +103,7 @@ class Run:
 
     def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter, rounds: Callable[[], int]) -> None:
         first, end = self._course.steps(epoch)
-        reporter.begin_epoch(epoch, self._course.length if self.options.pace == "rounds" else end - first)
+        reporter.begin_epoch(epoch, self._course.length if self.options.by_rounds else end - first)
         begin, slept, steps, images, loss_sum = self._clock(), self._slept_s, len(self._step_times), self._images, 0.0
         rate, step = self._rate(epoch), epoch * self._course.length
         trainer.begin_epoch(epoch)
@@ -213,7 +158,7 @@ class Run:
         """(step, learning rate, batch) of an epoch; sleeps the injected delays and times what the caller does."""
         options, world = self.options, self.world
         number = epoch * len(self._course.plan(epoch)) + first
-        if options.pace == "rounds" and self._first_step is not None:
+        if options.by_rounds and self._first_step is not None:
             number = self._first_step + len(self._step_times)  # a rank may do more steps, or fewer, than it has batches
         begin = self._clock()
         for step, (passed, batch) in enumerate(self._course.batches(epoch, rounds), number):
@@ -322,7 +267,7 @@ class Run:
         if not self.options.resume or self.options.checkpoint_dir is None:
             return False
         with errors_reported(self.world):
-            position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}")
+            position = trainer.restore(self.options.checkpoint_dir / f"last{trainer.checkpoint_suffix}", self.world)
         self._course.resume(position or Position())
         self._position = self._course.start
         return position is not None
@@ -364,14 +309,3 @@ def start(options: Options, world: World) -> Run:
     asked = None if options.checkpoint_dir is None else asked_by_signal()
     with errors_reported(world):
         return Run(options, world, asked=asked)
-
-
-@contextlib.contextmanager
-def errors_reported(world: World) -> Iterator[None]:
-    """Where the user's options or files are at fault: the message without a traceback, and status 2."""
-    try:
-        yield
-    except ValueError as error:
-        # Every rank says it: the launcher kills the others as soon as one has ended.
-        print(f"error (rank {world.rank}): {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None

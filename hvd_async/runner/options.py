@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_async.algorithms.eager.quorum import Quorum, check_quorum
+from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.option import either, flag, in_flags, options_of
+from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 
-from .arguments import GOSSIP, LEADER, build_parser
+from .arguments import SYNCHRONOUS, build_parser, knowing, own_flags, owners
 from .lr_schedule import Schedule
 from .presets import DEFAULTS, PRESETS
 from .stragglers import Injector, parse_inject
 
-EAGER = ("eager",)
-MIXED = ("sgp", "osgp", "dpsgd")
-"""The algorithms with a mixing matrix."""
-LSGD = ("local_period", "local_pull", "global_pull", "local_prox", "global_prox", "group", "loss_window")
-"""Options of LSGD alone."""
-OWNED: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "quorum": (None, dict.fromkeys(EAGER, "solo")),
-    "max_staleness": (None, {"eager": 16, "osgp": None}),
-    "grace": (0.0, dict.fromkeys(EAGER, 0.0)),
-    "pace": ("steps", dict.fromkeys(EAGER, "steps")),
-    "topology": (None, dict.fromkeys(GOSSIP)),
-    "peers": (1, dict.fromkeys(GOSSIP, 1)),
-    "mixing": ("uniform", dict.fromkeys(MIXED, "uniform")),
-    "hierarchical": (False, dict.fromkeys(MIXED, False)),
-    "average_every": (0, dict.fromkeys(MIXED, 0)),
-    "max_local_steps": (4, {"adpsgd": 4}),
-    "global_period": (None, dict.fromkeys(LEADER)),
-    "lr_spread": ("none", dict.fromkeys(LEADER, "none")),
-    **{name: (None, {"lsgd": None}) for name in LSGD},
-    **{name: (None, {"easgd": None}) for name in ("alpha", "beta")},
-}
-"""Flags that not all algorithms know: the value for those that do not, and the defaults of those that do."""
+HOROVODS = ("none", "fp16")
+"""How gradients may travel in Horovod's own allreduce."""
 OPTIMIZERS_WITH = {"momentum": ("sgd", "lars"), "nesterov": ("sgd",), "weight_decay": ("sgd", "adamw", "lars")}
 
 
@@ -45,37 +28,15 @@ OPTIMIZERS_WITH = {"momentum": ("sgd", "lars"), "nesterov": ("sgd",), "weight_de
 class Options:
     """A run as the user asked for it, checked, defaults filled in. Times in seconds, lengths in epochs or steps.
 
+    own: the options of the algorithm's family, as its optimizer takes them; None of Horovod's allreduce.
     lr, schedule: the rate of the whole job, or, before `at`, for `lr_images` images a step if that is set.
     precision: "fp32", "fp16" or "bf16". passes: backward passes of `batch_size` images in a step.
-    switches: the algorithms of later epochs, by the epoch from which on they hold. topology, max_staleness, and all
-    from local_period to loss_window: None is the optimizer's own default.
     """
 
     framework: str
     algorithm: str
-    quorum: Quorum | None
-    max_staleness: int | None
-    grace: float
-    pace: str
+    own: Any
     compression: str
-    topology: str | None
-    peers: int | Mapping[int, int]
-    mixing: str
-    hierarchical: bool
-    average_every: int
-    max_local_steps: int
-    switches: Mapping[int, str]
-    local_period: int | None
-    global_period: int | None
-    local_pull: float | None
-    global_pull: float | None
-    local_prox: float | None
-    global_prox: float | None
-    alpha: float | None
-    beta: float | None
-    group: str | int | None
-    loss_window: int | None
-    lr_spread: str
     passes: int
     model: str
     bn_momentum: float
@@ -109,17 +70,17 @@ class Options:
     @property
     def lockstep(self) -> bool:
         """Whether all ranks must do the same number of steps: plain allreduce hangs otherwise."""
-        return self.algorithm == "allreduce"
+        return self.own is None
 
     @property
     def gossips(self) -> bool:
         """Whether ranks have weights of their own, which they mix."""
-        return self.algorithm in GOSSIP
+        return isinstance(self.own, GossipOptions)
 
     @property
     def follows(self) -> bool:
         """Whether ranks have weights of their own, and are pulled towards a leader or a centre."""
-        return self.algorithm in LEADER
+        return isinstance(self.own, LeaderOptions)
 
     @property
     def apart(self) -> bool:
@@ -127,22 +88,24 @@ class Options:
         return self.gossips or self.follows
 
     @property
+    def quorum(self) -> Any:
+        """Who fires a round; None where there are none."""
+        return getattr(self.own, "quorum", None)
+
+    @property
+    def by_rounds(self) -> bool:
+        """Whether an epoch is so many rounds, and not so many steps of each rank."""
+        return getattr(self.own, "pace", None) == "rounds"
+
+    @property
     def init_settings(self) -> dict[str, Any]:
         """The keywords of `hvd.init`: a leader's group needs a process set, and it is not known yet who is in it."""
-        return {"process_sets": "dynamic"} if self.algorithm == "lsgd" else {}
+        return {"process_sets": "dynamic"} if "group" in ALGORITHMS[self.algorithm].options else {}
 
     @property
-    def leader_settings(self) -> dict[str, Any]:
-        """The keywords of `LeaderOptimizer` that both frameworks have."""
-        names = ("algorithm", "global_period", "alpha", "beta", "lr_spread", *LSGD)
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def gossip_settings(self) -> dict[str, Any]:
-        """The keywords of `GossipOptimizer` that both frameworks have."""
-        names = ("algorithm", "topology", "peers", "mixing", "max_staleness", "hierarchical", "max_local_steps")
-        keywords = {name: getattr(self, name) for name in (*names, "average_every")}
-        return {**keywords, "schedule": self.switches or None}
+    def settings(self) -> dict[str, Any]:
+        """The keywords of the algorithm's optimizer that both frameworks have."""
+        return {} if self.own is None else dict(vars(self.own))
 
     @property
     def step_images(self) -> int:
@@ -155,8 +118,8 @@ class Options:
         Raises ValueError, with a hint, where they do not fit such a job.
         """
         self.injector.check(size)
-        if self.quorum is not None:
-            check_quorum(self.quorum, size)
+        if self.own is not None:
+            self.own.check(size)
         if self.lr_images is None:
             return self
         rate = self.lr * self.step_images * size / self.lr_images
@@ -183,7 +146,7 @@ def _options(framework: str, given: argparse.Namespace) -> Options:
     fp16, bf16 = values.pop("fp16"), values.pop("bf16")
     if fp16 and bf16:
         raise ValueError("--fp16 and --bf16 are two ways of mixed precision: take one")
-    _fill_algorithm(values)
+    own = _take_own(values)
     _fill_recipe(values)
     _check_files(given)
     _check_minutes(given)
@@ -194,6 +157,7 @@ def _options(framework: str, given: argparse.Namespace) -> Options:
         raise ValueError("--workers is for an image folder, --data DIR: leave it out")
     return Options(
         framework=framework,
+        own=own,
         passes=values.pop("backward_passes_per_step"),
         precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
         schedule=Schedule(
@@ -213,42 +177,60 @@ def _options(framework: str, given: argparse.Namespace) -> Options:
     )
 
 
-def _fill_algorithm(values: dict[str, Any]) -> None:
-    """Defaults of the flags of the algorithm; those that would do nothing, or that Horovod lacks, are refused."""
+def _take_own(values: dict[str, Any]) -> Any:
+    """The options of the algorithm's family, taken from the flags' values; None of Horovod's allreduce.
+
+    Flags that would do nothing, or that Horovod lacks, are refused.
+    """
     algorithm = values["algorithm"]
     algorithms = _algorithms(values)
-    for name, (neutral, owners) in OWNED.items():
-        owner = next((one for one in algorithms if one in owners), None)
-        if values[name] is None:
-            values[name] = neutral if owner is None else owners[owner]
-        elif owner is None:
-            raise ValueError(f"{_flag(name)} only means something with --algorithm {_either(owners)}: leave it out")
-    if algorithm == "eager":
-        check_quorum(values["quorum"], None)  # a count is checked against the job's size in Options.at
-    if values["compression"] != "none" and algorithm in LEADER:
+    given: dict[str, Any] = {}
+    for name in own_flags():
+        value, having = values.pop(name), owners(name)
+        if value is None:
+            continue
+        if not set(having) & set(algorithms):
+            raise ValueError(f"{flag(name)} only means something with --algorithm {either(having)}: leave it out")
+        given[name] = value
+    _check_compression(values["compression"], algorithm, algorithms)
+    if algorithm in SYNCHRONOUS:
+        return None
+    family = OPTIONS[ALGORITHMS[algorithm].family]
+    names = options_of(family)
+    given |= {name: values[name] for name in ("algorithm", "seed") if name in names}
+    own = family(**{name: value for name, value in given.items() if name in names})
+    try:
+        own.check(None)  # what depends on the job's size is checked in Options.at
+    except ValueError as error:
+        raise ValueError(in_flags(str(error), family)) from None
+    return own
+
+
+def _check_compression(compression: str, algorithm: str, algorithms: Iterable[str]) -> None:
+    """Refuse what some algorithm of the run does not send."""
+    own = HOROVODS if algorithm in SYNCHRONOUS else ALGORITHMS[algorithm].compressions
+    others = [ALGORITHMS[one].compressions for one in algorithms if one not in SYNCHRONOUS]
+    if all(compression in known for known in (own, *others)):
+        return
+    if len(own) == 1:
         raise ValueError(f"--compression: weights travel as they are with --algorithm {algorithm}: leave it out")
-    if values["local_period"] and values["local_period"] > (values["global_period"] or 16):
-        raise ValueError(
-            f"--local-period {values['local_period']} is above --global-period {values['global_period'] or 16}: groups "
-            f"follow their own leader more often than that of all"
-        )
-    if values["compression"] == "int8" and (algorithm not in GOSSIP or "adpsgd" in algorithms):
-        raise ValueError(
-            f"--compression int8 is for {_either(MIXED)}, which make up for its errors in later messages: take fp16"
-        )
-    if values["compression"] == "bf16" and algorithm == "allreduce":
+    if compression == "bf16":
         raise ValueError(
             "--compression bf16 is not Horovod's: take fp16, or --algorithm eager --quorum all, which is as synchronous"
         )
+    raise ValueError(
+        f"--compression {compression} is for {either(knowing(compression))}, which make up for its errors in later "
+        f"messages: take fp16"
+    )
 
 
 def _algorithms(values: dict[str, Any]) -> list[str]:
     """All algorithms of the run; a --schedule that does not go with --algorithm is refused."""
-    algorithm = values["algorithm"]
-    switches = values["switches"] = values["switches"] or {}
-    if switches and algorithm not in GOSSIP:
+    algorithm, switches = values["algorithm"], values["schedule"] or {}
+    if switches and algorithm not in owners("schedule"):
         raise ValueError(
-            f"--schedule only means something with --algorithm {_either(GOSSIP)}: leave it out, or take one of these"
+            f"--schedule only means something with --algorithm {either(owners('schedule'))}: leave it out, or take one "
+            f"of these"
         )
     algorithms = [] if 0 in switches else [algorithm]
     algorithms += switches.values()
@@ -267,12 +249,12 @@ def _fill_recipe(values: dict[str, Any]) -> None:
     for name, default in {**DEFAULTS, **(preset.values if preset is not None else {})}.items():
         values[name] = values[name] if name in given else default
     optimizer = values["optimizer"]
-    for name, owners in OPTIMIZERS_WITH.items():
-        if optimizer not in owners:
+    for name, having in OPTIMIZERS_WITH.items():
+        if optimizer not in having:
             if name in given:
                 raise ValueError(
-                    f"{_flag(name)} does not go with --optimizer {optimizer}: leave it out, or take "
-                    f"{' or '.join(owners)}"
+                    f"{flag(name)} does not go with --optimizer {optimizer}: leave it out, or take "
+                    f"{' or '.join(having)}"
                 )
             values[name] = type(DEFAULTS[name])(0)
     if values["nesterov"] and not values["momentum"]:
@@ -300,12 +282,3 @@ def _check_minutes(given: argparse.Namespace) -> None:
         raise ValueError(
             "--resume goes on to --epochs or --steps, and not for so many --minutes: leave one of the two out"
         )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _either(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

@@ -94,13 +94,13 @@ class EpochPlan:
         `places` are those of all ranks, in order; `rounds` those seen since the run began.
         """
         done = self.start.epoch * self.length + self.start.step + rounds
-        if self._options.pace == "rounds":
+        if self._options.by_rounds:
             whole = done >= self._last_round(epoch)
         else:
             whole = all(place.done >= place.end for place in places)
         if whole:
             return None if self.is_last(epoch) else Position(epoch + 1)
-        if self._options.pace == "rounds":
+        if self._options.by_rounds:
             return Position(epoch, step=done - epoch * self.length, steps_per_epoch=self.length)
         share = sum(place.done for place in places) / sum(place.count for place in places)
         by_rank = tuple(place.done for place in places)
@@ -147,7 +147,7 @@ class EpochPlan:
 
         `rounds` tells how many rounds this rank has seen since the run began; only --pace rounds looks.
         """
-        return self._by_rounds(epoch, rounds) if self._options.pace == "rounds" else self._by_steps(epoch)
+        return self._by_rounds(epoch, rounds) if self._options.by_rounds else self._by_steps(epoch)
 
     def _by_steps(self, epoch: int) -> Iterator[tuple[float, Batch]]:
         options, plan = self._options, self.plan(epoch)

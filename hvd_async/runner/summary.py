@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .files import write_atomically
+from .logs import write_atomically
 from .metrics import JobMetrics, ModelQuality, RankMetrics, Replicas
 from .options import Options
 from .stragglers import Injector

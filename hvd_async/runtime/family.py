@@ -44,11 +44,15 @@ class Algorithm:
         sends: what ranks send each other.
         waits_for: whom a step waits for.
         symmetric_graph: whether both ends of each edge of its graph must send.
+        about: what sets it apart, for people: a clause that its name begins.
+        compressions: how messages may travel.
     """
 
     name: str
     family: str
     options: Mapping[str, Any]
     sends: Literal["gradients", "weights"]
-    waits_for: Literal["quorum", "neighbours", "nobody"]
+    waits_for: Literal["all", "quorum", "neighbours", "nobody"]
     symmetric_graph: bool = False
+    about: str = ""
+    compressions: tuple[str, ...] = ("none",)

@@ -9,21 +9,23 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.optimizers.horovod_options import check_compression, check_eager_options, check_passes, scales
+from hvd_async.optimizers.factories import eager_driver
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.runtime.process_sets import sharers_of
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform
-from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.horovod_names import check_not_horovods
 from hvd_async.tensorflow.loss_scaling import EagerScaleMethods
-from hvd_async.tensorflow.wrapping import wrap
+from hvd_async.tensorflow.wrapping import BINDING, wrap
 
 
+@documented(EagerOptions)
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: Any,
     name: str | None = None,
@@ -58,6 +60,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     a rank that is late contributes nothing now and its gradient goes with the next round. Constructing it does not
     communicate. Compile the model with ``jit_compile=False`` (XLA cannot wait for other ranks).
 
+    In a graph a bucket leaves while backward still computes those of earlier layers (but for loss scaling and
+    ``nonfinite="raise"``, which look at all gradients first). With ``pace="rounds"`` the callback ``StopAtRounds`` ends
+    ``fit()``.
+
     Args:
         optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
             place; do not use both. A ``LossScaleOptimizer`` becomes one whose overflows count as empty steps; pass it
@@ -79,26 +85,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
             by themselves.
         scale_local_gradients: as in Horovod it concerns variables of ``register_local_var()``, which is refused here.
-        quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
-            round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that brings
-            the most fresh gradients per second, learned from the ranks' arrival times).
-        max_staleness: rounds a gradient may be late; 0 is synchronous.
-        grace: seconds to wait for more ranks once the quorum is there.
-        seed: of majority's draw, the same on all ranks.
-        bucket_cap_mb: MiB of gradients that travel together. In a graph a bucket leaves while backward still computes
-            those of earlier layers (but for loss scaling and ``nonfinite="raise"``, which look at all of them first).
-        late_cap_mb: MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where
-            a round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank 0
-            says so. ``float("inf")`` leaves it alone.
-        pace: "steps" (all ranks do the same number of steps, and one that is always slower holds the others up after
-            ``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds`` or the
-            callback ``StopAtRounds``).
-        nonfinite: what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in
-            ``stats().gradients_skipped``) or "raise" FloatingPointError.
+        Own options: see ``EagerOptions``.
         round_transform: called with the list of a round's average gradients, returns what to apply; for gradient
             clipping and the like: ``lambda grads: tf.clip_by_global_norm(grads, 1.0)[0]``. It is traced once.
         model: the model that is trained, so that ``drain()`` can make its batch-norm statistics agree.
-        buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``EagerMethods``.
@@ -107,58 +97,55 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
-    check_eager_options(
-        quorum,
-        max_staleness,
-        grace,
-        buffers,
-        sharers.named,
-        bucket_cap_mb=bucket_cap_mb,
-        late_cap_mb=late_cap_mb,
-        pace=pace,
-        nonfinite=nonfinite,
-    )
-    check_passes(backward_passes_per_step)
-    check_compression(compression)
-    Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
+    given = dict(locals())
+
+    def replica(
+        options: EagerOptions, sharers: RankGroup, factors: tuple[float, float], groups: Any
+    ) -> GradientReplica:
+        Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
+        _check_optimizer(optimizer)
+        return GradientReplica(
+            sharers,
+            max_staleness,
+            scales=factors,
+            compression=compression,
+            cap_bytes=bucket_cap_mb * 2**20,
+            groups=_groups(groups),
+            passes=backward_passes_per_step,
+            average_passes=average_aggregated_gradients,
+            nonfinite=nonfinite,
+            devices=(device_dense, device_sparse),
+            round_transform=round_transform,
+            model=model,
+        )
+
+    driver = eager_driver(BINDING, given, replica, EagerDriver)
+    return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        ValueError: with a hint.
+    """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
     check_not_horovods(optimizer)
     if isinstance(optimizer, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
-    config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
     if isinstance(getattr(optimizer, "inner_optimizer", None), OptimizerMethods):
         raise ValueError(
             "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
         )
-    replica = GradientReplica(
-        sharers,
-        max_staleness,
-        scales=scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size),
-        compression=compression,
-        cap_bytes=bucket_cap_mb * 2**20,
-        groups=_groups(num_groups, groups),
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        nonfinite=nonfinite,
-        devices=(device_dense, device_sparse),
-        round_transform=round_transform,
-        model=model,
-    )
-    driver = EagerDriver(LIFECYCLE, sharers, replica, buffers, config, late_cap_mb)
-    return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
 
 
-def _groups(num_groups: int, groups: Any) -> Any:
+def _groups(groups: Any) -> Any:
     """Return groups as ``partition`` takes them.
 
     Raises:
         ValueError: neither a positive number nor lists.
     """
-    if num_groups:
-        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups > 0):
         return groups
     if isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups):

@@ -7,17 +7,15 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvd_async.optimizers.gossip import GossipDriver
-from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
-from hvd_async.runtime.process_sets import sharers_of
-from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.compression import Compression
+from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.factories import gossip_driver
 from hvd_async.tensorflow.loss_scaling import GossipScaleMethods
 from hvd_async.tensorflow.methods import GossipMethods
-from hvd_async.tensorflow.weight_replica import WeightReplica
-from hvd_async.tensorflow.wrapping import check_optimizer, wrap
+from hvd_async.tensorflow.wrapping import BINDING, weight_replica, wrap
 
 
+@documented(GossipOptions)
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: Any,
     name: str | None = None,
@@ -51,7 +49,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
     to all. So learning rates, schedules, clipping, weight decay and moving averages are each rank's own (``drain()``
     averages the moving averages of ``use_ema``). Constructing it does not communicate. Compile the model with
-    ``jit_compile=False`` (XLA cannot wait for other ranks).
+    ``jit_compile=False`` (XLA cannot wait for other ranks). The callbacks of ``hvd_async.tensorflow.keras`` call
+    ``set_epoch``.
 
     Args:
         optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
@@ -74,24 +73,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             themselves.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not mixed, by the
             number of ranks, as Horovod does.
-        algorithm: "sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to
-            ``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: pairs
-            of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" (weights are
-            averaged over all ranks after every step).
-        topology: a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "exponential" for
-            sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd.
-        peers: how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}.
-        mixing: "uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of
-            such, one a step in turn.
-        max_staleness: steps a message of osgp may be late; None: 1.
-        hierarchical: average the ranks of a host first, then gossip between hosts, one partner a host. (A number: that
-            many ranks are a host.)
-        max_local_steps: steps that a rank of adpsgd may take between two averagings.
-        average_every: average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never.
-        schedule: {epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch``, which the callbacks
-            of ``hvd_async.tensorflow.keras`` call, makes it so.
+        Own options: see ``GossipOptions``.
         model: the model that is trained, so that ``drain()`` and ``consensus()`` make its batch-norm statistics agree.
-        buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``GossipMethods``.
@@ -100,31 +83,6 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
-    check_gossip_options(
-        op, hvd.Average, gradient_predivide_factor, groups or num_groups, backward_passes_per_step, buffers
-    )
-    known = {one: getattr(Compression, one) for one in ("none", "fp16", "bf16", "int8")}
-    options = {
-        "algorithm": algorithm,
-        "graph": topology,
-        "peers": peers,
-        "weights": mixing,
-        "max_staleness": max_staleness,
-        "max_local_steps": max_local_steps,
-        "average_every": average_every,
-        "compression": compression_name(compression, known),
-        "local_size": host_size(hierarchical, hvd, sharers.process_set is None),
-    }
-    check_optimizer(optimizer)
-    replica = WeightReplica(
-        sharers.size,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        devices=(device_dense, device_sparse),
-        scale_local=scale_local_gradients,
-        model=model,
-        buffers=buffers,
-    )
-    driver = GossipDriver(LIFECYCLE, sharers, replica, buffers, options, schedule)
+    given = dict(locals())
+    driver = gossip_driver(BINDING, given, lambda sharers: weight_replica(given, sharers))
     return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)

@@ -7,17 +7,16 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
+from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.algorithms.leader.selection import Strength
-from hvd_async.optimizers.horovod_options import check_leader_options, local_ranks
-from hvd_async.optimizers.leader import LeaderDriver
-from hvd_async.runtime.process_sets import sharers_of
-from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.factories import leader_driver
 from hvd_async.tensorflow.loss_scaling import LeaderScaleMethods
 from hvd_async.tensorflow.methods import LeaderMethods
-from hvd_async.tensorflow.weight_replica import WeightReplica
-from hvd_async.tensorflow.wrapping import check_optimizer, wrap
+from hvd_async.tensorflow.wrapping import BINDING, weight_replica, wrap
 
 
+@documented(LeaderOptions)
 def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: Any,
     name: str | None = None,
@@ -71,24 +70,8 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             themselves.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not pulled, by the
             number of ranks, as Horovod does.
-        algorithm: "lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean
-            training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a centre
-            are pulled towards each other.
-        local_period: of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader.
-            Steps of all ranks count together: fast ranks do more. None: a quarter of ``global_period``.
-        global_period: the same between two pulls of all ranks; None: 16.
-        local_pull, global_pull: of lsgd: strengths of these pulls, from 0 up to 1, or functions of the rank's own step;
-            None: 0.1.
-        local_prox, global_prox: of lsgd: of the steps between them, a period's together; None: 0.1.
-        alpha, beta: of easgd: of a rank towards the centre, and of the centre towards the ranks' mean. None: beta is
-            0.43, and alpha beta over the number of ranks.
-        group: of lsgd: "host" (Horovod's local ranks; also None), ranks per group, or the groups themselves: lists of
-            ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` was
-            given, or ``hvd.init(process_sets="dynamic")``.
-        loss_window: of lsgd: how many of the last losses count; None: 10.
-        lr_spread: "linear": rank i's learning rate is i + 1 times the optimizer's; "power": 2^i times; "none".
+        Own options: see ``LeaderOptions``.
         model: the model that is trained, so that its batch-norm statistics agree.
-        buffers: how: "average" them at each pull, or each rank's own ("local").
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
@@ -97,42 +80,6 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
-    check_leader_options(
-        op, hvd.Average, gradient_predivide_factor, groups or num_groups, backward_passes_per_step, buffers,
-        compression is hvd.Compression.none,
-    )  # fmt: skip
-    check_optimizer(optimizer)
-    options = {
-        "local_period": local_period,
-        "global_period": global_period,
-        "local_pull": local_pull,
-        "global_pull": global_pull,
-        "local_prox": local_prox,
-        "global_prox": global_prox,
-        "alpha": alpha,
-        "beta": beta,
-        "group": group,
-        "loss_window": loss_window,
-    }
-    replica = WeightReplica(
-        sharers.size,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        devices=(device_dense, device_sparse),
-        scale_local=scale_local_gradients,
-        model=model,
-        buffers=buffers,
-        averages_statistics=buffers == "average",
-    )
-    driver = LeaderDriver(
-        LIFECYCLE,
-        sharers,
-        replica,
-        buffers,
-        lambda: local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]"),
-        algorithm,
-        lr_spread,
-        options,
-    )
+    given = dict(locals())
+    driver = leader_driver(BINDING, given, lambda sharers: weight_replica(given, sharers, buffers == "average"))
     return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)

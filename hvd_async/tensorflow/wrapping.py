@@ -1,14 +1,23 @@
-"""How a Keras optimizer is wrapped, and which cannot be."""
+"""How a Keras optimizer is wrapped, which cannot be, and what this binding supplies to its factories."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 
 from hvd_async.optimizers.driver import Driver, derived
+from hvd_async.optimizers.factories import Binding
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.horovod_names import check_not_horovods
+from hvd_async.tensorflow.weight_replica import WeightReplica
+
+BINDING = Binding(hvd, LIFECYCLE, Compression)
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -23,6 +32,30 @@ def check_optimizer(optimizer: Any) -> None:
     check_not_horovods(inner)
     if isinstance(optimizer, OptimizerMethods) or isinstance(inner, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
+
+
+def weight_replica(given: Mapping[str, Any], sharers: RankGroup, averages_statistics: bool = False) -> WeightReplica:
+    """Return the replica of an optimizer whose ranks have weights of their own.
+
+    Args:
+        given: a factory's arguments.
+        sharers: the ranks that share the optimizer.
+        averages_statistics: whether pulls average batch-norm statistics.
+
+    Raises:
+        ValueError: as ``check_optimizer``.
+    """
+    check_optimizer(given["optimizer"])
+    return WeightReplica(
+        sharers.size,
+        passes=given["backward_passes_per_step"],
+        average_passes=given["average_aggregated_gradients"],
+        devices=(given["device_dense"], given["device_sparse"]),
+        scale_local=given["scale_local_gradients"],
+        model=given["model"],
+        buffers=given["buffers"],
+        averages_statistics=averages_statistics,
+    )
 
 
 def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, name: str | None) -> Any:

@@ -1,18 +1,25 @@
-"""How a torch optimizer is wrapped, and which cannot be."""
+"""How a torch optimizer is wrapped, which cannot be, and what this binding supplies to its factories."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import derived
+from hvd_async.optimizers.factories import Binding
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.bucket_layout import differentiable
+from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.compression import Compression
+from hvd_async.torch.weight_replica import WeightReplica
+
+BINDING = Binding(hvd, LIFECYCLE, Compression)
 
 
 def refuse_a_step_for_state() -> None:
@@ -62,6 +69,26 @@ def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> A
     vars(wrapped).pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
     vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
     return wrapped
+
+
+def names_of(given: Mapping[str, Any], wrapper: str) -> dict[int, str] | None:
+    """Return names by the parameters' id, of an optimizer that can be wrapped; None if the user gave none.
+
+    Args:
+        given: a factory's arguments.
+        wrapper: its name.
+
+    Raises:
+        ValueError: as ``check_optimizer`` and ``parameter_names``.
+    """
+    optimizer = given["optimizer"]
+    check_optimizer(optimizer, wrapper)
+    return parameter_names([p for group in optimizer.param_groups for p in group["params"]], given["named_parameters"])
+
+
+def weight_replica(given: Mapping[str, Any], wrapper: str, averages_statistics: bool = False) -> WeightReplica:
+    """Return the replica of an optimizer whose ranks have weights of their own; raises as ``names_of``."""
+    return WeightReplica(names_of(given, wrapper), given["named_buffers"], averages_statistics)
 
 
 def parameter_names(

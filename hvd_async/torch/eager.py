@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
+from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
-from hvd_async.optimizers.horovod_options import check_compression, check_eager_options, check_passes, scales
-from hvd_async.runtime.process_sets import sharers_of
-from hvd_async.torch.base import check_optimizer, parameter_names, wrap
-from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.factories import eager_driver
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.torch.base import BINDING, names_of, wrap
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
 from hvd_async.torch.gradient_replica import GradientReplica, RoundTransform
 
 
+@documented(EagerOptions)
 def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -66,26 +67,12 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             sparse, without the rows that are zero.
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
             by themselves.
-        quorum: who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each
-            round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that brings
-            the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's stderr).
-        max_staleness: rounds a gradient may be late; 0 is synchronous.
-        grace: seconds to wait for more ranks once the quorum is there.
-        seed: of majority's draw, the same on all ranks.
-        bucket_cap_mb: MiB of gradients that travel together; smaller ones leave earlier during backward().
-        late_cap_mb: MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where
-            a round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank 0
-            says so. ``float("inf")`` leaves it alone.
-        pace: "steps" (all ranks do the same number of steps, and one that is always slower holds the others up after
-            ``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``).
+        Own options: see ``EagerOptions``.
         scaler: the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are
             unscaled before others see them, and an overflow counts as a step without gradient.
-        nonfinite: what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in
-            ``stats().gradients_skipped``) or "raise" FloatingPointError in step().
         round_transform: called with the parameters whose ``p.grad`` holds a round's average, before it is applied; for
             gradient clipping and the like: ``lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0)``.
         named_buffers: ``model.named_buffers()``, so that ``drain()`` can make batch-norm statistics agree.
-        buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
@@ -95,40 +82,14 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
-    check_eager_options(
-        quorum,
-        max_staleness,
-        grace,
-        buffers,
-        sharers.named,
-        bucket_cap_mb=bucket_cap_mb,
-        late_cap_mb=late_cap_mb,
-        pace=pace,
-        nonfinite=nonfinite,
-    )
-    check_passes(backward_passes_per_step)
-    check_compression(compression)
-    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
-        raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
-    factors = scales(op, hvd.Average, hvd.Sum, gradient_predivide_factor, sharers.size)
-    if num_groups and groups is None:
-        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=2)
-    check_optimizer(optimizer, "EagerOptimizer")
-    names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
-    config = {"quorum": quorum, "max_staleness": max_staleness, "grace": float(grace), "seed": seed, "pace": pace}
-    options = {
-        "backward_passes_per_step": backward_passes_per_step,
-        "bucket_cap_mb": bucket_cap_mb,
-        "groups": num_groups if groups is None else groups,
-        "compression": compression,
-        "scales": factors,
-        "scaler": scaler,
-        "nonfinite": nonfinite,
-        "round_transform": round_transform,
-        "named_buffers": list(named_buffers or []),
-    }
-    replica = GradientReplica(sharers, names, config, options)
-    return TorchEagerDriver(LIFECYCLE, sharers, replica, buffers, config, late_cap_mb).attach(
-        wrap(optimizer, EagerMethods)
-    )
+    given = dict(locals())
+
+    def replica(
+        options: EagerOptions, sharers: RankGroup, factors: tuple[float, float], groups: Any
+    ) -> GradientReplica:
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
+        own = {"scales": factors, "groups": 0 if groups is None else groups, "named_buffers": list(named_buffers or [])}
+        return GradientReplica(sharers, names_of(given, "EagerOptimizer"), options.config(), given | own)
+
+    return eager_driver(BINDING, given, replica, TorchEagerDriver).attach(wrap(optimizer, EagerMethods))

@@ -8,16 +8,15 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.optimizers.gossip import GossipDriver
-from hvd_async.optimizers.horovod_options import check_gossip_options, compression_name, host_size
-from hvd_async.runtime.process_sets import sharers_of
-from hvd_async.torch.base import check_optimizer, parameter_names, wrap
-from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.factories import gossip_driver
+from hvd_async.torch.base import BINDING, weight_replica, wrap
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.methods import GossipMethods
-from hvd_async.torch.weight_replica import WeightReplica
 
 
+@documented(GossipOptions)
 def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -60,24 +59,9 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         sparse_as_dense: nothing to do: gradients do not travel.
         process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step by
             themselves.
-        algorithm: "sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to
-            ``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: pairs
-            of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" (weights are
-            averaged over all ranks after every step).
-        topology: a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "exponential" for
-            sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd.
-        peers: how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}.
-        mixing: "uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of
-            such, one a step in turn.
-        max_staleness: steps a message of osgp may be late; None: 1.
-        hierarchical: average the ranks of a host first, then gossip between hosts, one partner a host. True for
-            Horovod's local ranks, or so many ranks, numbered host by host.
-        max_local_steps: steps that a rank of adpsgd may take between two averagings.
-        average_every: average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never.
-        schedule: {epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so.
+        Own options: see ``GossipOptions``.
         named_buffers: ``model.named_buffers()``, so that ``drain()`` and ``consensus()`` make batch-norm statistics
             agree.
-        buffers: how: "average" them, keep each rank's own ("local"), or take rank 0's ("root").
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
@@ -87,25 +71,6 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    sharers = sharers_of(process_set, hvd.global_process_set, *LIFECYCLE.world())
-    check_gossip_options(
-        op, hvd.Average, gradient_predivide_factor, groups or num_groups, backward_passes_per_step, buffers
-    )
-    known = {name: getattr(Compression, name) for name in ("none", "fp16", "bf16", "int8")}
-    local = host_size(hierarchical, hvd, sharers.process_set is None)
-    check_optimizer(optimizer, "GossipOptimizer")
-    options = {
-        "algorithm": algorithm,
-        "graph": topology,
-        "peers": peers,
-        "weights": mixing,
-        "max_staleness": max_staleness,
-        "max_local_steps": max_local_steps,
-        "average_every": average_every,
-        "compression": compression_name(compression, known),
-        "local_size": local,
-    }
-    names = parameter_names([p for group in optimizer.param_groups for p in group["params"]], named_parameters)
-    replica = WeightReplica(names, named_buffers)
-    driver = GossipDriver(LIFECYCLE, sharers, replica, buffers, options, schedule)
+    given = dict(locals())
+    driver = gossip_driver(BINDING, given, lambda sharers: weight_replica(given, "GossipOptimizer"))
     return driver.attach(wrap(optimizer, GossipMethods))

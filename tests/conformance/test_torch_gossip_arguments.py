@@ -195,7 +195,7 @@ def test_hierarchical_by_horovods_hosts(numbered, monkeypatch):
     ],
 )
 def test_schedules_that_the_runner_takes_can_be_made(line):
-    settings = parse("torch", ["--algorithm", *line.split()]).gossip_settings
+    settings = parse("torch", ["--algorithm", *line.split()]).settings
     with use_engine(SimpleNamespace(rank=0, size=4)):  # type: ignore[arg-type]
         assert hvd.GossipOptimizer(make(), **settings)._async.given["algorithm"] == (
             settings["schedule"].get(0, settings["algorithm"])

@@ -6,10 +6,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 
-from hvd_async.runner.loop import Run, World
+from hvd_async.runner.loop import Run
 from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import parse
 from hvd_async.runner.position import Position
+from hvd_async.runner.trainer import World
 
 
 class Job:
@@ -93,7 +94,7 @@ class Counter:
         self.calls.append("save")
         path.write_text(json.dumps(astuple(position)))
 
-    def restore(self, path):
+    def restore(self, path, world):
         return Position(*json.loads(path.read_text())) if path.exists() else None
 
     def outcome(self):

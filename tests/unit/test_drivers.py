@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.optimizers.gossip import GossipDriver
@@ -20,17 +22,6 @@ from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.process_sets import RankGroup
 
 ALONE = RankGroup(None, (0,), 0, 0, 1)
-GOSSIP = {
-    "algorithm": "sgp",
-    "graph": None,
-    "peers": 1,
-    "weights": "uniform",
-    "max_staleness": None,
-    "max_local_steps": 4,
-    "average_every": 0,
-    "compression": "none",
-    "local_size": 1,
-}
 
 
 class Weights(WeightReplica):
@@ -118,17 +109,13 @@ class Optimizer(GossipMethods):
 
 def gossip(buffers: str = "average") -> tuple[Optimizer, GossipDriver, Weights]:
     """An optimizer that has met the other ranks."""
-    return _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, buffers, GOSSIP, None))
+    return _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, GossipOptions(buffers=buffers)))
 
 
-def leader(**options: Any) -> tuple[Optimizer, LeaderDriver, Weights]:
+def leader() -> tuple[Optimizer, LeaderDriver, Weights]:
     """The same, of ranks that follow a leader."""
-    given = {"algorithm": "lsgd", "lr_spread": "none"} | options
-    return _attached(
-        lambda lifecycle, weights: LeaderDriver(
-            lifecycle, ALONE, weights, "local", lambda: 1, given["algorithm"], given["lr_spread"], {}
-        )
-    )
+    options = LeaderOptions(buffers="local")
+    return _attached(lambda lifecycle, weights: LeaderDriver(lifecycle, ALONE, weights, options, lambda: 1))
 
 
 def _attached(make: Callable[[Lifecycle, Weights], Any]) -> Any:

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
+from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.optimizers.horovod_options import check_eager_options
 from hvd_async.runtime.process_sets import RankGroup
 
 MIB = 2**20
@@ -46,4 +46,4 @@ def test_nobody_is_late_under_all_and_one_rank_says_it(capfd):
 @pytest.mark.parametrize("late_cap_mb", [0, -1, "25", None, True, float("nan")])
 def test_wrong_late_cap(late_cap_mb):
     with pytest.raises(ValueError, match=r"late_cap_mb=.* is not a size in MiB: take a number above 0, 4096 is usual"):
-        check_eager_options("solo", 1, 0.0, "average", 4, late_cap_mb=late_cap_mb)
+        EagerOptions(late_cap_mb=late_cap_mb).check(4)

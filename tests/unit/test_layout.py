@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from hvd_async.algorithms.registry import ALGORITHMS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STOREYS = [
     {"errors", "topology", "stats"},  # public data: leaves
@@ -26,6 +28,7 @@ FAMILIES = {"eager", "gossip", "leader"}
 PURE = {
     "messages",
     "state_machine",
+    "option",
     "quorum",
     "auto_quorum",
     "plan",
@@ -197,6 +200,34 @@ def test_the_core_needs_no_framework():
     code += f"for name in {core!r}:\n    importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def names_decided_by(tree: ast.AST) -> set[str]:
+    """The texts that code compares something with, or looks up in a dictionary that it writes down."""
+    found: list[ast.AST | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            found += [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            found.append(node.value)
+        elif isinstance(node, ast.Dict):
+            found += node.keys
+    texts = (leaf for one in found if one is not None and not isinstance(one, ast.Dict) for leaf in ast.walk(one))
+    return {leaf.value for leaf in texts if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.is_relative_to(ROOT / "hvd_async")], **identify)
+def test_no_code_decides_by_an_algorithms_name(path):
+    """The tables of the families answer; they alone are by name."""
+    tables = family(module_of(path)) is not None and path.stem == "options"
+    ours = ALGORITHMS.keys() - FAMILIES  # ("eager" is the name of a family too)
+    decided = names_decided_by(ast.parse(path.read_text(encoding="utf-8")))
+    assert tables or not decided & ours, "ask the registry what sets the algorithm apart"
+
+
+def test_the_reader_of_decisions_sees_all_kinds():
+    code = "a == 'x'\nb in ('y', 'z')\nmatch c:\n    case 'u' | 'v': pass\n{'w': 1}[d]\ne('not', n='no')"
+    assert names_decided_by(ast.parse(code)) == set("xyzuvw")
 
 
 @pytest.mark.parametrize("path", sources(), **identify)

@@ -5,9 +5,8 @@ import pathlib
 
 import pytest
 
-from hvd_async.runner.leading import write_leaders
+from hvd_async.runner.logs import write_leaders, write_step_times
 from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
-from hvd_async.runner.pace import write_step_times
 from hvd_async.runner.report import EpochRow, MetricsFile
 from hvd_async.runner.summary import KEYS
 from scripts.benchmarks.cases import OLD_NAMES, accuracy, convergence, no_stragglers

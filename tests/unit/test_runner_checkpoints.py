@@ -6,7 +6,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from hvd_async.runner.checkpoints import fitting, shared
+from hvd_async.runner.metrics import Replicas
+from hvd_async.runner.trainer import Trainer, World
 
 MADE_BY = {"model": "small"}
 torch = pytest.importorskip("torch")
@@ -33,20 +34,51 @@ def save_numpy(content, path):
 KINDS = {"torch": (save_torch, load_torch), "numpy": (save_numpy, load_numpy)}
 
 
-def on_ranks(path, read, size=3):
+class Reader(Trainer):
+    """Gives back what it is to load."""
+
+    checkpoint_suffix = ""
+
+    def __init__(self, read, load=lambda content: content):
+        self._read, self._load = read, load
+
+    def read(self, path):
+        return self._read(path)
+
+    def load(self, content):
+        return self._load(content)
+
+    def made_by(self):
+        return MADE_BY
+
+    def train_step(self, batch, rate):
+        return 0.0
+
+    def correct(self, batch):
+        return 0
+
+    def replicas(self):
+        return Replicas(True, 0.0, 0.0)
+
+    def save(self, path, position):
+        pytest.fail("nothing is saved here")
+
+
+def on_ranks(path, read, size=3, **options):
     """What every rank gets, or its error."""
     told, outcomes = [], []
 
-    def broadcast(found):
+    def gather(found, name):
         told.append(found)
-        return told[0]
+        return [told[0], *[None] * (size - 1)]
 
     for rank in range(size):
         try:
-            outcomes.append(shared(path, MADE_BY, read, rank, broadcast))
+            outcomes.append(Reader(read, **options).restore(path, World(rank, size, gather)))
         except ValueError as error:
             outcomes.append(str(error))
     assert len(told) == size, "every rank took part"
+    assert told[1:] == [None] * (size - 1), "only rank 0 reads"
     return outcomes
 
 
@@ -122,10 +154,9 @@ def test_a_zip_of_something_else_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("content", [{}, {"model": 1}, {"model": [1]}, {"model": {"weight": "text"}}])
-def test_what_does_not_fit_says_so(tmp_path, content):
-    model = torch.nn.Linear(1, 1)
-    with (
-        pytest.raises(ValueError, match=r"last does not hold what this run needs (.|\n)* remove it"),
-        fitting(tmp_path / "last"),
-    ):
-        model.load_state_dict(content["model"])
+def test_what_does_not_fit_is_told_on_every_rank(tmp_path, content):
+    path, model = tmp_path / "last", torch.nn.Linear(1, 1)
+    save_torch({"made_by": MADE_BY, **content}, path)
+    for said in on_ranks(path, load_torch, load=lambda content: model.load_state_dict(content["model"])):
+        assert f"{path} does not hold what this run needs" in said
+        assert said.endswith("remove it, or start without --resume")

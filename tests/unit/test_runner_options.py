@@ -1,14 +1,17 @@
-import inspect
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.option import options_of
+from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
 
-GOSSIP = {"topology", "peers", "mixing", "hierarchical", "average_every", "max_local_steps", "schedule"}
-LEADER = {"global_period", "local_period", "local_pull", "global_pull", "local_prox", "global_prox", "group"} | {
-    *("loss_window", "alpha", "beta", "lr_spread")
-}
+WITHOUT_FLAG = {"algorithm", "seed", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
+"""Options that have no flag of their own: two are flags of every run, the others are left at their defaults."""
 
 
 def refusal(capsys, *arguments):
@@ -18,21 +21,40 @@ def refusal(capsys, *arguments):
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family", OPTIONS)
+def test_every_option_of_a_family_is_a_flag(family):
+    flags = {action.dest for action in build_parser("torch")._actions}
+    assert set(options_of(OPTIONS[family])) - WITHOUT_FLAG <= flags
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        ("eager", EagerOptions()),
+        *((name, GossipOptions(name)) for name, one in ALGORITHMS.items() if one.waits_for != "all" and
+          one.family == "gossip"),
+        *((name, LeaderOptions(name)) for name, one in ALGORITHMS.items() if one.family == "leader"),
+    ],
+)  # fmt: skip
+def test_without_flags_an_optimizer_has_its_defaults(algorithm, own):
+    options = parse("tensorflow", ["--algorithm", algorithm])
+    assert options.own == own
+    assert options.settings == asdict(own)
+    assert options.lockstep is False
+
+
 def test_defaults():
     options = parse("torch", [])
-    assert (options.framework, options.algorithm, options.quorum, options.max_staleness) == (
-        "torch",
-        "eager",
-        "solo",
-        16,
-    )
+    assert (options.framework, options.algorithm, options.own) == ("torch", "eager", EagerOptions())
     assert (options.data, options.image_size, options.augment, options.lockstep) == ("digits", 32, True, False)
     assert (options.momentum, options.nesterov, options.injector.kind) == (0.9, False, "none")
 
 
-def test_allreduce_has_no_quorum_and_runs_in_lockstep():
+def test_allreduce_has_no_optimizer_of_ours_and_runs_in_lockstep():
     options = parse("tensorflow", ["--algorithm", "allreduce", "--data", "synthetic"])
-    assert (options.quorum, options.lockstep, options.image_size, options.augment) == (None, True, 224, False)
+    assert (options.own, options.settings, options.init_settings) == (None, {}, {})
+    assert (options.quorum, options.lockstep, options.by_rounds) == (None, True, False)
+    assert (options.image_size, options.augment) == (224, False)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +72,16 @@ def test_everything_reaches_the_options(tmp_path):
         "--image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 --steps 5 --optimizer sgd "
         "--lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3,6 --momentum 0.8 --nesterov --weight-decay 0.1 "
         "--label-smoothing 0.1 --bn-momentum 0.99 --seed 7 --threads 1 --checkpoint-dir c --resume --log-dir l "
-        "--summary s.json --progress bar --eval-every 3 --pace rounds --compression bf16 --backward-passes-per-step 4 "
+        "--summary s.json --progress bar --eval-every 3 --pace steps --compression bf16 --backward-passes-per-step 4 "
         "--preset sgp-imagenet --fp16"
     )
     options = parse("torch", line.split())
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
     known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16", "minutes"}
-    known = known - {"switches"} | {"schedule"}
-    assert {name.removeprefix("no_") for name in given} | GOSSIP | LEADER == known, "a flag is missing from this test"
-    assert (options.max_staleness, options.grace, options.workers, options.augment) == (0, 0.01, 2, False)
+    others = {name for family in (GossipOptions, LeaderOptions) for name in options_of(family)} - WITHOUT_FLAG
+    assert {name.removeprefix("no_") for name in given} | others == known, "a flag is missing from this test"
+    assert options.own == EagerOptions(quorum=2, max_staleness=0, grace=0.01, seed=7, pace="steps")
+    assert (options.workers, options.augment) == (2, False)
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)
     assert (options.schedule.decay_epochs, options.schedule.cosine) == ((3.0, 6.0), False)
     assert (options.momentum, options.nesterov, options.weight_decay, options.bn_momentum) == (0.8, True, 0.1, 0.99)
@@ -66,7 +89,8 @@ def test_everything_reaches_the_options(tmp_path):
     assert (options.checkpoint_dir, options.resume, options.log_dir) == (Path("c"), True, Path("l"))
     assert (options.summary, options.progress, options.eval_every) == (Path("s.json"), "bar", 3)
     assert (options.steps, options.label_smoothing, options.batch_size) == (5, 0.1, 8)
-    assert (options.pace, options.compression, options.passes, options.step_images) == ("rounds", "bf16", 4, 32)
+    assert (options.compression, options.passes, options.step_images) == ("bf16", 4, 32)
+    assert parse("torch", ["--pace", "rounds"]).by_rounds
     assert (options.precision, options.lr_images, options.optimizer) == ("fp16", None, "sgd"), "--lr is as given"
 
 
@@ -76,29 +100,18 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
         "--average-every 10 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
     )
     options = parse("torch", line.split())
-    assert options.gossip_settings == {
-        "algorithm": "osgp",
-        "topology": "linear",
-        "peers": {0: 1, 30: 2},
-        "mixing": "uniform",
-        "max_staleness": 3,
-        "hierarchical": True,
-        "average_every": 10,
-        "max_local_steps": 2,
-        "schedule": {0: "allreduce", 5: "osgp", 60: "adpsgd"},
-    }
-    assert {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")} - {
-        "algorithm",
-        "max_staleness",
-    } == GOSSIP
-    assert (options.quorum, options.pace, options.gossips, options.lockstep) == (None, "steps", True, False)
-
-
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd"])
-def test_gossip_without_flags(algorithm):
-    settings = {"topology": None, "peers": 1, "mixing": "uniform", "max_staleness": None, "hierarchical": False}
-    settings |= {"max_local_steps": 4, "average_every": 0, "schedule": None}
-    assert parse("tensorflow", ["--algorithm", algorithm]).gossip_settings == {"algorithm": algorithm, **settings}
+    assert options.own == GossipOptions(
+        algorithm="osgp",
+        topology="linear",
+        peers={0: 1, 30: 2},
+        mixing="uniform",
+        max_staleness=3,
+        hierarchical=True,
+        max_local_steps=2,
+        average_every=10,
+        schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"},
+    )
+    assert (options.quorum, options.by_rounds, options.gossips, options.follows) == (None, False, True, False)
 
 
 def test_every_flag_of_leaders_reaches_the_optimizer():
@@ -107,34 +120,13 @@ def test_every_flag_of_leaders_reaches_the_optimizer():
         "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
     )
     options = parse("torch", line.split())
-    strengths = {"local_pull": 0.2, "global_pull": 0.3, "local_prox": 0.05, "global_prox": 0.0}
-    periods = {"global_period": 8, "local_period": 4, "group": 2, "loss_window": 5}
-    centre = {"alpha": None, "beta": None}
-    assert options.leader_settings == {
-        "algorithm": "lsgd", "lr_spread": "power", **strengths, **periods, **centre
-    }  # fmt: skip
-    assert set(options.leader_settings) == LEADER | {"algorithm"}
+    assert options.own == LeaderOptions("lsgd", 4, 8, 0.2, 0.3, 0.05, 0.0, group=2, loss_window=5, lr_spread="power")
     assert (options.follows, options.apart, options.gossips, options.lockstep) == (True, True, False, False)
     assert options.init_settings == {"process_sets": "dynamic"}, "a group of ranks needs a process set"
     elastic = parse("tensorflow", ["--algorithm", "easgd", "--global-period", "4", "--alpha", "0.1", "--beta", "0.5"])
-    assert {name: value for name, value in elastic.leader_settings.items() if value is not None} == {
-        "algorithm": "easgd", "global_period": 4, "alpha": 0.1, "beta": 0.5, "lr_spread": "none"
-    }  # fmt: skip
+    assert elastic.own == LeaderOptions("easgd", global_period=4, alpha=0.1, beta=0.5)
     assert elastic.init_settings == {}
-    assert parse("torch", ["--algorithm", "lsgd", "--group", "host"]).group == "host"
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "algorithm", "kind"),
-    [("GossipOptimizer", "sgp", "gossip_settings"), ("LeaderOptimizer", "lsgd", "leader_settings")],
-)
-@pytest.mark.parametrize("binding", ["torch", "tensorflow"])
-def test_the_optimizer_takes_what_the_runner_gives_it(binding, wrapper, algorithm, kind):
-    hvd = pytest.importorskip(f"hvd_async.{binding}")
-    taken = inspect.signature(getattr(hvd, wrapper)).parameters
-    settings = getattr(parse(binding, ["--algorithm", algorithm]), kind)
-    assert set(settings) <= set(taken)
-    assert {name: taken[name].default for name in settings} == settings
+    assert parse("torch", ["--algorithm", "lsgd", "--group", "host"]).own.group == "host"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +190,7 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm easgd --local-pull 0.5", "--local-pull only means something with --algorithm lsgd"),
         ("--algorithm sgp --lr-spread linear", "--lr-spread only means something with --algorithm lsgd or easgd"),
         ("--algorithm lsgd --local-period 17", "--local-period 17 is above --global-period 16"),
+        ("--pace rounds --quorum all", "take --pace steps, or a quorum that does not wait for all"),
         ("--algorithm lsgd --global-period 0", "0 is too small"),
         ("--algorithm lsgd --global-pull 1", "1 must be at least 0 and below 1"),
         ("--algorithm lsgd --group hosts", "'hosts' is not a whole number"),

@@ -6,7 +6,7 @@ import sys
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
-from hvd_async.runner.files import write_atomically
+from hvd_async.runner.logs import write_atomically
 from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
 from hvd_async.runner.report import AT_THE_END, EpochRow, Reporter
 

@@ -226,7 +226,7 @@ def test_resuming_a_finished_run_only_tests(tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_ends_the_run(tmp_path, capsys):
     class Picky(Counter):
-        def restore(self, path):
+        def restore(self, path, world):
             raise ValueError("another model")
 
     options = parse("torch", ["--image-size", "8", "--checkpoint-dir", str(tmp_path), "--resume"])

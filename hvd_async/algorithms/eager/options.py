@@ -1,18 +1,141 @@
-"""Partial allreduce, as data: its options with defaults."""
+"""Partial allreduce, as data: a user's options, and what the algorithm is to the rest of the library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum
+from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option
 from hvd_async.runtime.family import Algorithm
+
+PACES = ("steps", "rounds")
+NONFINITE = ("skip", "raise")
+
+
+@dataclass(frozen=True)
+class EagerOptions:
+    """A user's options of ``EagerOptimizer``, beside Horovod's arguments and those of one framework."""
+
+    quorum: Quorum = field(
+        default="solo",
+        metadata=option(
+            'who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each '
+            'round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that '
+            "brings the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's "
+            "stderr)",
+            help="who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count of "
+            "ranks, a fraction such as 0.75, or auto, which learns from the arrival times",
+            read=parse_quorum,
+            metavar="Q",
+        ),
+    )
+    max_staleness: int = field(
+        default=16,
+        metadata=option(
+            "rounds a gradient may be late; 0 is synchronous",
+            help="how many rounds late a gradient may be, 0 is synchronous",
+            read=Whole(0),
+            metavar="N",
+        ),
+    )
+    grace: float = field(
+        default=0.0,
+        metadata=option(
+            "seconds to wait for more ranks once the quorum is there",
+            help="seconds a round still waits for more ranks once the quorum is there",
+            read=Real(0),
+            metavar="S",
+        ),
+    )
+    seed: int = field(default=0, metadata=option("of majority's draw, the same on all ranks", flags=()))
+    bucket_cap_mb: float = field(
+        default=25.0,
+        metadata=option("MiB of gradients that travel together; smaller ones leave earlier during backward", flags=()),
+    )
+    late_cap_mb: float = field(
+        default=4096.0,
+        metadata=option(
+            "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where a "
+            "round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank "
+            '0 says so. ``float("inf")`` leaves it alone',
+            flags=(),
+        ),
+    )
+    pace: str = field(
+        default="steps",
+        metadata=option(
+            '"steps" (all ranks do the same number of steps, and one that is always slower holds the others up after '
+            '``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``)',
+            help="steps: every rank goes through its batches once an epoch; rounds: an epoch is as many rounds as the "
+            "longest rank has batches, and a rank that is slow for good gives fewer gradients",
+            choices=PACES,
+        ),
+    )
+    nonfinite: str = field(
+        default="skip",
+        metadata=option(
+            'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
+            '``stats().gradients_skipped``) or "raise" FloatingPointError',
+            flags=(),
+        ),
+    )
+    buffers: str = field(
+        default="average",
+        metadata=option(
+            'how batch-norm statistics agree: "average" them, keep each rank\'s own ("local"), or take rank 0\'s '
+            '("root")',
+            flags=(),
+        ),
+    )
+
+    def check(self, ranks: int | None) -> None:
+        """Refuse what no job of so many ranks can have; None: nobody knows how many yet.
+
+        Raises:
+            ValueError: with a hint.
+        """
+        check_quorum(self.quorum, ranks)
+        late, grace = self.max_staleness, self.grace
+        if isinstance(late, bool) or not isinstance(late, int) or late < 0:
+            raise ValueError(
+                f"max_staleness={late!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
+            )
+        if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
+            raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
+        for name, size, usual in (("bucket_cap_mb", self.bucket_cap_mb, 25), ("late_cap_mb", self.late_cap_mb, 4096)):
+            if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+                raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
+        check_one_of("buffers", self.buffers, BUFFERS)
+        check_one_of("pace", self.pace, PACES)
+        check_one_of("nonfinite", self.nonfinite, NONFINITE)
+        if self.pace == "rounds" and (self.quorum == "all" or late == 0):
+            raise ValueError(
+                f'pace="rounds" lets late ranks give fewer gradients, which quorum={self.quorum!r}, max_staleness='
+                f'{late} never does: take pace="steps", or a quorum that does not wait for all'
+            )
+
+    def config(self) -> dict[str, Any]:
+        """Return what ranks must have in common, of ``EagerConfig``."""
+        return {
+            "quorum": self.quorum,
+            "max_staleness": self.max_staleness,
+            "grace": float(self.grace),
+            "seed": self.seed,
+            "pace": self.pace,
+        }
+
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "eager": Algorithm(
         "eager",
         "eager",
-        {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "pace": "steps"},
+        {name: getattr(EagerOptions, name) for name in ("quorum", "max_staleness", "grace", "pace")},
         sends="gradients",
         waits_for="quorum",
+        about="rounds that do not wait for late ranks",
+        compressions=("none", "fp16", "bf16"),
     ),
 }
 """By name."""

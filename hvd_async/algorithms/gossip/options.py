@@ -1,35 +1,172 @@
-"""The gossip algorithms, as data: their options with defaults, what they need of a graph, and what sets them apart."""
+"""Gossip, as data: a user's options, and the algorithms with their own defaults, needs of a graph and differences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_async.algorithms.option import BUFFERS, Whole, check_one_of, option, read_by_epoch
+from hvd_async.mixing import SCHEMES
 from hvd_async.runtime.family import Algorithm
+from hvd_async.topology import NAMED, WITH_PEERS
 
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+
+
+def _read_peers(text: str) -> int | dict[int, int]:
+    """Return a number of ranks, or numbers by epoch."""
+    one = Whole(1)
+    if ":" not in text:
+        return one(text)
+    found = read_by_epoch(text, "0:1,30:2", one)
+    if 0 not in found:
+        raise ValueError(f"{text!r} does not say how many from the start: begin with 0:, as 0:1,30:2")
+    return found
+
+
+def _read_schedule(text: str) -> dict[int, str]:
+    """Return algorithms by epoch."""
+
+    def read(name: str) -> str:
+        if name not in ALGORITHMS:
+            known = sorted(ALGORITHMS.values(), key=lambda each: each.has_graph)  # (all ranks' average first)
+            raise ValueError(f"{name!r} is not one of {', '.join(each.name for each in known)}")
+        return name
+
+    return read_by_epoch(text, "0:allreduce,5:sgp", read)
+
+
+@dataclass(frozen=True)
+class GossipOptions:
+    """A user's options of ``GossipOptimizer``, beside Horovod's arguments and those of one framework."""
+
+    algorithm: str = field(
+        default="sgp",
+        metadata=option(
+            '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
+            '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
+            'pairs of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" '
+            "(weights are averaged over all ranks after every step)",
+            flags=(),
+        ),
+    )
+    topology: Any = field(
+        default=None,
+        metadata=option(
+            "a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "
+            '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd',
+            help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one",
+            absent="bipartite-exponential for these two, exponential for sgp and osgp",
+            choices=tuple(NAMED),
+            metavar="NAME",
+        ),
+    )
+    peers: int | Mapping[int, int] = field(
+        default=1,
+        metadata=option(
+            "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
+            help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 "
+            "is 1 from epoch 0 and 2 from epoch 30 on",
+            read=_read_peers,
+            metavar="N",
+        ),
+    )
+    mixing: Any = field(
+        default="uniform",
+        metadata=option(
+            '"uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of '
+            "such, one a step in turn",
+            help="uniform parts what a rank has equally among itself and its receivers; metropolis weighs by the "
+            "larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star",
+            choices=SCHEMES,
+        ),
+    )
+    max_staleness: int | None = field(
+        default=None,
+        metadata=option(
+            "steps a message of osgp may be late; None: 1",
+            help="how many steps late a message may be, 0 is sgp",
+            absent="1",
+            read=Whole(0),
+            metavar="N",
+        ),
+    )
+    hierarchical: bool | int = field(
+        default=False,
+        metadata=option(
+            "average the ranks of a host first, then gossip between hosts, one partner a host. True for Horovod's "
+            "local ranks, or so many ranks, numbered host by host",
+            help="average the ranks of a host first, and gossip from host to host; the short form does not get past "
+            "horovodrun, which has flags that begin so",
+            absent="off",
+            flags=("--hierarchical-gossip", "--hierarchical"),
+        ),
+    )
+    max_local_steps: int = field(
+        default=4,
+        metadata=option(
+            "steps that a rank of adpsgd may take between two averagings",
+            help="steps that a rank may take between two averagings, before it waits for one",
+            read=Whole(1),
+            metavar="N",
+        ),
+    )
+    average_every: int = field(
+        default=0,
+        metadata=option(
+            "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never",
+            help="average the weights of all ranks every N steps; 0 is never",
+            read=Whole(0),
+            metavar="N",
+        ),
+    )
+    schedule: Mapping[int, str] | None = field(
+        default=None,
+        metadata=option(
+            "{epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so",
+            help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp",
+            absent="--algorithm in all epochs",
+            read=_read_schedule,
+            metavar="E:NAME,...",
+        ),
+    )
+    buffers: str = field(
+        default="average",
+        metadata=option(
+            'how batch-norm statistics agree in ``drain()`` and ``consensus()``: "average" them, keep each rank\'s own '
+            '("local"), or take rank 0\'s ("root")',
+            flags=(),
+        ),
+    )
+
+    def check(self, ranks: int | None) -> None:
+        """Refuse what no job can have, whatever its algorithms; ``make_plan`` checks what depends on them.
+
+        Raises:
+            ValueError: with a hint.
+        """
+        check_one_of("buffers", self.buffers, BUFFERS)
+
+
+BY_STEP = ("topology", "peers", "mixing", "max_staleness", "max_local_steps", "average_every")
+"""A user's options of a plan, beside its algorithm: those that ``switch()`` may change."""
 NOT_GIVEN: Mapping[str, Any] = {
-    "graph": None,
-    "peers": 1,
-    "weights": "uniform",
-    "max_staleness": None,
-    "max_local_steps": 4,
-    "average_every": 0,
+    **{name: getattr(GossipOptions, name) for name in BY_STEP},
     "compression": "none",
-    "local_size": 1,
+    "hierarchical": False,
 }
-"""Values of ``make_plan``'s options that any algorithm takes: those of an option that was not given."""
+"""Values of a plan's options that any algorithm takes: those of an option that was not given."""
 NO_USE: Mapping[str, str] = {
-    "graph": "topology: {0} averages all ranks; leave it out",
+    "topology": "topology: {0} averages all ranks; leave it out",
     "peers": "peers: {0} averages all ranks; leave it out",
-    "weights": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
+    "mixing": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
     "topology",
     "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "local_size": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
+    "hierarchical": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
 }
 """The error message for an option that an algorithm does not have."""
 
@@ -51,7 +188,7 @@ class GossipAlgorithm(Algorithm):
     @property
     def has_graph(self) -> bool:
         """Whether ranks have neighbours."""
-        return "graph" in self.options
+        return "topology" in self.options
 
     @property
     def may_be_late(self) -> bool:
@@ -59,41 +196,57 @@ class GossipAlgorithm(Algorithm):
         return "max_staleness" in self.options
 
 
-_PUSH_SUM = {
-    "graph": "exponential",
-    "peers": 1,
-    "weights": "uniform",
-    "average_every": 0,
-    "compression": "none",
-    "local_size": 1,
+_PUSH_SUM: Mapping[str, Any] = {
+    **{name: NOT_GIVEN[name] for name in ("peers", "mixing", "average_every", "compression", "hierarchical")},
+    "topology": "exponential",
 }
-_SYMMETRIC = "bipartite-exponential"
+_SYMMETRIC = {"topology": "bipartite-exponential"}
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     algorithm.name: algorithm
     for algorithm in (
-        GossipAlgorithm("sgp", "gossip", _PUSH_SUM, sends="weights", waits_for="neighbours"),
-        GossipAlgorithm("osgp", "gossip", _PUSH_SUM | {"max_staleness": 1}, sends="weights", waits_for="neighbours"),
+        GossipAlgorithm(
+            "sgp",
+            "gossip",
+            _PUSH_SUM,
+            sends="weights",
+            waits_for="neighbours",
+            about="waits for their messages",
+            compressions=COMPRESSIONS,
+        ),
+        GossipAlgorithm(
+            "osgp",
+            "gossip",
+            {**_PUSH_SUM, "max_staleness": 1},
+            sends="weights",
+            waits_for="neighbours",
+            about="takes them in up to --max-staleness steps later",
+            compressions=COMPRESSIONS,
+        ),
         GossipAlgorithm(
             "dpsgd",
             "gossip",
-            _PUSH_SUM | {"graph": _SYMMETRIC},
+            {**_PUSH_SUM, **_SYMMETRIC},
             sends="weights",
             waits_for="neighbours",
             symmetric_graph=True,
+            about="wants a symmetric graph",
+            compressions=COMPRESSIONS,
             doubly_stochastic=True,
             sends_before_update=True,
         ),
         GossipAlgorithm(
             "adpsgd",
             "gossip",
-            {"graph": _SYMMETRIC, "peers": 1, "max_local_steps": 4, "compression": "none"},
+            {**_SYMMETRIC, "peers": 1, "max_local_steps": 4, "compression": "none"},
             sends="weights",
             waits_for="nobody",
             symmetric_graph=True,
+            about="averages with whichever neighbour is ready",
+            compressions=COMPRESSIONS[:-1],
             pairs=True,
         ),
-        GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="quorum"),
+        GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
     )
 }
 """By name. "allreduce" has no graph: ranks average all weights every so many steps."""

@@ -14,6 +14,7 @@ import numpy as np
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS, NO_USE, NOT_GIVEN, GossipAlgorithm
+from hvd_async.algorithms.option import check_one_of
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
 
@@ -138,14 +139,14 @@ def make_plan(
         ValueError: options that do not fit together; the message says which would.
     """
     given = {
-        "graph": graph,
+        "topology": graph,
         "peers": peers,
-        "weights": weights,
+        "mixing": weights,
         "max_staleness": max_staleness,
         "max_local_steps": max_local_steps,
         "average_every": average_every,
         "compression": compression,
-        "local_size": local_size,
+        "hierarchical": local_size > 1,
     }
     kind = _checked(algorithm, given)
     if local_size < 1 or size % local_size:
@@ -200,8 +201,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
 
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is not known: take one of {', '.join(map(repr, ALGORITHMS))}")
+    check_one_of("algorithm", algorithm, ALGORITHMS)
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
@@ -220,7 +220,7 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
             f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
             f"fp16 or bf16, or another algorithm"
         )
-    if given["local_size"] > 1 and (compression != "none" or given["average_every"]):
+    if given["hierarchical"] and (compression != "none" or given["average_every"]):
         raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
     return kind
 
@@ -271,7 +271,7 @@ def _graph(
 
 def _topology(size: int, graph: Any, peers: int, kind: GossipAlgorithm) -> Topology:
     if graph is None:
-        graph = kind.options["graph"]
+        graph = kind.options["topology"]
     if isinstance(graph, str):
         return topology.named(graph, size, peers)
     topology.check_peers(peers, size)

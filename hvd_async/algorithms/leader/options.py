@@ -1,11 +1,209 @@
-"""The leader-pull algorithms, as data: their options with defaults, and what sets them apart."""
+"""Leader-pull, as data: a user's options, and the algorithms with their own defaults, equations and differences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from hvd_async.algorithms.leader import selection
+from hvd_async.algorithms.leader.easgd import EASGD
+from hvd_async.algorithms.leader.lsgd import LSGD
+from hvd_async.algorithms.leader.messages import LeaderConfig
+from hvd_async.algorithms.leader.selection import SPREADS, Strength, Strengths
+from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, options_of
 from hvd_async.runtime.family import Algorithm
+
+STRENGTH = Real(0, below=1)
+"""Numbers that are a pull's strength; in Python also functions of a rank's step that give such."""
+
+
+def _read_group(text: str) -> str | int:
+    """Return "host", or how many ranks are a group."""
+    return text if text == "host" else Whole(1)(text)
+
+
+def _strength(doc: str, what: str) -> Any:
+    """Return the metadata of one of LSGD's strengths."""
+    return option(
+        f"of lsgd: strength of {doc}, from 0 up to 1, or a function of the rank's own step; None: 0.1",
+        help=f"{what}; 0 is not at all, 1 all the way",
+        absent="0.1",
+        read=STRENGTH,
+        metavar="X",
+    )
+
+
+@dataclass(frozen=True)
+class LeaderOptions:
+    """A user's options of ``LeaderOptimizer``, beside Horovod's arguments and those of one framework.
+
+    None is the default that the algorithm's entry in ``ALGORITHMS`` has.
+    """
+
+    algorithm: str = field(
+        default="lsgd",
+        metadata=option(
+            '"lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean '
+            'training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a '
+            "centre are pulled towards each other",
+            flags=(),
+        ),
+    )
+    local_period: int | None = field(
+        default=None,
+        metadata=option(
+            "of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader. Steps of "
+            "all ranks count together: fast ranks do more. None: a quarter of ``global_period``",
+            help="steps of each rank of a group, on the average, between two pulls towards its leader",
+            absent="a quarter of --global-period",
+            read=Whole(1),
+            metavar="N",
+        ),
+    )
+    global_period: int | None = field(
+        default=None,
+        metadata=option(
+            "the same between two pulls of all ranks; None: 16",
+            help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre",
+            absent="16",
+            read=Whole(1),
+            metavar="N",
+        ),
+    )
+    local_pull: Strength | None = field(
+        default=None,
+        metadata=_strength(
+            "a pull towards the group's leader", "how far a rank is pulled towards the leader of its group"
+        ),
+    )
+    global_pull: Strength | None = field(
+        default=None, metadata=_strength("a pull towards the leader of all", "and towards that of all")
+    )
+    local_prox: Strength | None = field(
+        default=None,
+        metadata=_strength(
+            "the steps between pulls of a group, a period's together",
+            "how far the steps of a --local-period together pull it, between these pulls",
+        ),
+    )
+    global_prox: Strength | None = field(
+        default=None,
+        metadata=_strength(
+            "those between pulls of all, a period's together",
+            "and those of a --global-period towards the leader of all",
+        ),
+    )
+    alpha: float | None = field(
+        default=None,
+        metadata=option(
+            "of easgd: of a rank towards the centre; None: ``beta`` over the number of ranks",
+            help="how far a rank is pulled towards the centre",
+            absent="--beta over the number of ranks",
+            read=STRENGTH,
+            metavar="X",
+        ),
+    )
+    beta: float | None = field(
+        default=None,
+        metadata=option(
+            "of easgd: of the centre towards the ranks' mean; None: 0.43",
+            help="how far the centre moves",
+            absent="0.43",
+            read=STRENGTH,
+            metavar="X",
+        ),
+    )
+    group: str | int | Sequence[Any] | None = field(
+        default=None,
+        metadata=option(
+            'of lsgd: "host" (Horovod\'s local ranks; also None), ranks per group, or the groups themselves: lists of '
+            "ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` "
+            'was given, or ``hvd.init(process_sets="dynamic")``',
+            help="the ranks of a host, or N ranks, have a leader of their own",
+            absent="host",
+            read=_read_group,
+            metavar="host|N",
+        ),
+    )
+    loss_window: int | None = field(
+        default=None,
+        metadata=option(
+            "of lsgd: how many of the last losses count; None: 10",
+            help="losses that count in the choice",
+            absent="10",
+            read=Whole(1),
+            metavar="N",
+        ),
+    )
+    lr_spread: str = field(
+        default="none",
+        metadata=option(
+            '"linear": rank i\'s learning rate is i + 1 times the optimizer\'s; "power": 2^i times; "none"',
+            help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times",
+            choices=SPREADS,
+        ),
+    )
+    buffers: str = field(
+        default="average",
+        metadata=option(
+            'how batch-norm statistics agree: "average" them at each pull, or each rank\'s own ("local")',
+            flags=(),
+        ),
+    )
+
+    def check(self, ranks: int | None) -> None:
+        """Refuse what no job can have.
+
+        Raises:
+            ValueError: with a hint.
+        """
+        check_one_of("buffers", self.buffers, BUFFERS)
+        if self.buffers == "root":
+            raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
+        self.resolved()
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the algorithm's own options, with its defaults where none was given.
+
+        Raises:
+            ValueError: an option that it does not have, or a value that cannot be.
+        """
+        check_one_of("algorithm", self.algorithm, ALGORITHMS)
+        algorithm, described = ALGORITHMS[self.algorithm], options_of(LeaderOptions)
+        defaults = algorithm.options
+        stray = [name for name in ALL if getattr(self, name) is not None and name not in defaults]
+        if stray:
+            raise ValueError(
+                f"{', '.join(stray)}: {self.algorithm} has no use for it; leave it out, or take another algorithm"
+            )
+        given = {name: default if (own := getattr(self, name)) is None else own for name, default in defaults.items()}
+        for name, value in given.items():
+            kind = described[name].read
+            if value is None:
+                continue
+            if kind is STRENGTH:
+                _check_strength(name, value, callables=not algorithm.has_center)
+            elif isinstance(kind, Whole | Real):
+                kind.check(name, value)
+        if "local_period" in given:
+            local, whole = given["local_period"], given["global_period"]
+            given["local_period"] = max(1, whole // 4) if local is None else local
+            if given["local_period"] > whole:
+                raise ValueError(
+                    f"local_period={local} is above global_period={whole}: groups follow their own leader more often "
+                    f"than that of all; a quarter of global_period is usual"
+                )
+        return given
+
+
+def _check_strength(name: str, value: Any, callables: bool) -> None:
+    if callable(value) and not callables:
+        raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
+    try:
+        selection.value_at(value, 1)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -13,10 +211,13 @@ class LeaderAlgorithm(Algorithm):
     """One algorithm of the family.
 
     Attributes:
+        rule: makes its equations, a ``rule.Rule``, from the configuration, the strengths, this rank's group and the
+            number of ranks.
         has_center: whether ranks are pulled towards a center variable and no rank leads: no losses are needed then,
             and groups are never pulled by themselves.
     """
 
+    rule: Callable[[LeaderConfig, Strengths, int, int], Any] = field(kw_only=True)
     has_center: bool = False
 
 
@@ -36,6 +237,8 @@ ALGORITHMS: Mapping[str, LeaderAlgorithm] = {
         },
         sends="weights",
         waits_for="nobody",
+        about="towards whoever has the lowest training loss",
+        rule=lambda config, strengths, group, size: LSGD(config, strengths, group),
     ),
     "easgd": LeaderAlgorithm(
         name="easgd",
@@ -43,7 +246,11 @@ ALGORITHMS: Mapping[str, LeaderAlgorithm] = {
         options={"global_period": 16, "alpha": None, "beta": 0.43},
         sends="weights",
         waits_for="nobody",
+        about="towards a centre",
+        rule=lambda config, strengths, group, size: EASGD(strengths, size),
         has_center=True,
     ),
 }
 """By name. ``local_period`` None is a quarter of ``global_period``, ``alpha`` None is ``beta`` / P."""
+ALL = {name: None for algorithm in ALGORITHMS.values() for name in algorithm.options}
+"""The options that some algorithm has and others do not, in order."""

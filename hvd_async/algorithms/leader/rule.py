@@ -1,13 +1,12 @@
-"""The interface between a leader-pull worker and its algorithm's equations, and the table of rules by algorithm."""
+"""The interface between a leader-pull worker and its algorithm's equations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from hvd_async.algorithms.leader.easgd import EASGD
-from hvd_async.algorithms.leader.lsgd import LSGD
 from hvd_async.algorithms.leader.messages import LeaderConfig
+from hvd_async.algorithms.leader.options import ALGORITHMS
 from hvd_async.algorithms.leader.selection import Strengths
 
 Vector = Any
@@ -70,12 +69,6 @@ class Rule(Protocol):
         ...
 
 
-_RULES: Mapping[str, Callable[[LeaderConfig, Strengths, int, int], Rule]] = {
-    "lsgd": lambda config, strengths, group, size: LSGD(config, strengths, group),
-    "easgd": lambda config, strengths, group, size: EASGD(strengths, size),
-}
-
-
 def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int) -> Rule:
     """Return the rule of an optimizer's algorithm.
 
@@ -85,4 +78,5 @@ def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int)
         group: this rank's.
         size: ranks that share the optimizer.
     """
-    return _RULES[config.algorithm](config, strengths, group, size)
+    rule: Rule = ALGORITHMS[config.algorithm].rule(config, strengths, group, size)
+    return rule

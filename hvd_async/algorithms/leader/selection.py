@@ -6,7 +6,7 @@ import math
 import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, TypeAlias
 
 Strength: TypeAlias = "float | Callable[[int], float]"
@@ -82,6 +82,13 @@ class Strengths:
     global_prox: Strength = 0.1
     alpha: float = 0.0
     beta: float = 0.43
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Strengths:
+        """Return them by the options' names; an algorithm's own are attributes beside those that are known here."""
+        own = [(name, Any, field(default=None)) for name in given if not hasattr(cls, name)]
+        kind = make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
+        return kind(**given)
 
     def at(self, step: int) -> dict[str, float]:
         """Return all by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""

@@ -1,0 +1,125 @@
+"""Drivers made from a factory's arguments: what both bindings do with the same ones. They are checked first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.gossip.options import COMPRESSIONS, GossipOptions
+from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.option import picked
+from hvd_async.optimizers.eager import EagerDriver, GradientReplica
+from hvd_async.optimizers.gossip import GossipDriver
+from hvd_async.optimizers.horovod_options import (
+    check_compression,
+    check_local,
+    check_passes,
+    compression_name,
+    host_size,
+    local_ranks,
+    scales,
+)
+from hvd_async.optimizers.leader import LeaderDriver
+from hvd_async.optimizers.replica import WeightReplica
+from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.process_sets import RankGroup, sharers_of
+
+Given = Mapping[str, Any]
+"""All arguments of a factory, by name."""
+D = TypeVar("D", bound=EagerDriver)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A framework's binding, as its factories need it.
+
+    Attributes:
+        hvd: Horovod's module for the framework.
+        lifecycle: of the process's engine.
+        compression: the binding's class of compressors by name.
+    """
+
+    hvd: Any
+    lifecycle: Lifecycle
+    compression: Any
+
+    def sharers(self, given: Given) -> RankGroup:
+        """Return the ranks that share the optimizer."""
+        return sharers_of(given["process_set"], self.hvd.global_process_set, *self.lifecycle.world())
+
+
+def eager_driver(
+    binding: Binding,
+    given: Given,
+    replica: Callable[[EagerOptions, RankGroup, tuple[float, float], Any], GradientReplica],
+    driver: type[D],
+) -> D:
+    """Return the driver of an ``EagerOptimizer``.
+
+    Args:
+        binding: the factory's.
+        given: its arguments.
+        replica: makes the replica from the options, the ranks, by what a gradient and a round's sum are multiplied,
+            and what the user gave as groups.
+        driver: its class.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    hvd, options, sharers = binding.hvd, picked(EagerOptions, given), binding.sharers(given)
+    options.check(sharers.named)
+    check_passes(given["backward_passes_per_step"])
+    check_compression(given["compression"])
+    factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], sharers.size)
+    groups = given["groups"]
+    if given["num_groups"] and groups is None:
+        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
+        groups = given["num_groups"]
+    made = replica(options, sharers, factors, groups)
+    return driver(binding.lifecycle, sharers, made, options.buffers, options.config(), options.late_cap_mb)
+
+
+def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:
+    """Return the driver of a ``GossipOptimizer``.
+
+    Args:
+        binding: the factory's.
+        given: its arguments.
+        replica: makes the replica.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    hvd, options, sharers = binding.hvd, picked(GossipOptions, given), binding.sharers(given)
+    check_local(given, hvd.Average, "gossip")
+    options.check(sharers.named)
+    known = {name: getattr(binding.compression, name) for name in COMPRESSIONS}
+    compression = compression_name(given["compression"], known)
+    local = host_size(options.hierarchical, hvd, sharers.process_set is None)
+    return GossipDriver(binding.lifecycle, sharers, replica(sharers), options, compression, local)
+
+
+def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> LeaderDriver:
+    """Return the driver of a ``LeaderOptimizer``.
+
+    Args:
+        binding: the factory's.
+        given: its arguments.
+        replica: makes the replica.
+
+    Raises:
+        ValueError: an argument that cannot be.
+    """
+    hvd, options, sharers = binding.hvd, picked(LeaderOptions, given), binding.sharers(given)
+    check_local(given, hvd.Average, "LeaderOptimizer")
+    options.check(sharers.named)
+    if given["compression"] is not binding.compression.none:
+        raise ValueError("compression: a leader's weights travel as they are; leave it out")
+
+    def ranks_of_a_host() -> int:
+        return local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]")
+
+    return LeaderDriver(binding.lifecycle, sharers, replica(sharers), options, ranks_of_a_host)
