@@ -27,6 +27,7 @@ FAMILIES = (
 )
 STYLES = ("-", "--", "-.", ":")
 """Styles of their lines; partial allreduce, with its quorums, is the second."""
+DPI = 130
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
@@ -204,4 +205,4 @@ def picture(path: Path, title: str, draw: Callable[[Any, Any], None], rows: Any,
     draw(figure, rows)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=DPI)
