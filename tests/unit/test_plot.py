@@ -14,6 +14,7 @@ from hvd_async.runner.summary import KEYS
 from scripts.benchmarks.cases import accuracy
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
+from scripts.benchmarks.support.intervals import Interval
 from scripts.benchmarks.support.report import Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
@@ -188,6 +189,32 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 
 
 # -- pictures of benchmarks -----------------------------------------------------------------------------------
+
+
+def test_bars_stand_in_groups_with_their_ends_and_marks():
+    from matplotlib.figure import Figure
+
+    rows = [
+        row(arm, {"ranks": ranks}, Interval(10.0 * ranks + place, 5.0, 90.0), "s", most=95.0 if place else None)
+        for ranks in (8, 4)
+        for place, arm in enumerate(("horovod", "solo"))
+    ]
+    axes = Figure().subplots()
+    drawing.bars(axes, rows, "{ranks} ranks")
+    drawing.marks(axes, rows, "{ranks} ranks", "most", "D", "the most")
+    middles = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
+    quarter = drawing.WIDTH / 4
+    assert middles == pytest.approx([-quarter, 1 - quarter, quarter, 1 + quarter])
+    assert [patch.get_height() for patch in axes.patches] == [80.0, 40.0, 81.0, 41.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8 ranks", "4 ranks"]
+    ends = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
+    assert ends == [[5.0, 90.0]] * 4
+    marks = [
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in axes.lines
+        if line.get_marker() == "D" and len(line.get_xdata())
+    ]
+    assert marks == [(pytest.approx(quarter), 95.0), (pytest.approx(1 + quarter), 95.0)]
 
 
 def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
