@@ -169,9 +169,9 @@ def sleeping_rank(block: Block, rank: int, size: int, well: bool) -> Own:
 
 
 def exchange_cost(block: Block, rank: int, size: int, well: bool) -> Own:
-    """Exchanges; an alltoall takes twice as long as a process set's average, and later ranks wait longer."""
-    seconds = (0.2 if block["arm"].startswith("alltoall") else 0.1) + 0.1 * rank + 0.02 * block["repetition"]
-    return {"seconds": [seconds] * block["rounds"]}
+    """Exchanges; an alltoall takes longer, so does one that is not aligned, and later ranks wait longer."""
+    seconds = 0.1 + 0.1 * block["arm"].startswith("alltoall") + 0.1 * block["arm"].endswith("-unaligned")
+    return {"seconds": [seconds + 0.1 * rank + 0.02 * block["repetition"]] * block["rounds"]}
 
 
 def network(block: Block, rank: int, size: int, well: bool) -> Own:
