@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from tests.unit import bench_jobs
 
@@ -40,6 +41,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(arms, "PACKAGES", {})  # rivals are there
     monkeypatch.setattr(skew, "even_seed", lambda ranks, rounds, first, start: start)  # looks for long
     monkeypatch.setattr(plot, "DPI", 20)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)  # takes longer than to draw
     module.asked, module.well = [], True
     return module
 
