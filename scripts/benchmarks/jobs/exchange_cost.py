@@ -112,7 +112,3 @@ def work(job: Job) -> None:
         job.record({**block, "within": within[size]}, {"seconds": found})
 
     job.each_block(run_block)
-
-
-if __name__ == "__main__":
-    torch_ranks.run(work)
