@@ -128,8 +128,9 @@ class WeightReplica(replica.WeightReplica):
         """(Hyperparameters and the optimizer's state are each rank's own.)"""
         optimizer = self.optimizer
         buffers = 0 if self.model is None else len(statistics(self.model))
+        after = ", weights as after cut()" if resumed else ""
         kinds = [
-            f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}",
+            f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}{after}",
             f"{self.passes} backward passes per step",
             f"buffers {self._buffers}, {buffers} of the model",
             *(f"local {signature(v)}" for v in optimizer._trainable_variables if self.is_local(v)),
