@@ -1,29 +1,21 @@
-"""What the leader jobs of both frameworks share: training by the cases, and ranks that sleep. No framework here."""
+"""``LeaderOptimizer`` on real ranks: both algorithms, a rank that sleeps, checkpoints, errors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from common import Baton, Report
-from leader_table import ASLEEP, PULLS, STEPS
+from common import Baton, Part, Report
+from leader_table import ASLEEP, PULLS, STEPS, cases, pairs
 
 from tests.conformance.leader_reference import Following
 
-
-class Trainer(Protocol):
-    """One rank's model and optimizer."""
-
-    optimizer: Any
-
-    def step(self, rank: int, step: int) -> None:
-        """One step on the rank's batch of that step, with the optimizer's loss told."""
-
-    def weights(self) -> list[float]:
-        """What the model holds."""
+Make = Callable[..., Any]
+"""Makes one rank's model and optimizer: a binding's ``LeastSquares``."""
 
 
-def train(report: Report, rank: int, name: str, following: Following, make: Callable[..., Trainer]) -> None:
+def train(report: Report, rank: int, name: str, following: Following, make: Make) -> None:
     """A case, with what the test needs to replay it."""
     trainer = make(told=following.told, **following.options())
     optimizer = trainer.optimizer
@@ -59,7 +51,7 @@ def _plain(entry: tuple[Any, ...]) -> list[Any]:
     return [list(part.items()) if isinstance(part, dict) else part for part in entry]
 
 
-def asleep(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -> None:
+def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     """Rank 1 sleeps between its first and its second step until the others have taken ``ASLEEP``; the pulls go on."""
     trainer = make(told=lambda x, rank, step: float(rank), algorithm="lsgd", global_period=2, group=size)
     batons = [Baton(f"asleep.{other}") for other in range(size)]
@@ -81,30 +73,28 @@ def asleep(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -
     report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
 
 
-def resumed(
-    report: Report, rank: int, make: Callable[..., Trainer], state: Callable[[Trainer], Any], load: Any
-) -> None:
+def resumed(report: Report, rank: int, make: Make) -> None:
     """Cut, save, go on; then from what was saved once more, with a second optimizer beside the first."""
     options = {"told": lambda x, rank, step: float(rank), "algorithm": "easgd", "global_period": 10**6}
     trainer = make(**options)
     for step in range(1, 6):
         trainer.step(rank, step)
     trainer.optimizer.cut()
-    saved = state(trainer)
+    saved = trainer.saved()
     for step in range(6, 11):
         trainer.step(rank, step)
     before = trainer.weights()
     trainer.optimizer.drain()
     again = make(**options)
-    load(again, saved)
+    again.load(saved)
     for step in range(6, 11):
         again.step(rank, step)
     own = again.weights()
     again.optimizer.drain()
-    report.put("resumed", straight=before, again=own, ends=[trainer.weights(), again.weights()])
+    report.put("leaders resumed", straight=before, again=own, ends=[trainer.weights(), again.weights()])
 
 
-def refused(report: Report, rank: int, size: int, make: Callable[..., Trainer]) -> None:
+def refused(report: Report, rank: int, size: int, make: Make) -> None:
     """Settings that cannot be, or that differ: an error on every rank, and the job goes on."""
     told: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
     errors = {}
@@ -124,7 +114,7 @@ def refused(report: Report, rank: int, size: int, make: Callable[..., Trainer]) 
         different.step(rank, 1)
     except Exception as error:  # noqa: BLE001  (of the binding)
         errors["different"] = str(error)
-    groups = make(told=told, group=size if rank else 2)  # (process sets are made before the ranks meet)
+    groups = make(told=told, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
     try:
         groups.step(rank, 1)
     except Exception as error:  # noqa: BLE001
@@ -140,4 +130,29 @@ def refused(report: Report, rank: int, size: int, make: Callable[..., Trainer]) 
     silent.optimizer.record_loss(1.0)
     silent.step(rank, 2)
     silent.optimizer.drain()
-    report.put("refused", errors=errors)
+    report.put("leaders refused", errors=errors)
+
+
+def no_process_sets(report: Report, rank: int, size: int, make: Make) -> None:
+    """Horovod was started without them: a group of its own is refused with a hint, on every rank of the job."""
+    trainer = make(told=lambda x, rank, step: 1.0, group=pairs(size))
+    try:
+        trainer.step(rank, 1)
+    except Exception as error:  # noqa: BLE001  (of the binding)
+        report.put("no process sets", error=str(error))
+
+
+def run(binding: Any, report: Report, part: Part) -> None:
+    """The cases that go with the process sets of the job; not a few: the others too."""
+    rank, size = binding.hvd.rank(), binding.hvd.size()
+    make = functools.partial(binding.LeastSquares, binding.hvd.LeaderOptimizer)
+    for name, following in cases(size, part.sets).items():
+        train(report, rank, name, following, make)
+    if part.share == "few":
+        return
+    if part.sets == "none":
+        no_process_sets(report, rank, size, make)
+    else:
+        asleep(report, rank, size, make)
+        resumed(report, rank, make)
+        refused(report, rank, size, make)

@@ -1,4 +1,4 @@
-"""A runner that gets SIGUSR1 in mid-epoch: ``stopped_runner.py torch|tf STEP,STEP,...`` (one a rank) and its flags."""
+"""A runner that gets a signal: ``signalled_runner.py torch|tf SIGNAL STEP,STEP,... FLAGS`` (a step a rank; 0: none)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-framework, steps = sys.argv.pop(1), [int(step) for step in sys.argv.pop(1).split(",")]
+framework, number = sys.argv.pop(1), signal.Signals[sys.argv.pop(1)]
+steps = [int(step) for step in sys.argv.pop(1).split(",")]
 sys.path.insert(0, str(Path(__file__).parents[3] / f"{framework}_models"))
 
 import resnet50  # noqa: E402
 
-if framework == "torch":
-    import hvd_async.torch as hvd
-
-    NAME = "TorchTrainer"
-else:
-    import hvd_async.tensorflow as hvd
-
-    NAME = "TensorFlowTrainer"
+NAME = {"torch": "TorchTrainer", "tf": "TensorFlowTrainer"}[framework]
 
 
 class Signalled(getattr(resnet50, NAME)):  # type: ignore[misc]
@@ -31,8 +25,8 @@ class Signalled(getattr(resnet50, NAME)):  # type: ignore[misc]
     def train_step(self, *arguments: Any) -> float:
         """As the runner's."""
         self.taken += 1
-        if self.taken == steps[hvd.rank()]:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.taken == steps[resnet50.hvd.rank()]:
+            os.kill(os.getpid(), number)
         return float(super().train_step(*arguments))
 
 
