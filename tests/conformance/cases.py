@@ -1,4 +1,4 @@
-"""What both bindings and the reference must agree on: one list of optimizers and one of schedules. Framework-free."""
+"""Optimizers and schedules on which both bindings and the reference must agree. Framework-free."""
 
 from __future__ import annotations
 

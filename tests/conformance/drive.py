@@ -58,22 +58,19 @@ class ScriptedWorker:
         self.applied: list[Applied] = []
         self.version = self.last_done = 0
         self.scale = 1.0
-        """What the collectives are to multiply sums by."""
+        """Factor by which the collectives are to multiply sums."""
         self._early: dict[int, Any] = {}
         self._elements, self._random = elements, np.random.default_rng(11)
 
     def hand_over(self, bucket: int, vector: Any) -> None:
-        """As the worker's."""
         assert bucket not in self._early
         self._early[bucket] = vector
 
     @property
     def gone(self) -> frozenset[int]:
-        """As the worker's."""
         return frozenset(self._early)
 
     def step(self, vectors: Mapping[int, Any], hyper: Hyper, apply: Callable[[ReducedRound], None]) -> int:
-        """As the worker's."""
         rounds = self.finish_step(vectors, hyper)
         for round_ in rounds:
             with self.applying(round_):
@@ -81,7 +78,6 @@ class ScriptedWorker:
         return len(rounds)
 
     def finish_step(self, vectors: Mapping[int, Any], hyper: Hyper, most: int | None = None) -> list[ReducedRound]:
-        """What a step finds waiting."""
         (vector,) = (self._early | dict(vectors)).values()
         self._early = {}
         self.handed.append(np.asarray(vector).astype(np.float64))
@@ -99,21 +95,18 @@ class ScriptedWorker:
         return rounds
 
     def applying(self, round_: ReducedRound) -> contextlib.AbstractContextManager[None]:
-        """As the worker's."""
         return self.whole(f"round {round_.index} could not be applied")
 
     def begin(self, round_: ReducedRound) -> None:
-        """As the worker's."""
+        """Do nothing: no round is broken off."""
 
     def end(self) -> None:
-        """As the worker's."""
+        """Do nothing."""
 
     def pending(self) -> list[PendingGradient]:
-        """Nothing."""
         return [PendingGradient(None, [])]
 
     def stats(self) -> Stats:
-        """As the worker's."""
         return Stats(steps=len(self.handed))
 
 
@@ -126,7 +119,7 @@ def attach(opt: Any, worker: ScriptedWorker) -> ScriptedWorker:
 
 @contextlib.contextmanager
 def scripted_engine(size: int, rank: int = 0) -> Iterator[None]:
-    """What a binding is constructed with: it only asks for the size and the rank."""
+    """Stand for an engine while a binding is constructed: it only asks for the size and the rank."""
     with use_engine(SimpleNamespace(size=size, rank=rank)):  # type: ignore[arg-type]
         yield
 
@@ -169,7 +162,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
 
 @dataclass
 class Outcome:
-    """What a rank ended with."""
+    """The end of a rank's training."""
 
     before: Array
     after: Array

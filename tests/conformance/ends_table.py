@@ -147,10 +147,12 @@ def state_keras(model: keras.Model) -> np.ndarray[Any, Any]:
 
 
 class Framework(NamedTuple):
-    """Attributes:
-    make: a model and its optimizer by wrapper, whether it has batch norm, and seed; the same on all ranks.
-    step: one step of them, of a rank, with a number.
-    state: a model's weights and buffers.
+    """One framework's side of a cell.
+
+    Attributes:
+        make: a model and its optimizer by wrapper, whether it has batch norm, and seed; the same on all ranks.
+        step: one step of them, of a rank, with a number.
+        state: a model's weights and buffers.
     """
 
     make: Callable[[str, bool, int], tuple[Any, Any]]

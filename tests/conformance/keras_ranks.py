@@ -90,17 +90,17 @@ def _made(case: Any, variables: Any) -> Any:
 
 
 class _Rank:
-    """What a rank with a model and one with given gradients have in common."""
+    """The part that a rank with a model and one with given gradients share."""
 
     opt: Any
     parameters: list[Any]
-    """As they lie in vectors."""
+    """In the order in which they lie in vectors."""
 
     def weights(self) -> Array:
         return flat(self.parameters)
 
     def state(self) -> list[list[float]]:
-        """Of each variable: weights and the optimizer's variables that belong to it."""
+        """Return for each variable its weights and the optimizer's variables that belong to it."""
         paths = [v.path.replace("/", "_") + "_" for v in self.parameters]
         owners = [
             max((path for path in paths if own_name(v).startswith(path)), key=len, default="")
@@ -113,7 +113,7 @@ class _Rank:
         ]
 
     def saved(self) -> Any:
-        """What a checkpoint holds; the arrays are copies, as from a file."""
+        """Return what a checkpoint holds; the arrays are copies, as from a file."""
         return [v.numpy() for v in self.parameters], {k: np.array(v) for k, v in self.opt.get_state().items()}
 
     def set_rate(self, rate: float) -> None:
@@ -246,7 +246,7 @@ class Scalar:
 
 
 class Watch(keras.callbacks.Callback):
-    """What the model holds while it is evaluated, and at the end of an epoch."""
+    """Notes what the model holds while it is evaluated, and at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()

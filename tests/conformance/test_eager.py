@@ -84,26 +84,6 @@ def test_several_buckets_give_the_same_bits_as_one(binding):
         assert all(state == outcomes[0][0] for state, _ in outcomes)
 
 
-@all_modes
-def test_late_gradients_in_many_buckets_are_all_applied(binding):
-    def train(rank: int) -> tuple[Any, Any, Any]:
-        trainer = binding.trainer(SGD, bucket_cap_mb=TINY, max_staleness=3)
-        before, gradients = trainer.weights(), []
-        for step in range(4 + 3 * rank):
-            gradients.append(trainer.gradient(rank, step))
-            trainer.step()
-        trainer.opt.drain()
-        stats = trainer.opt.stats()
-        assert stats.gradients_applied == stats.total_produced == 11
-        return before, trainer.weights(), sum(gradients)
-
-    outcomes = Cluster(2, jitter=0.002).run(train)
-    expected = outcomes[0][0] - 0.1 / 2 * (outcomes[0][2] + outcomes[1][2])
-    for _, after, _ in outcomes:
-        assert after.tobytes() == outcomes[0][1].tobytes()
-        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5)
-
-
 # -- Keras' own features --------------------------------------------------------------------------------------
 
 

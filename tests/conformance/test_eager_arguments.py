@@ -178,7 +178,7 @@ def test_what_one_framework_has_is_refused_with_a_hint(hvd, plain, options, hint
 def test_what_cannot_be_wrapped_in_torch():
     class Averaging(torch.optim.SGD):
         def _allreduce_grad_async(self) -> None:
-            """As Horovod's has."""
+            """Horovod's has this method."""
 
     make = torch_hvd.EagerOptimizer
     plain = torch_sgd()

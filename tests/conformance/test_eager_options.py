@@ -13,7 +13,6 @@ import torch
 
 import hvd_async.tensorflow.collectives
 import hvd_async.torch.collectives
-from hvd_async.algorithms.eager.gradient_format import largest_summand
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
@@ -173,22 +172,6 @@ def test_compression_rounds_what_travels(binding, kind, dtype):
         np.testing.assert_array_equal(weights, exact)
 
 
-@both
-def test_what_float16_cannot_hold_is_cut_off_where_the_sum_could_be_infinite(binding):
-    values, limit = [1e5, -1e5, 6e4, 3e4, 1.0], largest_summand(2)
-
-    def train(rank: int) -> Array:
-        one = binding.vectors([5], UNIT, quorum="all", compression=binding.hvd.Compression.fp16, max_staleness=4)
-        one.take(values)  # on both ranks: 6e4 + 6e4 is no float16
-        one.opt.drain()
-        assert one.opt.stats().gradients_skipped == 0
-        weights: Array = one.weights()
-        return weights
-
-    for weights in Cluster(2).run(train):
-        np.testing.assert_allclose(weights, -np.clip(values, -limit, limit), rtol=1e-3)
-
-
 class TorchEighth:
     """A compression of one's own: sends an eighth, as float64."""
 
@@ -224,8 +207,8 @@ def test_a_narrow_dtype_counts_far_enough(binding):
 
 
 @all_modes
-@pytest.mark.parametrize("passes", [1, 3])
-def test_backward_passes_add_up(binding, passes):
+def test_backward_passes_add_up(binding):
+    passes = 3
     options = {"backward_passes_per_step": passes, "quorum": "solo", "bucket_cap_mb": TINY}
     for weights, opt in Cluster(2).run(lambda rank: trained(binding, rank, options, passes=passes)):
         check(weights, expected(range(2), 1 / 2, STEPS * passes))

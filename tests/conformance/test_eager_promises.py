@@ -1,4 +1,4 @@
-"""What a user of either binding can rely on: what differs is refused, whose rate a round has, what an end leaves."""
+"""Promises of either binding: what differs is refused, whose rate a round has, what an end leaves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.conformance.eager_ranks import (
 from tests.conformance.reference import Array, replay
 
 RAISED = (ReplicaMismatchError, tf.errors.UnknownError)
-"""What a step raises where the ranks differ, in a graph too."""
+"""Errors of a step where the ranks differ, in a graph too."""
 
 
 # -- the ranks meet -------------------------------------------------------------------------------------------

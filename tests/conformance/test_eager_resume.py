@@ -166,6 +166,7 @@ def test_a_cut_and_a_resumed_job_lose_no_gradient(binding, quorum, slow, again, 
         stats = opt.stats()
         assert stats.gradients_applied == stats.total_produced == 8 + 2
         assert stats.gradients_produced == (6 if rank == slow else 4)
+        assert min(stats.staleness) >= 0
         assert opt.rounds == 6 + stats.rounds
 
 
@@ -211,7 +212,7 @@ def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_bucket
     saved = cut_with_two_pending(binding)[1]
 
     def told(size: int, **options: Any) -> list[str]:
-        """What each rank is told when it loads it."""
+        """Errors of the ranks that load it."""
 
         def load(rank: int) -> str:
             try:

@@ -79,7 +79,7 @@ def test_the_optimizers_of_a_gan_are_drained_together(held: str, batches: tuple[
 
 
 def warnings_of(fit_with: Any) -> list[str]:
-    """What a callback warns of when fit() begins, at 2 ranks."""
+    """Warnings of a callback when fit() begins, at 2 ranks."""
     model = conv_model()
     model.compile(optimizer=fit_with, loss=LOSS, jit_compile=False)
     callback = hvd.callbacks.GossipEpochCallback()

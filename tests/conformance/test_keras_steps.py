@@ -1,7 +1,9 @@
-"""Keras: a step with what only Keras has: schedules, settings in graphs, averaged passes, devices, errors in graphs."""
+"""Keras: a step with what only Keras has: schedules, settings, averaged passes, devices, its graph, errors."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -228,3 +230,52 @@ def test_horovods_failures_in_a_graph_are_recognisable_for_elastic():
 
     with pytest.raises(tf.errors.UnknownError, match="HorovodAllreduce: rank 1 on host b is gone"):
         step()
+
+
+SCRIPT = """
+import keras, numpy as np, tensorflow as tf
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.testing import Cluster
+
+def train(rank):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), nonfinite="raise")
+    model.compile(optimizer=opt, loss="mse", jit_compile=False)
+    model.fit(np.full((2, 2), np.nan), np.ones((2, 1)), verbose=0)
+
+Cluster(1).run(train)
+"""
+
+
+def test_an_error_in_a_step_is_shown_with_the_users_own_lines() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    _, _, shown = done.stderr.partition("Traceback (most recent call last; libraries' lines are left out):\n")
+    lines = shown.splitlines()
+    assert lines[-1].startswith("FloatingPointError: NaN or infinity in this rank's gradients")
+    assert any("in train" in line for line in lines)
+    assert len(lines) < 20
+
+
+# -- the graph ------------------------------------------------------------------------------------------------
+
+
+def nodes(function: Any) -> int:
+    """Count the nodes of a traced function and of all that it calls."""
+    graph = function.get_concrete_function().graph.as_graph_def()
+    return len(graph.node) + sum(len(each.node_def) for each in graph.library.function)
+
+
+def test_an_update_is_little_more_than_keras_own() -> None:
+    """Things that rounds bring now and then, such as frozen variables, are not in it."""
+    variables = [keras.Variable([float(i)] * 3, name=f"v{i}") for i in range(30)]
+    plain = keras.optimizers.Adam(0.1)
+    plain.build(variables)
+    own = nodes(tf.function(lambda: plain.apply([tf.ones([3])] * len(variables), variables), autograph=False))
+    with scripted_engine(2):
+        opt = hvd.EagerOptimizer(keras.optimizers.Adam(0.1))
+    opt.build(variables)
+    opt._async.replica.set_up(variables)
+    ours = nodes(opt._async.replica.update._inner)
+    assert ours < 1.4 * own

@@ -1,4 +1,4 @@
-"""What the table of ends does not show: whose buffers are averaged, who goes on after whom, what is forgotten."""
+"""Ends that the table does not show: whose buffers are averaged, who goes on after whom, what is forgotten."""
 
 from __future__ import annotations
 

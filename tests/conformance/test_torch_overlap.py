@@ -153,7 +153,7 @@ def test_zero_grad_between_backward_and_step_is_refused_and_the_step_is_not_lost
 
 
 def test_after_step_nothing_leaves_until_zero_grad():
-    """As in a GAN whose other half runs backward through this model."""
+    """A GAN's other half runs backward through this model."""
 
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,17 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.eager_ranks import TORCH
-from tests.conformance.torch_ranks import TINY, TorchTrainer, apply_plainly, batch, conv_model, flat, hand_overs, plain
+from tests.conformance.torch_ranks import (
+    TINY,
+    TorchTrainer,
+    TorchVectors,
+    apply_plainly,
+    batch,
+    conv_model,
+    flat,
+    hand_overs,
+    plain,
+)
 
 SGD = Case("sgd", "sgd", 0.1)
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
@@ -109,6 +120,21 @@ def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_nobody(k
     if quorum == "all":
         averages = [sum(parts) / 2 for parts in zip(*(true for _, true, _ in outcomes), strict=True)]
         np.testing.assert_allclose(outcomes[0][0], by_hand(kind, averages), rtol=0, atol=1e-5)
+
+
+def test_an_overflow_in_one_bucket_leaves_the_whole_step_out():
+    def train(rank: int) -> tuple[list[float], int]:
+        scaler = make_scaler(4.0)
+        one = TorchVectors([1, 1], Case("unit", "sgd", 1.0), quorum="all", bucket_cap_mb=TINY, scaler=scaler)
+        for step in range(3):
+            scale = float(scaler.scale(torch.ones(())))
+            one.backward([[math.inf if (rank, step) == (1, 1) else scale, scale]])
+            scaler.step(one.opt)
+            scaler.update()
+        one.opt.drain()
+        return one.weights().tolist(), one.opt.stats().gradients_skipped
+
+    assert Cluster(2).run(train) == [([-2.5, -2.5], 0), ([-2.5, -2.5], 1)]
 
 
 def test_a_scaler_must_be_told_of():

@@ -35,7 +35,7 @@ def test_on_a_cpu_a_vector_is_as_it_was():
 
 
 class Stream:
-    """Of torch.cuda's, what ``follow`` looks at."""
+    """A stream of torch.cuda, as far as ``follow`` looks at it."""
 
     def __init__(self, device: str) -> None:
         self.device, self.waited_for = device, []
@@ -45,7 +45,7 @@ class Stream:
 
 
 class OnDevice:
-    """Of a tensor on a GPU, what ``follow`` looks at."""
+    """A tensor on a GPU, as far as ``follow`` looks at it."""
 
     is_cuda, device = True, "cuda:0"
 

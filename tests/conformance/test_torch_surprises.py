@@ -1,4 +1,4 @@
-"""What a user's own code may do around a wrapped torch optimizer, and must find as it left it."""
+"""torch: surprises for a user's own code around a wrapped optimizer: own options, what is broken off, plain states."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_groups_in_another_order_are_refused():
 
 @pytest.mark.parametrize("broken_off", ["step", "drain"])
 def test_what_is_broken_off_can_be_done_again(broken_off):
-    """As Ctrl-C would, HVD_ASYNC_TIMEOUT ends a wait; going on must not bring the others down."""
+    """HVD_ASYNC_TIMEOUT ends a wait, as Ctrl-C would; going on must not bring the others down."""
 
     def train(rank: int) -> list[float]:
         engine = local_engine()

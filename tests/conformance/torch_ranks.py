@@ -67,18 +67,18 @@ def _made(case: Any, parameters: Any) -> torch.optim.Optimizer:
 
 
 class _Rank:
-    """What a rank with a model and one with given gradients have in common."""
+    """The part that a rank with a model and one with given gradients share."""
 
     opt: Any
     parameters: list[torch.Tensor]
-    """As they lie in vectors."""
+    """In the order in which they lie in vectors."""
 
     def weights(self) -> Array:
         """Flat, in the optimizer's order."""
         return flat(self.parameters)
 
     def state(self) -> list[list[float]]:
-        """Of each parameter: weights and the optimizer's state."""
+        """Return for each parameter its weights and the optimizer's state."""
         held = [self.opt.state.get(p, {}).values() for p in self.parameters]
         return [
             [x for t in (p, *(v for v in own if torch.is_tensor(v))) for x in t.detach().double().reshape(-1).tolist()]
@@ -86,7 +86,7 @@ class _Rank:
         ]
 
     def saved(self) -> Any:
-        """What a checkpoint holds."""
+        """Return what a checkpoint holds."""
         return [p.detach().clone() for p in self.parameters], copy.deepcopy(self.opt.state_dict())
 
     def set_rate(self, rate: float) -> None:
@@ -108,7 +108,8 @@ class _Rank:
         with torch.no_grad():
             for parameter, values in zip(self.parameters, weights, strict=True):
                 parameter.copy_(values)
-        self.opt.load_state_dict(copy.deepcopy(state))  # (torch keeps the tensors it is given)
+        torchs = copy.deepcopy({name: part for name, part in state.items() if name != "hvd_async"})
+        self.opt.load_state_dict({**state, **torchs})  # (torch keeps the tensors it is given; ours may be loaded again)
 
 
 class TorchTrainer(_Rank):

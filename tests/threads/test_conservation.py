@@ -261,7 +261,7 @@ def _drops_one(worker: EagerWorker) -> None:
 
 
 def _overwrites_values(worker: EagerWorker) -> None:
-    """As the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
+    """Do as the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
     transit = worker._in_flight
     original = transit.add
 

@@ -1,4 +1,4 @@
-"""What an optimizer counts of itself: who was there, who held others up, what travelled, what was held in memory."""
+"""Counts that an optimizer keeps: who was there, who held others up, what travelled, what was held in memory."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_rank_that_serves_others_holds_what_comes_back_and_then_nothing():
 
 
 def test_a_cut_holds_what_is_pending_twice_until_the_next_step():
-    """What is pending at a cut is for its checkpoint, and also still on its way."""
+    """Gradients that are pending at a cut are for its checkpoint, and also still on their way."""
     ahead = threading.Event()
 
     def train(rank: int) -> list[int]:

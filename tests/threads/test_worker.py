@@ -71,7 +71,7 @@ def test_a_round_is_frozen():
 
 
 class Overwriting(MemoryCollectives):
-    """As Horovod's, whose sums are in place: what was given away is gone, unless it is to be kept."""
+    """Collectives whose sums are in place, as Horovod's: what was given away is gone, unless it is to be kept."""
 
     def allreduce_sum(
         self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
@@ -322,7 +322,7 @@ def test_ranks_that_name_different_process_sets_are_refused():
 
 
 def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied():
-    """As on a GPU, where a vector is emptied, its count too, after it was handed over."""
+    """On a GPU a vector is emptied, its count too, after it was handed over."""
 
     def train(rank: int) -> list[int]:
         emptied: list[int] = []

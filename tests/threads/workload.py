@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank does.
+    """The steps of each rank.
 
     Attributes:
         steps: for each drain, for each rank, how many steps come before it.
@@ -101,7 +101,7 @@ class Plan:
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """The rounds that one rank saw."""
 
     rounds: list[ReducedRound] = field(default_factory=list)
     per_step: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ def hand_over_some(worker: EagerWorker, rows: dict[int, Vector], chance: random.
 
 
 def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None) -> Callable[[int], Record]:
-    """What ``Cluster.run`` calls for a rank. ``tweak`` changes a rank's worker, to break it."""
+    """Return what ``Cluster.run`` calls for a rank. ``tweak`` changes a rank's worker, to break it."""
     progress = Progress(plan.size)
 
     def train(rank: int) -> Record:
