@@ -8,6 +8,7 @@ checked by a ledger of its own, not by the state machine's.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from tests.unit.ledger import Ledger
 
 Gradient = tuple[int, int, int]
 """(rank, its step since the start, version it was computed at)."""
+MOVES = 5_000
+"""More than any job takes: the largest that are drawn take some 2,000."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +231,13 @@ class Simulation:
         """Until every rank has finished.
 
         Raises:
-            AssertionError: a promise is broken, or nobody can move (a deadlock).
+            AssertionError: a promise is broken, nobody can move (a deadlock), or all move without end.
         """
+        moves = itertools.count()
         while not all(rank.finished for rank in self.ranks):
-            if not self._move():
-                waiting = [r.number for r in self.ranks if not r.finished]
-                raise AssertionError(f"deadlock: ranks {waiting} wait for {self.rounds.blocked_on()}")
+            waiting = [r.number for r in self.ranks if not r.finished]
+            assert self._move(), f"deadlock: ranks {waiting} wait for {self.rounds.blocked_on()}"
+            assert next(moves) < MOVES, f"no end: ranks {waiting} wait for {self.rounds.blocked_on()}"
         assert all(not rank.outbox and not rank.inbox for rank in self.ranks)
         return self
 

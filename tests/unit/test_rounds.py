@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    GradientReady,
     RoundTrigger,
     SetHyperparameters,
     StartRound,
@@ -20,9 +21,9 @@ from hvd_async.algorithms.eager.messages import (
 )
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Drained, Finished, Registered, Rejected
+from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerDeleted, Registered, Rejected
 from tests.conftest import examples
-from tests.unit.moves import SOLO, kinds, opened, step
+from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation
 
 HINT_TORCH = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
@@ -168,6 +169,16 @@ def test_grace_waits_for_more_but_not_longer_than_for_all():
     for rank, expected in [(0, []), (1, []), (2, ["StartRound"])]:  # all in: no need to wait
         assert kinds(step(rounds, rank, 2, now=12.0)) == expected
     assert rounds.deadline() is None
+
+
+def test_a_round_that_no_rank_has_come_to_step_for_gets_its_hyperparameters_at_the_end():
+    """Rank 0's backward pass hands all over; then its optimizer is deleted."""
+    rounds = opened(SOLO, 2)
+    assert whys(rounds.handle(0, GradientReady(7, 0, 1), 0.0)) == [(0, 1, None, "solo: rank 0 came first")]
+    assert rounds.handle(0, OptimizerDeleted(7, [1]), 0.0) == []
+    told, drained = rounds.handle(1, Finished(7, [0]), 0.0)
+    assert told == SetHyperparameters(7, 1, [])
+    assert isinstance(drained, Drained)
 
 
 def test_only_the_ranks_of_a_process_set_count():
