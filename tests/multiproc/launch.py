@@ -267,7 +267,7 @@ class ForkServer:
         *,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        timeout: float = 90.0,
+        timeout: float = 150.0,
     ) -> Job:
         """Run a script of ``jobs/`` and wait for all of its ranks; arguments as of ``run_job``."""
         folder = _Folder(ranks)
