@@ -188,3 +188,16 @@ def test_losses_are_handed_over_when_a_step_begins():
 
 def test_the_distance_is_that_of_the_replica():
     assert gossip()[0].consensus_distance() == 0.25
+
+
+def test_beside_others_allreduce_averages_at_each_step():
+    """Alone it averages every so many steps; where it is a phase, that says what the other algorithms do."""
+    options = GossipOptions(average_every=10, schedule={0: "allreduce", 5: "sgp"})
+    _, driver, _ = _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, options))
+    driver.worker = None
+    assert driver.plan.config.average_every == 1
+    driver.set_epoch(5)
+    assert (driver.plan.config.algorithm, driver.plan.config.average_every) == ("sgp", 10)
+    alone = GossipOptions("allreduce", average_every=10)
+    _, driver, _ = _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, alone))
+    assert driver.plan.config.average_every == 10
