@@ -147,9 +147,9 @@ class Option:
     flags: tuple[str, ...] | None = None
 
 
-def option(doc: str, **more: Any) -> dict[str, Option]:
-    """Return the metadata of a dataclass's field for an option; ``more`` as of ``Option``."""
-    return {"option": Option(doc, **more)}
+def option(default: Any, doc: str, **more: Any) -> Any:
+    """Return the field of a dataclass for an option; ``more`` as of ``Option``."""
+    return dataclasses.field(default=default, metadata={"option": Option(doc, **more)})
 
 
 def options_of(family: type) -> dict[str, Option]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvd_async.algorithms.option import Option, Real, Whole, either, flag, options_of
+from hvd_async.algorithms.option import Option, Real, Whole, either, flag, in_flags, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runtime.family import Algorithm
 
@@ -166,7 +167,8 @@ def _add_own(group: argparse._ArgumentGroup, name: str, families: list[tuple[str
         some = f"{', '.join(mine)}: " if of_all else f"of {either(mine, 'and')}: "
         shown = described.absent or (f"{default:g}" if isinstance(default, float) else str(default))
         who = some if of_all or len(mine) < len(members(family)) else ""
-        told.append(f"{who}{described.help or described.doc} (default: {shown})")
+        text = described.help or in_flags(_shortened(described.doc), OPTIONS[family])
+        told.append(f"{who}{text} (default: {shown})".replace("%", "%%"))
     _, described, default = families[0]
     more: dict[str, Any] = {"dest": name, "help": "; ".join(told)}
     if isinstance(default, bool):
@@ -175,6 +177,11 @@ def _add_own(group: argparse._ArgumentGroup, name: str, families: list[tuple[str
         more |= {"metavar": described.metavar, "choices": described.choices or None}
         more |= {} if described.read is None else {"type": _read(described.read)}
     group.add_argument(*(described.flags or (flag(name),)), **more)
+
+
+def _shortened(doc: str) -> str:
+    """Return an option's description without what a flag's help says by itself: whose it is, and its default."""
+    return re.sub(r"^of [^:]+: |; None: .*$", "", doc).replace("``", "")
 
 
 def _data_flags(parser: argparse.ArgumentParser) -> None:

@@ -209,3 +209,16 @@ def test_a_rank_whose_statistics_are_not_finite_takes_the_others():
     weights.statistic = np.nan
     driver.unify_buffers()
     assert weights.statistic == 9.0
+
+
+def test_beside_others_allreduce_averages_at_each_step():
+    """Alone it averages every so many steps; where it is a phase, that says what the other algorithms do."""
+    options = GossipOptions(average_every=10, schedule={0: "allreduce", 5: "sgp"})
+    _, driver, _ = _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, options))
+    driver.worker = None
+    assert driver.plan.config.average_every == 1
+    driver.set_epoch(5)
+    assert (driver.plan.config.algorithm, driver.plan.config.average_every) == ("sgp", 10)
+    alone = GossipOptions("allreduce", average_every=10)
+    _, driver, _ = _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, alone))
+    assert driver.plan.config.average_every == 10

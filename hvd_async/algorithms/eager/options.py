@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum
@@ -18,76 +18,60 @@ NONFINITE = ("skip", "raise")
 class EagerOptions:
     """A user's options of ``EagerOptimizer``, beside Horovod's arguments and those of one framework."""
 
-    quorum: Quorum = field(
-        default="solo",
-        metadata=option(
-            'who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each '
-            'round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that '
-            "brings the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's "
-            "stderr)",
-            help="who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count of "
-            "ranks, a fraction such as 0.75, or auto, which learns from the arrival times",
-            read=parse_quorum,
-            metavar="Q",
-        ),
+    quorum: Quorum = option(
+        "solo",
+        'who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each '
+        'round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that '
+        "brings the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's "
+        "stderr)",
+        help="who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count of "
+        "ranks, a fraction such as 0.75, or auto, which learns from the arrival times",
+        read=parse_quorum,
+        metavar="Q",
     )
-    max_staleness: int = field(
-        default=16,
-        metadata=option(
-            "rounds a gradient may be late; 0 is synchronous",
-            help="how many rounds late a gradient may be, 0 is synchronous",
-            read=Whole(0),
-            metavar="N",
-        ),
+    max_staleness: int = option(
+        16,
+        "rounds a gradient may be late; 0 is synchronous",
+        help="how many rounds late a gradient may be, 0 is synchronous",
+        read=Whole(0),
+        metavar="N",
     )
-    grace: float = field(
-        default=0.0,
-        metadata=option(
-            "seconds to wait for more ranks once the quorum is there",
-            help="seconds a round still waits for more ranks once the quorum is there",
-            read=Real(0),
-            metavar="S",
-        ),
+    grace: float = option(
+        0.0,
+        "seconds to wait for more ranks once the quorum is there",
+        help="seconds a round still waits for more ranks once the quorum is there",
+        read=Real(0),
+        metavar="S",
     )
-    seed: int = field(default=0, metadata=option("of majority's draw, the same on all ranks", flags=()))
-    bucket_cap_mb: float = field(
-        default=25.0,
-        metadata=option("MiB of gradients that travel together; smaller ones leave earlier during backward", flags=()),
+    seed: int = option(0, "of majority's draw, the same on all ranks", flags=())
+    bucket_cap_mb: float = option(
+        25.0, "MiB of gradients that travel together; smaller ones leave earlier during backward", flags=()
     )
-    late_cap_mb: float = field(
-        default=4096.0,
-        metadata=option(
-            "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where a "
-            "round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank "
-            '0 says so. ``float("inf")`` leaves it alone',
-            flags=(),
-        ),
+    late_cap_mb: float = option(
+        4096.0,
+        "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where a "
+        "round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank "
+        '0 says so. ``float("inf")`` leaves it alone',
+        flags=(),
     )
-    pace: str = field(
-        default="steps",
-        metadata=option(
-            '"steps" (all ranks do the same number of steps, and one that is always slower holds the others up after '
-            '``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``)',
-            help="steps: every rank goes through its batches once an epoch; rounds: an epoch is as many rounds as the "
-            "longest rank has batches, and a rank that is slow for good gives fewer gradients",
-            choices=PACES,
-        ),
+    pace: str = option(
+        "steps",
+        '"steps" (all ranks do the same number of steps, and one that is always slower holds the others up after '
+        '``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``)',
+        help="steps: every rank goes through its batches once an epoch; rounds: an epoch is as many rounds as the "
+        "longest rank has batches, and a rank that is slow for good gives fewer gradients",
+        choices=PACES,
     )
-    nonfinite: str = field(
-        default="skip",
-        metadata=option(
-            'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
-            '``stats().gradients_skipped``) or "raise" FloatingPointError',
-            flags=(),
-        ),
+    nonfinite: str = option(
+        "skip",
+        'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
+        '``stats().gradients_skipped``) or "raise" FloatingPointError',
+        flags=(),
     )
-    buffers: str = field(
-        default="average",
-        metadata=option(
-            'how batch-norm statistics agree: "average" them, keep each rank\'s own ("local"), or take rank 0\'s '
-            '("root")',
-            flags=(),
-        ),
+    buffers: str = option(
+        "average",
+        'how batch-norm statistics agree: "average" them, keep each rank\'s own ("local"), or take rank 0\'s ("root")',
+        flags=(),
     )
 
     def check(self, ranks: int | None) -> None:

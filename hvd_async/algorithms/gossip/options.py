@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_async.algorithms.option import BUFFERS, Whole, check_one_of, option, read_by_epoch
@@ -41,103 +41,83 @@ def _read_schedule(text: str) -> dict[int, str]:
 class GossipOptions:
     """A user's options of ``GossipOptimizer``, beside Horovod's arguments and those of one framework."""
 
-    algorithm: str = field(
-        default="sgp",
-        metadata=option(
-            '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
-            '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
-            'pairs of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" '
-            "(weights are averaged over all ranks after every step)",
-            flags=(),
-        ),
+    algorithm: str = option(
+        "sgp",
+        '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
+        '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
+        'pairs of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" '
+        "(weights are averaged over all ranks after every step)",
+        flags=(),
     )
-    topology: Any = field(
-        default=None,
-        metadata=option(
-            "a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "
-            '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd',
-            help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one",
-            absent="bipartite-exponential for these two, exponential for sgp and osgp",
-            choices=tuple(NAMED),
-            metavar="NAME",
-        ),
+    topology: Any = option(
+        None,
+        "a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "
+        '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd',
+        help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one",
+        absent="bipartite-exponential for these two, exponential for sgp and osgp",
+        choices=tuple(NAMED),
+        metavar="NAME",
     )
-    peers: int | Mapping[int, int] = field(
-        default=1,
-        metadata=option(
-            "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
-            help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 "
-            "is 1 from epoch 0 and 2 from epoch 30 on",
-            read=_read_peers,
-            metavar="N",
-        ),
+    peers: int | Mapping[int, int] = option(
+        1,
+        "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
+        help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 "
+        "is 1 from epoch 0 and 2 from epoch 30 on",
+        read=_read_peers,
+        metavar="N",
     )
-    mixing: Any = field(
-        default="uniform",
-        metadata=option(
-            '"uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of '
-            "such, one a step in turn",
-            help="uniform parts what a rank has equally among itself and its receivers; metropolis weighs by the "
-            "larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star",
-            choices=SCHEMES,
-        ),
+    mixing: Any = option(
+        "uniform",
+        '"uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of '
+        "such, one a step in turn",
+        help="uniform parts what a rank has equally among itself and its receivers; metropolis weighs by the "
+        "larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star",
+        choices=SCHEMES,
     )
-    max_staleness: int | None = field(
-        default=None,
-        metadata=option(
-            "steps a message of osgp may be late; None: 1",
-            help="how many steps late a message may be, 0 is sgp",
-            absent="1",
-            read=Whole(0),
-            metavar="N",
-        ),
+    max_staleness: int | None = option(
+        None,
+        "steps a message of osgp may be late; None: 1",
+        help="how many steps late a message may be, 0 is sgp",
+        absent="1",
+        read=Whole(0),
+        metavar="N",
     )
-    hierarchical: bool | int = field(
-        default=False,
-        metadata=option(
-            "average the ranks of a host first, then gossip between hosts, one partner a host. True for Horovod's "
-            "local ranks, or so many ranks, numbered host by host",
-            help="average the ranks of a host first, and gossip from host to host; the short form does not get past "
-            "horovodrun, which has flags that begin so",
-            absent="off",
-            flags=("--hierarchical-gossip", "--hierarchical"),
-        ),
+    hierarchical: bool | int = option(
+        False,
+        "average the ranks of a host first, then gossip between hosts, one partner a host. True for Horovod's "
+        "local ranks, or so many ranks, numbered host by host",
+        help="average the ranks of a host first, and gossip from host to host; the short form does not get past "
+        "horovodrun, which has flags that begin so",
+        absent="off",
+        flags=("--hierarchical-gossip", "--hierarchical"),
     )
-    max_local_steps: int = field(
-        default=4,
-        metadata=option(
-            "steps that a rank of adpsgd may take between two averagings",
-            help="steps that a rank may take between two averagings, before it waits for one",
-            read=Whole(1),
-            metavar="N",
-        ),
+    max_local_steps: int = option(
+        4,
+        "steps that a rank of adpsgd may take between two averagings",
+        help="steps that a rank may take between two averagings, before it waits for one",
+        read=Whole(1),
+        metavar="N",
     )
-    average_every: int = field(
-        default=0,
-        metadata=option(
-            "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never",
-            help="average the weights of all ranks every N steps; 0 is never",
-            read=Whole(0),
-            metavar="N",
-        ),
+    average_every: int = option(
+        0,
+        "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never",
+        help="average the weights of all ranks every N steps; 0 is never",
+        read=Whole(0),
+        metavar="N",
     )
-    schedule: Mapping[int, str] | None = field(
-        default=None,
-        metadata=option(
-            "{epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so",
-            help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp",
-            absent="--algorithm in all epochs",
-            read=_read_schedule,
-            metavar="E:NAME,...",
-        ),
+    schedule: Mapping[int, str] | None = option(
+        None,
+        "{epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so",
+        help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp",
+        absent="--algorithm in all epochs",
+        read=_read_schedule,
+        metavar="E:NAME,...",
     )
-    buffers: str = field(
-        default="average",
-        metadata=option(
-            'how batch-norm statistics agree in ``drain()`` and ``consensus()``: "average" them, keep each rank\'s own '
-            '("local"), or take rank 0\'s ("root")',
-            flags=(),
-        ),
+    buffers: str = option(
+        "average",
+        'how batch-norm statistics agree in ``drain()`` and ``consensus()``: "average" them, keep each rank\'s own '
+        '("local"), or take rank 0\'s ("root")',
+        flags=(),
     )
 
     def check(self, ranks: int | None) -> None:

@@ -24,8 +24,9 @@ def _read_group(text: str) -> str | int:
 
 
 def _strength(doc: str, what: str) -> Any:
-    """Return the metadata of one of LSGD's strengths."""
+    """Return the field of one of LSGD's strengths."""
     return option(
+        None,
         f"of lsgd: strength of {doc}, from 0 up to 1, or a function of the rank's own step; None: 0.1",
         help=f"{what}; 0 is not at all, 1 all the way",
         absent="0.1",
@@ -41,115 +42,86 @@ class LeaderOptions:
     None is the default that the algorithm's entry in ``ALGORITHMS`` has.
     """
 
-    algorithm: str = field(
-        default="lsgd",
-        metadata=option(
-            '"lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean '
-            'training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a '
-            "centre are pulled towards each other",
-            flags=(),
-        ),
+    algorithm: str = option(
+        "lsgd",
+        '"lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean '
+        'training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a '
+        "centre are pulled towards each other",
+        flags=(),
     )
-    local_period: int | None = field(
-        default=None,
-        metadata=option(
-            "of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader. Steps of "
-            "all ranks count together: fast ranks do more. None: a quarter of ``global_period``",
-            help="steps of each rank of a group, on the average, between two pulls towards its leader",
-            absent="a quarter of --global-period",
-            read=Whole(1),
-            metavar="N",
-        ),
+    local_period: int | None = option(
+        None,
+        "of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader. Steps of "
+        "all ranks count together: fast ranks do more. None: a quarter of ``global_period``",
+        help="steps of each rank of a group, on the average, between two pulls towards its leader",
+        absent="a quarter of --global-period",
+        read=Whole(1),
+        metavar="N",
     )
-    global_period: int | None = field(
-        default=None,
-        metadata=option(
-            "the same between two pulls of all ranks; None: 16",
-            help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre",
-            absent="16",
-            read=Whole(1),
-            metavar="N",
-        ),
+    global_period: int | None = option(
+        None,
+        "the same between two pulls of all ranks; None: 16",
+        help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre",
+        absent="16",
+        read=Whole(1),
+        metavar="N",
     )
-    local_pull: Strength | None = field(
-        default=None,
-        metadata=_strength(
-            "a pull towards the group's leader", "how far a rank is pulled towards the leader of its group"
-        ),
+    local_pull: Strength | None = _strength(
+        "a pull towards the group's leader", "how far a rank is pulled towards the leader of its group"
     )
-    global_pull: Strength | None = field(
-        default=None, metadata=_strength("a pull towards the leader of all", "and towards that of all")
+    global_pull: Strength | None = _strength("a pull towards the leader of all", "and towards that of all")
+    local_prox: Strength | None = _strength(
+        "the steps between pulls of a group, a period's together",
+        "how far the steps of a --local-period together pull it, between these pulls",
     )
-    local_prox: Strength | None = field(
-        default=None,
-        metadata=_strength(
-            "the steps between pulls of a group, a period's together",
-            "how far the steps of a --local-period together pull it, between these pulls",
-        ),
+    global_prox: Strength | None = _strength(
+        "those between pulls of all, a period's together",
+        "and those of a --global-period towards the leader of all",
     )
-    global_prox: Strength | None = field(
-        default=None,
-        metadata=_strength(
-            "those between pulls of all, a period's together",
-            "and those of a --global-period towards the leader of all",
-        ),
+    alpha: float | None = option(
+        None,
+        "of easgd: of a rank towards the centre; None: ``beta`` over the number of ranks",
+        help="how far a rank is pulled towards the centre",
+        absent="--beta over the number of ranks",
+        read=STRENGTH,
+        metavar="X",
     )
-    alpha: float | None = field(
-        default=None,
-        metadata=option(
-            "of easgd: of a rank towards the centre; None: ``beta`` over the number of ranks",
-            help="how far a rank is pulled towards the centre",
-            absent="--beta over the number of ranks",
-            read=STRENGTH,
-            metavar="X",
-        ),
+    beta: float | None = option(
+        None,
+        "of easgd: of the centre towards the ranks' mean; None: 0.43",
+        help="how far the centre moves",
+        absent="0.43",
+        read=STRENGTH,
+        metavar="X",
     )
-    beta: float | None = field(
-        default=None,
-        metadata=option(
-            "of easgd: of the centre towards the ranks' mean; None: 0.43",
-            help="how far the centre moves",
-            absent="0.43",
-            read=STRENGTH,
-            metavar="X",
-        ),
+    group: str | int | Sequence[Any] | None = option(
+        None,
+        'of lsgd: "host" (Horovod\'s local ranks; also None), ranks per group, or the groups themselves: lists of '
+        "ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` "
+        'was given, or ``hvd.init(process_sets="dynamic")``',
+        help="the ranks of a host, or N ranks, have a leader of their own",
+        absent="host",
+        read=_read_group,
+        metavar="host|N",
     )
-    group: str | int | Sequence[Any] | None = field(
-        default=None,
-        metadata=option(
-            'of lsgd: "host" (Horovod\'s local ranks; also None), ranks per group, or the groups themselves: lists of '
-            "ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` "
-            'was given, or ``hvd.init(process_sets="dynamic")``',
-            help="the ranks of a host, or N ranks, have a leader of their own",
-            absent="host",
-            read=_read_group,
-            metavar="host|N",
-        ),
+    loss_window: int | None = option(
+        None,
+        "of lsgd: how many of the last losses count; None: 10",
+        help="losses that count in the choice",
+        absent="10",
+        read=Whole(1),
+        metavar="N",
     )
-    loss_window: int | None = field(
-        default=None,
-        metadata=option(
-            "of lsgd: how many of the last losses count; None: 10",
-            help="losses that count in the choice",
-            absent="10",
-            read=Whole(1),
-            metavar="N",
-        ),
+    lr_spread: str = option(
+        "none",
+        '"linear": rank i\'s learning rate is i + 1 times the optimizer\'s; "power": 2^i times; "none"',
+        help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times",
+        choices=SPREADS,
     )
-    lr_spread: str = field(
-        default="none",
-        metadata=option(
-            '"linear": rank i\'s learning rate is i + 1 times the optimizer\'s; "power": 2^i times; "none"',
-            help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times",
-            choices=SPREADS,
-        ),
-    )
-    buffers: str = field(
-        default="average",
-        metadata=option(
-            'how batch-norm statistics agree: "average" them at each pull, or each rank\'s own ("local")',
-            flags=(),
-        ),
+    buffers: str = option(
+        "average",
+        'how batch-norm statistics agree: "average" them at each pull, or each rank\'s own ("local")',
+        flags=(),
     )
 
     def check(self, ranks: int | None) -> None:

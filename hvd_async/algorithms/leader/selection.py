@@ -87,8 +87,9 @@ class Strengths:
     def of(cls, given: Mapping[str, Any]) -> Strengths:
         """Return them by the options' names; an algorithm's own are attributes beside those that are known here."""
         own = [(name, Any, field(default=None)) for name in given if not hasattr(cls, name)]
-        kind = make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
-        return kind(**given)
+        kind: Any = make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
+        strengths: Strengths = kind(**given)
+        return strengths
 
     def at(self, step: int) -> dict[str, float]:
         """Return all by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
