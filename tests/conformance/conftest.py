@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,10 +11,9 @@ from tests.conformance.drive import tapes
 __all__ = ["tapes"]
 
 
-@pytest.fixture(scope="module")
-def quick_garbage_collection() -> Iterator[None]:
-    """Leave what was there before a module's tests out of collections: both frameworks are many objects."""
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection() -> None:
+    """Leave what is alive before a module's tests out of collections from now on: both frameworks, and what they keep
+    of each graph, are so many objects that one collection takes seconds."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

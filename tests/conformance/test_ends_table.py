@@ -11,9 +11,6 @@ from tests.conftest import LONG_RUN
 EVERY = len(DIMENSIONS)
 
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-
-
 @pytest.mark.parametrize("cell", cells(DIMENSIONS, EVERY if LONG_RUN else 3))
 def test_partial_allreduce_in_torch(cell: Cell):
     check(cell, run(cell, "solo", FRAMEWORKS["torch"]))

@@ -65,10 +65,10 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_with_a_wrapped_one(tmp_p
         model.optimizer.drain()
         if rank == 0:
             model.save(path)
-        return flat(model.trainable_variables), flat(model.optimizer.momentums), model.optimizer.rounds
+        return flat(model.trainable_variables), flat(model.optimizer.momentums), int(model.optimizer.iterations)
 
     path = tmp_path / "model.keras"
-    (weights, momentums, rounds), _ = Cluster(2).run(train)
+    (weights, momentums, steps), _ = Cluster(2).run(train)
     loaded = keras.models.load_model(path)
     assert type(loaded.optimizer) is sgd
     assert loaded.optimizer.momentum == 0.9
@@ -80,7 +80,7 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_with_a_wrapped_one(tmp_p
     assert again.optimizer.settings["quorum"] == "all"
     assert again.optimizer._async.replica.model is again
     assert flat(again.optimizer.momentums).tolist() == momentums.tolist()
-    assert int(again.optimizer.iterations) == again.optimizer.rounds == rounds
+    assert int(again.optimizer.iterations) == again.optimizer.rounds == steps
 
 
 def test_a_rank_with_no_batch_only_drains():

@@ -18,8 +18,6 @@ from hvd_async.testing import Cluster
 from tests.conformance.ends_table import make_torch as make
 from tests.conformance.ends_table import step_torch as step
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-
 
 def engine() -> Any:
     """This thread's."""
