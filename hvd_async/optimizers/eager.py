@@ -13,6 +13,7 @@ from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedR
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -22,7 +23,7 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import Stats
 
 
-class GradientReplica(Replica, abc.ABC):
+class GradientReplica(Replica):
     """The replica of a rank whose gradients travel: all ranks' weights are the same after the same rounds."""
 
     @abc.abstractmethod
@@ -55,11 +56,7 @@ class GradientReplica(Replica, abc.ABC):
 
     @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        """End a drain (``flush``) or a cut: all rounds are applied. A collective where buffers agree."""
-
-    @abc.abstractmethod
-    def consensus_distance(self, worker: EagerWorker) -> float:
-        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
+        """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
 
 
 class EagerDriver(Driver):
@@ -67,6 +64,7 @@ class EagerDriver(Driver):
 
     Args:
         lifecycle, sharers, replica: as ``Driver``.
+        buffers: how batch-norm statistics agree: "average", "local", or "root".
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
 
@@ -83,11 +81,12 @@ class EagerDriver(Driver):
         lifecycle: Lifecycle,
         sharers: RankGroup,
         replica: GradientReplica,
+        buffers: str,
         config: dict[str, Any],
         late_cap_mb: float,
     ) -> None:
         super().__init__(lifecycle, sharers, replica)
-        self.config = config
+        self.buffers, self.config = buffers, config
         self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
 
@@ -130,7 +129,7 @@ class EagerDriver(Driver):
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective."""
-        return self.replica.consensus_distance(self.worker_now())
+        return consensus_distance(self.worker_now(), self.replica.read_double())
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------------
 
@@ -174,6 +173,8 @@ class EagerDriver(Driver):
         """
         self.replica.finish(worker, flush)
         if flush:
+            if self.buffers != "local":
+                unify_buffers(worker, self.replica.buffers(), self.buffers, self.sharers.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def eager_driver(
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
         groups = given["num_groups"]
     made = replica(options, sharers, factors, groups)
-    return driver(binding.lifecycle, sharers, made, options.config(), options.late_cap_mb)
+    return driver(binding.lifecycle, sharers, made, options.buffers, options.config(), options.late_cap_mb)
 
 
 def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:

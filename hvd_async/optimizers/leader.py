@@ -15,6 +15,7 @@ from hvd_async.algorithms.leader.pulls import PullResults
 from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
+from hvd_async.optimizers.agreement import unify_buffers
 from hvd_async.optimizers.local import LocalDriver, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
@@ -176,7 +177,7 @@ class LeaderDriver(LocalDriver):
             super().unify_buffers()
         elif not self._centered:
             worker = self.worker_now()
-            self.replica.unify_buffers(worker, "root", worker.leader)
+            unify_buffers(worker, self.replica.buffers(), "root", worker.leader)
 
     def united(self, vector: Vector, what: str) -> Vector:
         """Return what stands for all ranks' vectors after a drain: their leader's, or their mean. A collective."""

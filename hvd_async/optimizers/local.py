@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
@@ -217,12 +218,12 @@ class LocalDriver(Driver):
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective, with a cut."""
         self.end(False)
-        return self.replica.consensus_distance(self.worker_now())
+        return consensus_distance(self.worker_now(), self.replica.read_double())
 
     def unify_buffers(self) -> None:
         """Make batch-norm statistics fit the weights that stand for all ranks, by the policy. A collective."""
         if self.buffers != "local":
-            self.replica.unify_buffers(self.worker_now(), self.buffers, self.sharers.ranks[0])
+            unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.sharers.ranks[0])
 
     def united(self, vector: Vector, what: str) -> Vector:
         """Return what stands for all ranks' vectors after a drain: their mean. A collective."""

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.runtime.worker import Worker
 
 
-class Replica:
+class Replica(abc.ABC):
     """The replica of any wrapped optimizer. It does not keep its optimizer alive, which holds it by its driver."""
 
     _reference: Callable[[], Any] = staticmethod(lambda: None)
@@ -31,11 +31,19 @@ class Replica:
         """The wrapped optimizer; None if it is gone."""
         return self._reference()
 
-    def bind(self, engine: Engine) -> None:
+    def bind(self, engine: Engine) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Let the engine's work on vectors follow this thread's, from now on."""
 
+    @abc.abstractmethod
+    def read_double(self) -> Vector:
+        """Return all weights that other ranks have too, shape (n,), float64, a new vector."""
 
-class WeightReplica(Replica, abc.ABC):
+    @abc.abstractmethod
+    def buffers(self) -> Iterable[Buffers]:
+        """Return the buffers that are to agree, in the same order on all ranks."""
+
+
+class WeightReplica(Replica):
     """The replica of a rank that has weights of its own: gossip, leaders. A vector holds all weights that are mixed."""
 
     # -- weights ----------------------------------------------------------------------------------------------
@@ -79,15 +87,7 @@ class WeightReplica(Replica, abc.ABC):
     def describe_nonfinite(self) -> str:
         """Return which weights of the model are NaN or infinite, and what may help."""
 
-    @abc.abstractmethod
-    def consensus_distance(self, worker: Worker) -> float:
-        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
-
     # -- beside the weights -----------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
-        """Make batch-norm statistics agree: their "average", or those of rank ``root`` ("root"). A collective."""
 
     @abc.abstractmethod
     def keep_buffers(self) -> Callable[[], None]:

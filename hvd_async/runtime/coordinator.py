@@ -201,9 +201,11 @@ class Coordinator:
                 warn(f"optimizer {event.optimizer}, {notice}")
 
     def _ask_to_open(self, rank: int, drained: StateMachine[Any]) -> None:
-        """Before ``rank`` is done with an optimizer: those that others are done with already, and it has not opened."""
+        """Before ``rank`` is done with an optimizer: those that others are done with already, or about to be, and it
+        has not opened. (Whoever is done with one is done with all, but says so of each.)"""
         for machine in self._machines.values():
-            if machine.ranks == drained.ranks and machine.only_drains:
+            about_to_be = bool(machine.opening) and machine.opening <= drained.draining
+            if machine.ranks == drained.ranks and (machine.only_drains or about_to_be):
                 self._send(machine.ask_to_register(rank), machine.ranks)
 
     def _ask_for_missing(self) -> None:

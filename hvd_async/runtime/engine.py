@@ -7,15 +7,14 @@ for results. It sleeps until a command, a post or the next time a collective may
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
+from hvd_async.runtime.drain import Participant, drain
 from hvd_async.runtime.failure_causes import cause_of, error_of
 from hvd_async.runtime.forking import release_connections
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
@@ -29,7 +28,6 @@ from hvd_async.runtime.messages import (
     JobFailed,
     Leaving,
     NoSuchOptimizer,
-    OptimizerCommand,
     Present,
     RankLost,
     RegisterOptimizer,
@@ -43,40 +41,6 @@ BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"
 )
-
-
-class Participant(Protocol):
-    """One optimizer's engine-side half.
-
-    Attributes:
-        last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer was deleted; only its engine-side half is left, and serves the other ranks.
-    """
-
-    last_done: int
-    deleted: bool
-
-    def on_command(self, command: OptimizerCommand) -> None:
-        """Carry out a command for this optimizer (engine thread)."""
-
-    def delete(self) -> None:
-        """The optimizer was deleted (any thread)."""
-
-    def check_finished(self) -> None:
-        """Raise, if this rank cannot be done now (training thread)."""
-
-    def announce_finished(self, flush: bool) -> None:
-        """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
-
-    def apply_available(self) -> bool:
-        """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
-
-    @property
-    def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
-
-    def complete_drain(self) -> None:
-        """All was received: end the drain or cut."""
 
 
 class Engine:
@@ -102,8 +66,8 @@ class Engine:
         self._in_flight: list[tuple[Handle, Callable[[Vector], None]]] = []
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
-        self._asked: list[RegisterOptimizer] = []
-        """Optimizers that others have opened, and that this rank is asked to while it waits in a drain."""
+        self.asked: list[RegisterOptimizer] = []
+        """Optimizers that other ranks have opened, and that this rank is asked for while it waits in a drain."""
         self.find: Callable[[RegisterOptimizer], Participant | None] = lambda _: None
         """Opens the optimizer of this process that is asked for, under its number; None if there is none."""
         self._lock = threading.Lock()
@@ -128,44 +92,21 @@ class Engine:
     def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
         """Drain (or, without ``flush``, cut) every optimizer that has opened, or all of a process set (Horovod's id).
 
-        A rank is done with all of them or with none, and serves all at once. If it waited in the first one's drain for
-        ranks that are busy with both, its second would keep those waiting, and pile up rounds. One that others open
-        meanwhile, and this rank has not, it opens then.
-
         Args:
             leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
         """
-        live = [
-            participant
-            for number, participant in sorted(self._participants.items())  # in one order on all ranks: ends communicate
-            if process_set in (None, number // OPTIMIZERS) and not participant.deleted
-        ]
-        if not leaving:
-            for participant in live:
-                participant.check_finished()
-        for participant in live:
-            participant.announce_finished(flush)
-        left = list(live)
-        while True:
-            found = self._open_what_is_asked()
-            for participant in found:
-                participant.announce_finished(flush)
-            live, left = live + found, left + found
-            left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-            if not left:
-                break
-            self.wait(functools.partial(self._may_go_on, left))
-        for participant in live:
-            if not participant.deleted:
-                participant.complete_drain()
+        drain(self, self.in_process_set(process_set), flush, leaving)
 
-    def _may_go_on(self, left: list[Participant]) -> bool:
-        return bool(self._asked) or any(participant.has_available or participant.deleted for participant in left)
+    def in_process_set(self, process_set: int | None) -> list[Participant]:
+        """Return the optimizers of a process set (Horovod's id) or, for None, all: in one order on all ranks."""
+        numbered = sorted(self._participants.items())
+        return [one for number, one in numbered if process_set in (None, number // OPTIMIZERS) and not one.deleted]
 
-    def _open_what_is_asked(self) -> list[Participant]:
+    def take_asked(self) -> list[Participant]:
+        """Open the optimizers that other ranks have asked for, as far as this process has them; return these."""
         found: list[Participant] = []
-        while self._asked:
-            asked = self._asked.pop(0)
+        while self.asked:
+            asked = self.asked.pop(0)
             if asked.optimizer in self._participants:
                 continue
             participant = self.find(asked)
@@ -376,7 +317,7 @@ class Engine:
             case RegisterOptimizer():
                 if message.rank == self.rank:
                     with self.changed:
-                        self._asked.append(message)
+                        self.asked.append(message)
                         self.changed.notify_all()
             case Unregister(number):
                 self.unregister(number)

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
 from hvd_async.runtime.coordinator import Coordinator
-from hvd_async.runtime.engine import Engine, Participant
+from hvd_async.runtime.drain import Participant
+from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives

@@ -167,18 +167,25 @@ class Worker(abc.ABC):
     def _counts(self) -> list[int]:
         """Return ``Finished.produced``."""
 
-    @property
     @abc.abstractmethod
+    def _is_complete(self) -> bool:
+        """Return whether all ranks have finished, and this one has received (and applied) all before that."""
+
+    @property
     def has_available(self) -> bool:
         """Whether ``apply_available`` would do something, or has done all."""
+        return self._inbox.refused is not None or self._is_complete()
 
-    @abc.abstractmethod
     def apply_available(self) -> bool:
         """Apply what was received, without waiting; return whether all ranks have finished and all is applied.
+
+        Where ranks have weights of their own nothing is applied here: their next step, or ``gather``, does so.
 
         Raises:
             ReplicaMismatchError: the ranks did not fit together.
         """
+        self._check_refused()
+        return self._is_complete()
 
     @abc.abstractmethod
     def complete_drain(self) -> None:

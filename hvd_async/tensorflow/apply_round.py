@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.tensorflow.buffers import Layout, has_gradients, own_name, raw
+from hvd_async.tensorflow.bucket_layout import Layout, has_gradients
+from hvd_async.tensorflow.variables import own_name, raw
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 NOT_SETTINGS = {"name", "built", "loss_scale_factor"}

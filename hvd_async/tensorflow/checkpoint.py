@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.tensorflow.buffers import own_name
+from hvd_async.tensorflow.variables import own_name
 
 PREFIX = "hvd_async."
 COPY = "copy."

@@ -11,7 +11,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.tensorflow import checkpoint, gradient_step
-from hvd_async.tensorflow.buffers import own_name, raw, signature
+from hvd_async.tensorflow.variables import own_name, raw, signature
 
 
 class EagerMethods(OptimizerMethods):

@@ -12,8 +12,8 @@ from horovod.tensorflow.functions import allgather_object
 
 from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.variables import raw
 from hvd_async.tensorflow.wait_notices import told_if_long
 
 _horovods_join, _horovods_shutdown = hvd.join, hvd.shutdown  # (what ``swapped`` puts in their place calls them)

@@ -15,7 +15,7 @@ from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Hyper
-from hvd_async.tensorflow.buffers import Layout
+from hvd_async.tensorflow.bucket_layout import Layout
 
 
 def is_finite(vector: tf.Tensor) -> bool:

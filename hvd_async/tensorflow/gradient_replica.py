@@ -14,24 +14,17 @@ from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRo
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.optimizers import eager
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
-from hvd_async.tensorflow.buffers import (
-    Layout,
-    Terms,
-    accumulated,
-    checksum,
-    consensus_distance,
-    own_name,
-    partition,
-    raw,
-    signature,
-    unify_buffers,
-)
+from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, partition
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.gradient_feed import Feed
+from hvd_async.tensorflow.variables import buffers_by_kind, checksum, flat_double, own_name, raw, signature
+
+Array = np.ndarray[Any, Any]
 
 
 class GradientReplica(eager.GradientReplica):
@@ -61,7 +54,6 @@ class GradientReplica(eager.GradientReplica):
         self.devices: tuple[str, str] = options["devices"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
-        self.buffer_policy: str = options["buffers"]
         self.momentum_correction = False
         self.codec: Codec | None = None
         self.layout: Layout | None = None
@@ -165,8 +157,11 @@ class GradientReplica(eager.GradientReplica):
         """Return this rank's learning rate now."""
         return tf.cast(raw(self.optimizer._get_current_learning_rate()), tf.float32) + 0.0
 
-    def consensus_distance(self, worker: EagerWorker) -> float:
-        return consensus_distance(worker, self.optimizer._trainable_variables)
+    def read_double(self) -> Array:
+        return flat_double(self.optimizer._trainable_variables)
+
+    def buffers(self) -> list[Buffers]:
+        return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)
 
     def apply(self, round_: ReducedRound) -> None:
         update = self.update
@@ -185,9 +180,6 @@ class GradientReplica(eager.GradientReplica):
                     f"(backward_passes_per_step) stay on this rank and go on with its next ones",
                     stacklevel=8,
                 )
-            if flush and self.model is not None and self.buffer_policy != "local":
-                variables, root = self.model.non_trainable_variables, self._sharers.ranks[0]
-                unify_buffers(worker, variables, self.buffer_policy, root)
 
     # -- the Python side of a step ------------------------------------------------------------------------------
 

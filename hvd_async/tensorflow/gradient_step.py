@@ -15,7 +15,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_async.tensorflow import tracebacks
-from hvd_async.tensorflow.buffers import accumulated
+from hvd_async.tensorflow.bucket_layout import accumulated
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 
 OP_NAME = "hvd_async_needs_jit_compile_False"

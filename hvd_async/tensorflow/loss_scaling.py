@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_async.optimizers import methods
 from hvd_async.tensorflow import gradient_step
-from hvd_async.tensorflow.buffers import own_name, raw
+from hvd_async.tensorflow.variables import own_name, raw
 
 
 class ScaleMethods(methods.OptimizerMethods):

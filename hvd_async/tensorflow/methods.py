@@ -11,7 +11,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.tensorflow import checkpoint, weight_step
-from hvd_async.tensorflow.buffers import own_name, raw, signature
+from hvd_async.tensorflow.variables import own_name, raw, signature
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

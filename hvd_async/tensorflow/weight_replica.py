@@ -13,11 +13,10 @@ from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.algorithms.gossip.message_format import make_post
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.runtime.worker import Worker
-from hvd_async.tensorflow.buffers import checksum, consensus_distance, raw, signature, unify_buffers
-from hvd_async.tensorflow.flat import Flat
 from hvd_async.tensorflow.gradient_feed import is_finite
+from hvd_async.tensorflow.variables import Flat, buffers_by_kind, checksum, flat_double, raw, signature
 
 Array = np.ndarray[Any, Any]
 
@@ -129,8 +128,9 @@ class WeightReplica(replica.WeightReplica):
         """(Hyperparameters and the optimizer's state are each rank's own.)"""
         optimizer = self.optimizer
         buffers = 0 if self.model is None else len(statistics(self.model))
+        after = ", weights as after cut()" if resumed else ""
         kinds = [
-            f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}",
+            f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}{after}",
             f"{self.passes} backward passes per step",
             f"buffers {self._buffers}, {buffers} of the model",
             *(f"local {signature(v)}" for v in optimizer._trainable_variables if self.is_local(v)),
@@ -154,15 +154,13 @@ class WeightReplica(replica.WeightReplica):
             f"keras.optimizers.LossScaleOptimizer"
         )
 
-    def consensus_distance(self, worker: Worker) -> float:
-        return consensus_distance(worker, self.mixed().variables)
+    def read_double(self) -> Array:
+        return flat_double(self.mixed().variables)
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
-    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
-        if self.model is not None:
-            with tf.init_scope():
-                unify_buffers(worker, self.model.non_trainable_variables, policy, root)
+    def buffers(self) -> list[Buffers]:
+        return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)
 
     def keep_buffers(self) -> Callable[[], None]:
         kept = [(variable, variable.numpy()) for variable in ([] if self.model is None else statistics(self.model))]

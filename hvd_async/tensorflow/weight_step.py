@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
-from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.gradient_step import _py
+from hvd_async.tensorflow.variables import raw
 from hvd_async.tensorflow.weight_replica import WeightReplica, counted
 
 

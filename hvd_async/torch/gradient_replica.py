@@ -14,6 +14,7 @@ from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Hyper
@@ -25,7 +26,7 @@ from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import record_ready
-from hvd_async.torch.tensors import checksum, consensus_distance, signature, take_over, unify_buffers
+from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature, take_over
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
@@ -67,7 +68,6 @@ class GradientReplica(eager.GradientReplica):
         self.scaler: Any = options["scaler"]
         self._nonfinite: str = options["nonfinite"]
         self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
-        self.buffer_policy: str = options["buffers"]
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
@@ -233,8 +233,11 @@ class GradientReplica(eager.GradientReplica):
             [0, *(checksum(p) for p in parameters), *(value for _, value in held)],
         )
 
-    def consensus_distance(self, worker: EagerWorker) -> float:
-        return consensus_distance(worker, self.parameters)
+    def read_double(self) -> torch.Tensor:
+        return flat_double(self.parameters)
+
+    def buffers(self) -> list[Buffers]:
+        return buffers_by_kind(self.named_buffers)
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
@@ -254,8 +257,6 @@ class GradientReplica(eager.GradientReplica):
                 f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
                 stacklevel=8,
             )
-        if flush and self.buffer_policy != "local" and self.named_buffers:
-            unify_buffers(worker, self.named_buffers, self.buffer_policy, self._sharers.ranks[0])
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:
         """Take over a rank's weights and optimizer state. A collective."""

@@ -1,13 +1,15 @@
-"""Checksums of torch tensors, batch-norm buffers that agree, the distance of replicas."""
+"""Torch tensors as one vector and back; their checksums and signatures."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.worker import Worker
 
 
@@ -22,25 +24,16 @@ def signature(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-@torch.no_grad()
-def unify_buffers(worker: Worker, named: Iterable[tuple[str, torch.Tensor]], policy: str, root: int) -> None:
-    """Make batch-norm statistics agree on all ranks.
+def buffers_by_kind(named: Iterable[tuple[str, torch.Tensor]]) -> list[Buffers]:
+    """Return named buffers by device and dtype."""
+    return [
+        Buffers(kind, group[0].is_floating_point(), partial(_counted, group), partial(_scatter, tensors=group))
+        for kind, group in _by_kind([tensor for _, tensor in named if tensor.numel()])
+    ]
 
-    ``average`` over the ranks whose own are finite, counters from rank ``root``; or ``root``, all from that one.
-    A collective: every rank that still has the optimizer calls it, at the same point.
-    """
-    tensors = [tensor for _, tensor in named if tensor.numel()]
-    floating = [t for t in tensors if t.is_floating_point() and policy == "average"]
-    for kind, group in _by_kind(floating):
-        flat = torch.cat([*(t.reshape(-1) for t in group), group[0].new_ones(1)])
-        if not torch.isfinite(flat).all():
-            flat.zero_()  # a rank whose batch held NaN has nothing to say; the last element counts those that have
-        total = torch.as_tensor(worker.sum(flat, f"the average of buffers ({kind})").vector)
-        if total[-1] > 0:
-            _scatter(total[:-1] / total[-1], group)
-    for kind, group in _by_kind([t for t in tensors if policy == "root" or not t.is_floating_point()]):
-        flat = torch.cat([t.reshape(-1) for t in group])
-        _scatter(worker.broadcast(flat, root, f"the broadcast of buffers ({kind})"), group)
+
+def _counted(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*(t.detach().reshape(-1) for t in tensors), tensors[0].new_ones(1)])
 
 
 @torch.no_grad()
@@ -59,18 +52,13 @@ def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tens
     yield from sorted(kinds.items())
 
 
+@torch.no_grad()
 def _scatter(flat: Any, tensors: list[torch.Tensor]) -> None:
     flat = torch.as_tensor(flat)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
-@torch.no_grad()
-def consensus_distance(worker: Worker, parameters: Sequence[torch.Tensor]) -> float:
-    """sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective."""
-    flat = torch.cat([p.detach().reshape(-1).double() for p in parameters])
-    total, ranks, _ = worker.sum(flat.clone(), "consensus_distance()")
-    mean = torch.as_tensor(total) / len(ranks)
-    square = torch.sum((flat - mean) ** 2).reshape(1)
-    total, ranks, _ = worker.sum(square, "consensus_distance()")
-    return float(total[0] / len(ranks)) ** 0.5
+def flat_double(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return parameters as one new vector, shape (n,), float64."""
+    return torch.cat([p.detach().reshape(-1).double() for p in parameters])

@@ -10,13 +10,13 @@ import torch
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.optimizers import replica
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.runtime.worker import Worker
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
 from hvd_async.torch.message_format import make_post
-from hvd_async.torch.tensors import checksum, consensus_distance, signature, unify_buffers
+from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
@@ -135,14 +135,13 @@ class WeightReplica(replica.WeightReplica):
             f"was sent. Lower the learning rate, clip gradients, or step by a torch.amp.GradScaler"
         )
 
-    def consensus_distance(self, worker: Worker) -> float:
-        return consensus_distance(worker, self.parameters)
+    def read_double(self) -> torch.Tensor:
+        return flat_double(self.parameters)
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
-    def unify_buffers(self, worker: Worker, policy: str, root: int) -> None:
-        if self.named_buffers:
-            unify_buffers(worker, self.named_buffers, policy, root)
+    def buffers(self) -> list[Buffers]:
+        return buffers_by_kind(self.named_buffers)
 
     def keep_buffers(self) -> Callable[[], None]:
         kept = [(buffer, buffer.clone()) for _, buffer in self.named_buffers]

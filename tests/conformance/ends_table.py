@@ -1,4 +1,4 @@
-"""The table of ends, for both frameworks: every way a rank's training ends, times what crosses it.
+"""The table of ends: every way a rank's training ends, times what crosses it.
 
 Three ranks train one or two optimizers, with batch norm or without; each calls drain() or cut() so often, keeps its
 optimizers or lets them go, trains another model afterwards, and ends. Each cell ends, and says how it must: normally,
@@ -9,21 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+import torch
 
+import hvd_async.tensorflow.keras as keras_hvd
+import hvd_async.torch as torch_hvd
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
+from tests.conformance import keras_ranks as _threads  # noqa: F401  enough of TensorFlow's, before anything has run
+from tests.covering import covering
 
 RANKS = 3
 LIMIT = 60.0
 """Seconds in which a cell has to end, on a machine that does much else."""
-Pair = tuple[Any, Any]
-"""A model and its optimizer."""
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "solo": ("EagerOptimizer", {"quorum": "solo"}),
+    "all": ("EagerOptimizer", {"quorum": "all"}),
+    "sgp": ("GossipOptimizer", {"algorithm": "sgp"}),
+    "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd"}),
+    "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
+    "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "group": RANKS, "global_period": 4}),
+    "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 4}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +60,111 @@ class Cell:
     optimizers: int
 
 
-def cells(*dimensions: Any) -> list[Any]:
-    """All combinations, each with a name."""
-    made = [Cell(*each) for each in itertools.product(*dimensions)]
-    return [pytest.param(cell, id="-".join(str(value) for value in dataclasses.astuple(cell))) for cell in made]
-
-
-EVERY = cells(
+DIMENSIONS: list[Sequence[Any]] = [
     ("normal", "exception", "death"),
     ((0, 1, 2), (0,), ()),
     ((1, 1, 1), (2, 1, 1), (0, 1, 0), (0, 0, 0)),
     ("drain", "cut"),
     (True, False),
     (1, 2),
-)
-SOME = cells(("normal", "exception"), ((1,), ()), ((2, 1, 1),), ("drain", "cut"), (True,), (2,))
+]
+SOME: list[Sequence[Any]] = [("normal", "exception"), ((1,), ()), ((2, 1, 1),), ("drain", "cut"), (True,), (2,)]
+
+
+def cells(dimensions: Sequence[Sequence[Any]], crossed: int) -> list[Any]:
+    """Cells that cover a table, each with a name."""
+    made = [Cell(*row) for row in covering(dimensions, crossed)]
+    return [pytest.param(cell, id="-".join(str(value) for value in dataclasses.astuple(cell))) for cell in made]
+
+
+# -- a rank in either framework -------------------------------------------------------------------------------
+
+
+def start(tensor_size: int, seed: int) -> np.ndarray[Any, Any]:
+    """Weights to begin with."""
+    return np.linspace(-1, 1, tensor_size) + 0.1 * seed
+
+
+def inputs(rank: int, number: int) -> np.ndarray[Any, Any]:
+    """A rank's own batch."""
+    return np.array([[rank + number * 0.1, 1.0], [0.5, -rank], [number, 0.3]], np.float32)
+
+
+def make_torch(wrapper: str, buffers: bool, seed: int) -> tuple[torch.nn.Module, Any]:
+    """A model and its optimizer, the same on all ranks."""
+    layers = [torch.nn.Linear(2, 3), *([torch.nn.BatchNorm1d(3)] if buffers else []), torch.nn.Linear(3, 1)]
+    model = torch.nn.Sequential(*layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.as_tensor(start(parameter.numel(), seed)).reshape(parameter.shape))
+    name, options = WRAPPERS[wrapper]
+    named = {"named_buffers": model.named_buffers()} if buffers else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return model, getattr(torch_hvd, name)(optimizer, named_parameters=model.named_parameters(), **named, **options)
+
+
+def step_torch(model: torch.nn.Module, optimizer: Any, rank: int, number: int) -> None:
+    """One step on this rank's own data."""
+    optimizer.zero_grad()
+    loss = model(torch.as_tensor(inputs(rank, number))).square().mean()
+    loss.backward()
+    if hasattr(optimizer, "record_loss"):
+        optimizer.record_loss(loss)
+    optimizer.step()
+
+
+def state_torch(model: torch.nn.Module) -> np.ndarray[Any, Any]:
+    """Weights and buffers."""
+    return np.concatenate([t.double().reshape(-1).numpy() for t in model.state_dict().values()])
+
+
+def make_keras(wrapper: str, buffers: bool, seed: int) -> tuple[keras.Model, Any]:
+    """A model and its optimizer, the same on all ranks."""
+    layers = [keras.Input((2,)), keras.layers.Dense(3, name="first")]
+    layers += [keras.layers.BatchNormalization(name="norm")] if buffers else []
+    model = keras.Sequential([*layers, keras.layers.Dense(1, name="last")], name="model")
+    for variable in model.trainable_variables:
+        variable.assign(start(int(np.prod(variable.shape)), seed).reshape(variable.shape))
+    name, options = WRAPPERS[wrapper]
+    optimizer = getattr(keras_hvd, name)(keras.optimizers.SGD(0.01, momentum=0.9), model=model, **options)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def step_keras(model: keras.Model, optimizer: Any, rank: int, number: int) -> None:
+    """One step on this rank's own data, in eager mode."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(tf.constant(inputs(rank, number)), training=True)))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    if hasattr(optimizer, "record_loss"):
+        optimizer.record_loss(loss)
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+def state_keras(model: keras.Model) -> np.ndarray[Any, Any]:
+    """Weights and buffers."""
+    return np.concatenate([np.asarray(v, np.float64).reshape(-1) for v in model.variables])
+
+
+class Framework(NamedTuple):
+    """Attributes:
+    make: a model and its optimizer by wrapper, whether it has batch norm, and seed; the same on all ranks.
+    step: one step of them, of a rank, with a number.
+    state: a model's weights and buffers.
+    """
+
+    make: Callable[[str, bool, int], tuple[Any, Any]]
+    step: Callable[[Any, Any, int, int], None]
+    state: Callable[[Any], np.ndarray[Any, Any]]
+
+
+FRAMEWORKS = {
+    "torch": Framework(make_torch, step_torch, state_torch),
+    "keras": Framework(make_keras, step_keras, state_keras),
+}
+
+
+# -- a cell ---------------------------------------------------------------------------------------------------
 
 
 class _Holder:
@@ -78,33 +181,23 @@ def steps_of(cell: Cell, rank: int) -> int:
     return 3 + (rank if any(cell.drains) else 0)
 
 
-def run(
-    cell: Cell,
-    make: Callable[[int], Pair],
-    step: Callable[[Any, Any, int, int], None],
-    state: Callable[[Any], np.ndarray[Any, Any]],
-) -> list[Any]:
+def run(cell: Cell, wrapper: str, framework: Framework) -> list[Any]:
     """Train, drain and end on every rank.
-
-    Args:
-        cell: how.
-        make: a model and its optimizer by seed, the same on all ranks.
-        step: one step of them, of a rank, with a number.
-        state: a model's weights and buffers.
 
     Returns:
         What comes of each rank: its models' states after the drains and that of the model trained last, or its error.
     """
+    make, step, state = framework
 
     def train(rank: int) -> Any:
-        pairs = [make(seed) for seed in range(cell.optimizers)]
+        pairs = [make(wrapper, cell.buffers, seed) for seed in range(cell.optimizers)]
         for number in range(steps_of(cell, rank)):
             for model, optimizer in pairs:
                 step(model, optimizer, rank, number)
         for _ in range(cell.drains[rank]):
             getattr(pairs[0][1], cell.how)()
         if cell.end == "exception" and rank == 1:
-            raise InjectedError("boom")
+            raise ValueError("boom")  # (InjectedError would stand for Horovod's, and call a roll)
         engine = local_engine()
         assert engine is not None
         if cell.end == "death" and rank == 1:
@@ -118,7 +211,7 @@ def run(
             gc.collect()
         trained = np.zeros(0)
         if len(set(cell.drains)) == 1:  # (else a rank may still be in a drain of the first)
-            later, other = make(7)
+            later, other = make(wrapper, cell.buffers, 7)
             for number in range(3):
                 step(later, other, rank, number)
             other.drain()

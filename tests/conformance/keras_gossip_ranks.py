@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.algorithms.gossip.worker import PushSumWorker
 from tests.conformance import gossip_reference
-from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.keras_ranks import flat, plain
 from tests.conformance.reference import Array
 
 SHAPES = ((2, 2), (2,))
 """Of the six weights."""
-
-
-@functools.cache
-def _normal_equations(rank: int, step: int) -> tuple[Array, Array]:
-    inputs, targets = gossip_reference.batch(rank, step)
-    return inputs.T @ inputs / len(inputs), inputs.T @ targets / len(inputs)
-
-
-def least_squares(size: int, case: Case) -> Problem:
-    """As the reference's, with what it computes of the data kept."""
-
-    def gradient(z: Array, rank: int, step: int) -> Array:
-        square, linear = _normal_equations(rank, step)
-        return np.asarray(square @ z - linear)
-
-    return dataclasses.replace(gossip_reference.least_squares(size, case, "keras"), gradient=gradient)
+least_squares = functools.partial(gossip_reference.least_squares, framework="keras")
 
 
 class GossipTrainer:
@@ -47,40 +30,40 @@ class GossipTrainer:
         rank: which.
         graph: whether a step is a ``tf.function``.
         make: another optimizer than the problem's.
+        normed: whether it has batch-norm statistics.
         options: of ``GossipOptimizer``.
 
     Attributes:
-        log: of the optimizer's last worker.
         path: the weights after each step.
+        before: those with which the last one began.
     """
 
     wrapper = staticmethod(hvd.GossipOptimizer)
 
     def __init__(
-        self, problem: Problem, rank: int, graph: bool = False, make: Callable[[], Any] | None = None, **options: Any
+        self,
+        problem: Problem,
+        rank: int,
+        graph: bool = False,
+        make: Callable[[], Any] | None = None,
+        normed: bool = False,
+        **options: Any,
     ) -> None:
         self.problem, self.rank = problem, rank
         self.variables = [keras.Variable(np.zeros(shape, np.float32), name=f"x{len(shape)}") for shape in SHAPES]
+        if normed:
+            options["model"] = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+            self.statistics = options["model"].layers[0].moving_mean
         self.opt = self.wrapper(plain(problem.case) if make is None else make(), **options)
         self.opt.build(self.variables)
         self._apply = tf.function(self._take) if graph else self._take
-        self.log: list[Any] = []
-        self.opt._async.make_worker = functools.partial(self._logged, self.opt._async.make_worker)
-        self.restart()
-
-    def _logged(self, make: Callable[..., PushSumWorker], *arguments: Any) -> PushSumWorker:
-        worker = make(*arguments)
-        self.log = worker.log = []
-        return worker
-
-    def restart(self) -> None:
-        """Weights and optimizer as they were at first; after a drain."""
-        self.assign(self.problem.start[self.rank])
-        rate = self.opt.learning_rate
-        for variable in self.opt.variables:
-            if variable is not rate:
-                variable.assign(np.zeros(variable.shape))
         self.path: list[Array] = []
+        self.assign(problem.start[rank])
+
+    @property
+    def steps(self) -> int:
+        """So far, those of an earlier job included."""
+        return len(self.path)
 
     def assign(self, weights: Any) -> None:
         """Set the weights."""
@@ -100,14 +83,55 @@ class GossipTrainer:
         return [tf.constant(part) for part in split(gradient)]
 
     def step(self) -> None:
-        """One."""
-        self._apply(*self.given(self.weights()))
+        """Take one."""
+        self.before = self.weights()
+        self._apply(*self.given(self.before))
         self.path.append(self.weights())
 
-    def train(self, steps: int) -> None:
-        """Several steps."""
+    def step_with(self, gradient: Any) -> None:
+        """Take a step with this gradient, flat."""
+        self._apply(*map(tf.constant, split(gradient)))
+
+    def train(self, steps: int) -> Self:
+        """Take several steps."""
         for _ in range(steps):
             self.step()
+        return self
+
+    @property
+    def mean(self) -> float:
+        """That of the batch-norm statistics."""
+        return float(self.statistics[0])
+
+    @mean.setter
+    def mean(self, value: float) -> None:
+        self.statistics.assign([value] * 2)
+
+    def moments(self) -> Array:
+        """The momentum that the optimizer has, flat."""
+        return flat(self.opt.momentums)
+
+    def eager(self) -> Any:
+        """An ``EagerOptimizer`` of the same weights."""
+        opt = hvd.EagerOptimizer(plain(self.problem.case))
+        opt.build(self.variables)
+        return opt
+
+    def saved(self) -> dict[str, Any]:
+        """What a script would save, through a file without pickles."""
+        file = io.BytesIO()
+        np.savez(file, weights=self.weights(), **self.opt.get_state())
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def resumed(self, state: dict[str, Any], done: int) -> Self:
+        """Take up what was saved after so many steps."""
+        own = dict(state)
+        self.assign(own.pop("weights"))
+        self.opt.set_state(own)
+        self.path = [np.empty(0)] * done
+        return self
 
 
 def split(weights: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A small convolutional model in Keras, the same on all ranks, and optimizers by case.
+"""Ranks in Keras: a small convolutional model, the same on all of them, or vectors; and optimizers by case.
 
 Ranks are threads of one process here, and each may wait in a py_function that holds one of TensorFlow's inter-op
 threads; so there must be more of these than ranks. Import this module before anything has run in TensorFlow.
@@ -6,6 +6,7 @@ threads; so there must be more of these than ranks. Import this module before an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
+from hvd_async.tensorflow.variables import own_name
 from tests.conformance.cases import Case
 from tests.conformance.reference import Array
 
@@ -77,28 +79,88 @@ class ranks(tuple[int, ...]):  # noqa: N801  used like a function
         return sum(1 << rank for rank in self)
 
 
-class KerasTrainer:
+def apply_plainly(optimizer: Any, variables: Sequence[Any], gradient: Array) -> None:
+    """A step of a plain optimizer with a flat gradient."""
+    parts = np.split(gradient.astype(np.float32), np.cumsum([np.prod(v.shape, dtype=int) for v in variables])[:-1])
+    optimizer.apply([tf.constant(part.reshape(v.shape)) for part, v in zip(parts, variables, strict=True)], variables)
+
+
+def _made(case: Any, variables: Any) -> Any:
+    return plain(case) if isinstance(case, Case) else case(variables)
+
+
+class _Rank:
+    """What a rank with a model and one with given gradients have in common."""
+
+    opt: Any
+    parameters: list[Any]
+    """As they lie in vectors."""
+
+    def weights(self) -> Array:
+        return flat(self.parameters)
+
+    def state(self) -> list[list[float]]:
+        """Of each variable: weights and the optimizer's variables that belong to it."""
+        paths = [v.path.replace("/", "_") + "_" for v in self.parameters]
+        owners = [
+            max((path for path in paths if own_name(v).startswith(path)), key=len, default="")
+            for v in self.opt.variables
+        ]
+        owned = list(zip(self.opt.variables, owners, strict=True))
+        return [
+            flat([v, *(own for own, owner in owned if owner == path)]).tolist()
+            for v, path in zip(self.parameters, paths, strict=True)
+        ]
+
+    def saved(self) -> Any:
+        """What a checkpoint holds; the arrays are copies, as from a file."""
+        return [v.numpy() for v in self.parameters], {k: np.array(v) for k, v in self.opt.get_state().items()}
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate."""
+        self.opt.learning_rate = rate
+
+    def rate(self) -> float:
+        """Its learning rate now."""
+        return float(self.opt.learning_rate)
+
+    def assign(self, index: int, value: Any) -> None:
+        """Write a variable."""
+        variable = self.parameters[index]
+        variable.assign(np.broadcast_to(np.asarray(value), variable.shape))
+
+    def load(self, saved: Any) -> None:
+        """Be as the rank that was saved."""
+        weights, state = saved
+        for variable, values in zip(self.parameters, weights, strict=True):
+            variable.assign(values)
+        self.opt.set_state(state)
+
+
+class KerasTrainer(_Rank):
     """One rank, with a custom ``GradientTape`` loop.
 
     Args:
+        case: its optimizer, or a function that makes it for the variables.
         graph: whether a step is a ``tf.function``.
     """
 
-    def __init__(self, case: Case, graph: bool = False, **options: Any) -> None:
+    def __init__(self, case: Any, graph: bool = False, **options: Any) -> None:
         self.model = conv_model()
-        self.opt = hvd.EagerOptimizer(plain(case), **options)
-        self.opt.build(self.model.trainable_variables)
+        self.parameters = self.model.trainable_variables
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+        self.opt.build(self.parameters)
         self._apply = tf.function(self._take) if graph else self._take
         self._gradients: list[tf.Tensor] = []
 
     def _take(self, gradients: list[tf.Tensor]) -> None:
-        self.opt.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+        self.opt.apply_gradients(zip(gradients, self.parameters, strict=True))
 
     def gradient(self, rank: int, step: int) -> Array:
         images, labels = batch(rank, step)
         with tf.GradientTape() as tape:
             loss = LOSS(labels, self.model(images, training=True))
-        self._gradients = tape.gradient(loss, self.model.trainable_variables)
+        self._gradients = tape.gradient(loss, self.parameters)
         return flat(self._gradients)
 
     def step(self) -> None:
@@ -110,8 +172,53 @@ class KerasTrainer:
             self.gradient(rank, step)
             self.step()
 
-    def weights(self) -> Array:
-        return flat(self.model.trainable_variables)
+
+class KerasVectors(_Rank):
+    """A rank whose gradients are given: some vectors, each a variable.
+
+    Args:
+        sizes: of the vectors.
+        case: their optimizer, or a function that makes it for them.
+        start: what they are filled with.
+        dtypes: theirs; all of float32 if none are given.
+        graph: whether a step is a ``tf.function``.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        case: Any,
+        start: float = 0.0,
+        dtypes: Sequence[str] = (),
+        graph: bool = False,
+        **options: Any,
+    ) -> None:
+        kinds = dtypes or ["float32"] * len(sizes)
+        named = enumerate(zip(sizes, kinds, strict=True))
+        self.parameters = [keras.Variable(np.full(n, start), dtype=d, name=f"own{i}") for i, (n, d) in named]
+        if callable(options.get("groups")):
+            options["groups"] = options["groups"](self.parameters)
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+        self.opt.build(self.parameters)
+        self._apply = tf.function(self._take) if graph else self._take
+
+    def _take(self, gradients: list[Any]) -> None:
+        self.opt.apply(gradients, [v for v in self.parameters if v.trainable])
+
+    def freeze(self, index: int, frozen: bool = True) -> None:
+        """A vector has no gradient from now on, or has again. (In a graph their number tells which are traced.)"""
+        self.parameters[index].trainable = not frozen
+
+    def take(self, *gradients: Any) -> None:
+        """A step with one gradient each: numbers, or None for none."""
+        pairs = [(v, np.asarray(g)) for v, g in zip(self.parameters, gradients, strict=True) if v.trainable]
+        given = [None if g.dtype == object else tf.constant(np.broadcast_to(g, v.shape), v.dtype) for v, g in pairs]
+        self._apply(given)
+
+    def take_passes(self, passes: Sequence[Sequence[Any]]) -> None:
+        """A step of several backward passes."""
+        for gradients in passes:
+            self.take(*gradients)
 
 
 class Scalar:

@@ -1,4 +1,4 @@
-"""What following a leader must do in both bindings: sizes, strengths, losses, what is refused. Framework-free."""
+"""What following a leader must do in both bindings: groups, strengths, ends, what is refused. Framework-free."""
 
 from __future__ import annotations
 
@@ -6,38 +6,30 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
-from tests.conformance.gossip_reference import batch
 from tests.conformance.leader_reference import NEVER_OLD, Following, drawn, several
-from tests.conformance.reference import Array
 
-GROUPS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)]
-"""Ranks, and how many of them are a group."""
-PERIODS = [(3, 7), (2, 8), (1, 1), (5, 5)]
 PAIRS = Following("lsgd", several(4, 2), 2, 4, loss_window=NEVER_OLD)
 ELASTIC = Following("easgd", global_period=3)
-UNEVEN = [(12, 3, 0, 7), (0, 0, 5, 0), (1, 40, 2, 40), (0, 0, 0, 0)]
-"""Steps of four ranks."""
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "no-pull": {"local_pull": 0.0, "global_pull": 0.0},
-    "no-prox": {"local_prox": 0, "global_prox": 0},
-    "only-local": {"global_pull": 0.0, "global_prox": 0.0, "local_pull": 0.5, "local_prox": 0.7},
-    "only-global": {"local_pull": 0.0, "local_prox": 0.0, "global_pull": 0.9, "global_prox": 0.99},
-    "by-step": {
-        "local_pull": lambda step: 0.5 / step,
-        "global_pull": lambda step: 0.4 * (step % 3 == 1),
-        "local_prox": lambda step: min(0.9, 0.01 * step),
-        "global_prox": lambda step: 0.9 if step > 50 else 0,
-    },
+SCHEDULES: dict[str, Following] = {
+    name: Following(groups=((0, 2), (1, 3)), local_period=2, global_period=7, loss_window=NEVER_OLD, **strengths)
+    for name, strengths in {
+        "no-pull": {"local_pull": 0.0, "global_pull": 0.0},
+        "no-prox": {"local_prox": 0, "global_prox": 0},
+        "only-local": {"global_pull": 0.0, "global_prox": 0.0, "local_pull": 0.5, "local_prox": 0.7},
+        "only-global": {"local_pull": 0.0, "local_prox": 0.0, "global_pull": 0.9, "global_prox": 0.99},
+        "by-step": {
+            "local_pull": lambda step: 0.5 / step,
+            "global_pull": lambda step: 0.4 * (step % 3 == 1),
+            "local_prox": lambda step: min(0.9, 0.01 * step),
+            "global_prox": lambda step: 0.9 if step > 15 else 0,
+        },
+    }.items()
+} | {
+    "no-alpha": dataclasses.replace(ELASTIC, alpha=0.0, beta=0.5),
+    "no-beta": dataclasses.replace(ELASTIC, alpha=0.7, beta=0.0),
 }
-
-
-def square(z: Array, rank: int, step: int) -> float:
-    """The loss of the batch, before the step."""
-    inputs, targets = batch(rank, step)
-    return float(np.mean((inputs @ z - targets) ** 2) / 2)
+"""Of four ranks."""
 
 
 def leads(rank: int, of: Following = PAIRS) -> Following:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,23 +22,28 @@ class Trainer(Protocol):
 
     Attributes:
         opt: with ``drain()`` and ``stats()``.
+        rank: its place among the ranks that share the optimizer.
+        following: whom it follows, and how.
+        path: what the model held after each step.
     """
 
     opt: Any
+    rank: int
+    following: Following
+    path: list[Array]
 
     def worker(self) -> LeaderWorker:
         """The optimizer's; the first call meets the other ranks."""
 
     def step(self) -> None:
-        """Compute a gradient, tell a loss and step."""
+        """Compute a gradient, record a loss and step."""
 
     def weights(self) -> Array:
         """Flat, float64."""
 
 
-@dataclass
 class Seen:
-    """What happened on one rank.
+    """Record of one rank, which meets the others here.
 
     Attributes:
         path: what the model held after each step.
@@ -48,10 +52,16 @@ class Seen:
         stats: at the end.
     """
 
-    path: list[Array] = field(default_factory=list)
-    log: list[Any] = field(default_factory=list)
-    drained: Array = field(default_factory=lambda: np.zeros(0))
-    stats: LeaderStats = field(default_factory=LeaderStats)
+    def __init__(self, trainer: Trainer) -> None:
+        self.path, self.drained, self.stats = trainer.path, np.zeros(0), LeaderStats()
+        self.log: list[Any] = []
+        trainer.worker().receiver.log = self.log
+
+    def drain(self, trainer: Trainer) -> Seen:
+        """End the run by a drain."""
+        trainer.opt.drain()
+        self.drained, self.stats = trainer.weights(), trainer.opt.stats()
+        return self
 
 
 class Pace:
@@ -79,7 +89,7 @@ class Pace:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """This rank is done: nobody waits any more."""
+        """This rank has finished: nobody waits any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -90,6 +100,18 @@ def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
 
 
+def in_step(trainer: Any, steps: int, first: int = 0) -> None:
+    """Take steps, and after each wait until the pulls that are due have landed.
+
+    Args:
+        trainer: a ``Trainer``.
+        first: pulls that the optimizer does not count: those of an earlier job.
+    """
+    for _ in range(steps):
+        trainer.step()
+        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, len(trainer.path)) - first)
+
+
 def renumbered(log: Sequence[Any], before: int) -> list[Any]:
     """A log whose steps count from those before an earlier drain, as the reference has it: from 1."""
     return [
@@ -98,30 +120,11 @@ def renumbered(log: Sequence[Any], before: int) -> list[Any]:
     ]
 
 
-def go_on(trainer: Any, steps: int, first: int = 0) -> list[bytes]:
-    """Several steps of ranks in step.
-
-    Args:
-        trainer: a ``Trainer`` with ``rank``, ``steps`` so far and its ``following``.
-        first: pulls of an earlier job.
-
-    Returns:
-        The weights after each, bit by bit.
-    """
-    path = []
-    for _ in range(steps):
-        trainer.step()
-        path.append(trainer.weights().tobytes())
-        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, trainer.steps) - first)
-    return path
-
-
 def run(
     make: Callable[[int], Trainer],
-    following: Following,
     steps: int | Sequence[int],
     cluster: Cluster,
-    in_step: bool = False,
+    together: bool = False,
     behind: Sequence[int] = (),
 ) -> list[Seen]:
     """Train on all ranks, and drain.
@@ -129,33 +132,26 @@ def run(
     Args:
         make: a rank's trainer.
         steps: of each rank, or of all.
-        in_step: no rank goes on before the pulls that its step has made due have landed, so that nothing is left to
+        together: no rank goes on before the pulls that its step has made due have landed, so that nothing is left to
             chance.
         behind: see ``Pace``; empty: no rank waits for another.
     """
-    size, together = cluster.size, threading.Barrier(cluster.size)
-    pace = Pace(behind or [0] * size)
+    meeting, pace = threading.Barrier(cluster.size), Pace(behind or [0] * cluster.size)
 
     def train(rank: int) -> Seen:
-        trainer, seen = make(rank), Seen()
-        worker = trainer.worker()
-        seen.log = worker.receiver.log = []
-        together.wait(TIMEOUT)  # (a pull is logged from the first on)
+        trainer = make(rank)
+        seen = Seen(trainer)
+        meeting.wait(TIMEOUT)  # (a pull is logged from the first on)
         try:
-            for step in range(1, (steps if isinstance(steps, int) else steps[rank]) + 1):
+            for _ in range(steps if isinstance(steps, int) else steps[rank]):
                 pace.wait(rank)
-                trainer.step()
-                seen.path.append(trainer.weights())
+                in_step(trainer, 1) if together else trainer.step()
                 pace.stepped(rank)
-                if in_step:
-                    wait_for_pulls(worker, following.pulls(rank, step))
         finally:
             pace.end()
-        if in_step:
-            together.wait(TIMEOUT)  # (what is due is so for fewer ranks when others are done)
-        trainer.opt.drain()
-        seen.drained, seen.stats = trainer.weights(), trainer.opt.stats()
-        return seen
+        if together:
+            meeting.wait(TIMEOUT)  # (what is due is so for fewer ranks when others are done)
+        return seen.drain(trainer)
 
     return cluster.run(train)
 

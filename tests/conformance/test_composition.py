@@ -17,6 +17,7 @@ import hvd_async.torch as hvd_torch
 from hvd_async.optimizers.driver import Driver
 from tests.conformance.drive import scripted_engine
 
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 WRAPPERS: dict[str, dict[str, Any]] = {"EagerOptimizer": {}, "GossipOptimizer": {}, "LeaderOptimizer": {"group": 1}}
 
 

@@ -1,13 +1,12 @@
-"""Keras: LeaderOptimizer's arguments, callbacks in fit(), saved models."""
+"""Keras: what LeaderOptimizer makes of an optimizer, its callbacks in fit(), batch norm of a model, saved models."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from types import SimpleNamespace
+import threading
 from typing import Any
 
-import horovod.tensorflow
 import keras
 import numpy as np
 import pytest
@@ -15,19 +14,15 @@ import tensorflow as tf
 
 import hvd_async
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.errors import NotInitializedError
-from hvd_async.runtime.lifecycle import local_engine, use_engine
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, Watch, batch, conv_model, flat, ranks
-from tests.conformance.leader_cases import DEFAULT, REFUSED
-from tests.conformance.leader_drive import wait_for_pulls
+from tests.conformance.keras_ranks import LOSS, Scalar, Watch, batch, conv_model, flat
+from tests.conformance.leader_drive import TIMEOUT, wait_for_pulls
+from tests.conformance.leader_ranks import KerasGraphRank, KerasRank
+from tests.conformance.leader_reference import Following, several
 
 sgd = keras.optimizers.SGD
 NEVER = {"group": 1, "global_period": 1000}
-
-
-# -- arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [sgd, keras.optimizers.Adam, keras.optimizers.AdamW])
@@ -51,72 +46,6 @@ def test_horovods_parameters_come_first_as_in_the_other_wrappers():
     assert [str(p) for p in positional[0]] == [str(p) for p in positional[1]]
 
 
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        *REFUSED,
-        ({"group": [ranks(0, 1), ranks(2)]}, r"must be in one group"),
-        ({"compression": hvd.Compression.fp16}, r"compression: a leader's weights travel as they are; leave it out"),
-        ({"compression": hvd.Compression.int8}, r"compression: a leader's weights travel as they are"),
-        ({"op": horovod.tensorflow.Sum}, r"leave op out, or take hvd\.Average"),
-        ({"op": horovod.tensorflow.Adasum}, r"leave op out"),
-        ({"process_set": horovod.tensorflow.ProcessSet([0, 1])}, r"pass it to hvd.init\(process_sets"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_a_hint_on_every_rank(options, hint):
-    """Without a word of gossip: who uses this wrapper need not know the other."""
-    lsgd = options.get("algorithm") != "easgd"
-    for rank in range(4):
-        with scripted_engine(4, rank), pytest.raises(ValueError, match=hint) as caught:
-            hvd.LeaderOptimizer(sgd(0.1), **({"group": 2} if lsgd else {}) | options)
-        assert "gossip" not in str(caught.value)
-
-
-def test_what_has_no_meaning_or_horovods_is_accepted():
-    with scripted_engine(4):
-        made = [
-            hvd.LeaderOptimizer(sgd(), group=4, sparse_as_dense=True, backward_passes_per_step=4),
-            hvd.LeaderOptimizer(sgd(), group=4, compression=horovod.tensorflow.Compression.none, op=hvd.Average),
-            hvd.LeaderOptimizer(sgd(), algorithm="easgd", compression=hvd.Compression.none, device_dense="/cpu:0"),
-            hvd.LeaderOptimizer(sgd(), group=1, local_pull=lambda step: 0.5 / step, global_prox=0),
-            hvd.LeaderOptimizer(sgd(), group=[ranks(0, 3), ranks(1, 2)]),
-        ]
-    everyone, alone = [[0, 1, 2, 3]], [[0], [1], [2], [3]]
-    assert [one.settings["groups"] for one in made] == [everyone, everyone, everyone, alone, [[0, 3], [1, 2]]]
-
-
-@pytest.mark.parametrize(("options", "config"), DEFAULT)
-def test_defaults_by_horovods_hosts(options, config, monkeypatch):
-    for name, value in {"size": 4, "local_size": 2, "cross_size": 2}.items():
-        monkeypatch.setattr(horovod.tensorflow, name, lambda value=value: value)
-    for name, value in {"rank": lambda r: r, "local_rank": lambda r: r % 2, "cross_rank": lambda r: r // 2}.items():
-        monkeypatch.setattr(horovod.tensorflow, name, lambda value=value: value(local_engine().rank))  # type: ignore[union-attr]
-    for rank in range(4):
-        with use_engine(SimpleNamespace(rank=rank, size=4)):  # type: ignore[arg-type]
-            settings = hvd.LeaderOptimizer(sgd(), **options)._async
-        own = settings.config
-        assert (own.algorithm, own.groups, own.local_period, own.global_period) == config
-        assert settings.window == (1 if options.get("algorithm") else 10)
-        assert (settings.strengths.alpha, settings.strengths.beta) == (0.43 / 4 if "algorithm" in options else 0, 0.43)
-
-
-def test_optimizers_that_cannot_be_wrapped():
-    scaled = keras.optimizers.LossScaleOptimizer
-    with scripted_engine(2):
-        leader, gossip = hvd.LeaderOptimizer(sgd(), group=1), hvd.GossipOptimizer(sgd())
-        around = hvd.LeaderOptimizer(scaled(sgd()), group=1)
-        for wrap in (hvd.LeaderOptimizer, hvd.GossipOptimizer, hvd.EagerOptimizer):
-            for wrapped in (leader, gossip, around):
-                with pytest.raises(ValueError, match="already: wrap the plain one"):
-                    wrap(wrapped)
-        with pytest.raises(ValueError, match="already: wrap the plain one"):
-            hvd.LeaderOptimizer(scaled(leader), group=1)
-        with pytest.raises(ValueError, match="no Keras 3 optimizer"):
-            hvd.LeaderOptimizer(object(), group=1)
-    with pytest.raises(NotInitializedError, match=r"call hvd.init\(\) first"):
-        hvd.LeaderOptimizer(sgd())
-
-
 def test_weights_in_half_precision_and_steps_without_gradients_are_refused_with_a_hint():
     with scripted_engine(2):
         opt = hvd.LeaderOptimizer(sgd(0.1), group=1)
@@ -127,6 +56,50 @@ def test_weights_in_half_precision_and_steps_without_gradients_are_refused_with_
         opt.build([weight := keras.Variable(0.0)])
         with pytest.raises(ValueError, match="no variable has a gradient"):
             opt.apply([None], [weight])
+
+
+def test_states_of_another_optimizer_or_with_gradients_pending_are_refused():
+    with scripted_engine(2):
+        one = KerasRank(KerasRank.least_squares(2), 0, Following(groups=several(2, 1)))
+        state = one.state()
+        one.load(state)
+        with pytest.raises(ValueError, match="gradients pending"):
+            one.load(state | {"hvd_async.versions.0": np.ones(2)})
+        with pytest.raises(ValueError, match="of another optimizer"):
+            KerasRank(one.problem, 0, one.following, make=lambda variables: keras.optimizers.Adam()).load(state)
+
+
+def test_an_optimizer_that_is_not_built_says_so_and_goes_on_once_it_is():
+    def train(rank: int) -> float:
+        opt = hvd.LeaderOptimizer(sgd(0.5), group=1)
+        for call in (opt.get_state, lambda: opt.set_state({}), opt.drain, opt.cut, opt.consensus_distance):
+            with pytest.raises(ValueError, match=r"optimizer.build\(model.trainable_variables\)"):
+                call()
+        one = Scalar(opt)
+        one.step(1.0, 1.0)
+        opt.drain()
+        return float(one.weight)
+
+    assert Cluster(2).run(train) == [-0.5] * 2
+
+
+def test_a_scale_is_saved_and_loaded_with_the_rest():
+    def train(rank: int) -> list[float]:
+        def scaled() -> Scalar:
+            optimizer = keras.optimizers.LossScaleOptimizer(sgd(1.0, momentum=0.5), initial_scale=16.0)
+            return Scalar(hvd.LeaderOptimizer(optimizer, **NEVER), graph=True)
+
+        one = scaled()
+        for gradient in (16.0, np.inf, 8.0):
+            one.step(gradient, 1.0)
+        one.opt.cut()
+        state, held = one.opt.get_state(), float(one.weight)
+        other = scaled()
+        other.weight.assign(held)
+        other.opt.set_state(state)
+        return [one.step(8.0, 1.0) - other.step(8.0, 1.0), float(other.opt.dynamic_scale.numpy()), held]
+
+    assert Cluster(1).run(train) == [[0.0, 8.0, -2.5]]
 
 
 # -- fit() ----------------------------------------------------------------------------------------------------
@@ -154,8 +127,7 @@ def callbacks_that_meet(drain: bool) -> list[Any]:
     return [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0), hvd.callbacks.GossipEpochCallback(drain=drain)]
 
 
-@pytest.mark.parametrize("drain", [False, True])
-@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize(("drain", "validate"), [(False, False), (False, True), (True, True)])
 def test_evaluation_in_fit_sees_the_leader_and_own_weights_come_back(drain, validate):
     """Rank 1 leads always, with a loop of its own; rank 0 fits."""
 
@@ -188,7 +160,7 @@ def test_evaluation_in_fit_sees_the_leader_and_own_weights_come_back(drain, vali
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_evaluation_in_fit_sees_the_centre(drain):
+def test_evaluation_in_fit_sees_the_center(drain):
     def train(rank: int) -> None:
         model = conv_model()
         opt = hvd.LeaderOptimizer(sgd(0.1), algorithm="easgd", global_period=1, alpha=0.0, beta=0.5)
@@ -199,10 +171,10 @@ def test_evaluation_in_fit_sees_the_centre(drain):
             assert (evaluated.tobytes() == ended.tobytes()) is drain
             assert np.abs(evaluated - start).max() > 1e-3
         assert opt.stats().pulls == opt.stats().steps == 6
-        centre = np.asarray(opt._async.worker_now().receiver.consensus, np.float64)
-        assert flat(model.weights).tobytes() == centre.tobytes()
+        center = np.asarray(opt._async.worker_now().receiver.consensus, np.float64)
+        assert flat(model.weights).tobytes() == center.tobytes()
         if drain:
-            assert watch.evaluated[-1].tobytes() == centre.tobytes()
+            assert watch.evaluated[-1].tobytes() == center.tobytes()
 
     Cluster(1).run(train)
 
@@ -298,3 +270,64 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_is_wrapped_again(tmp_pat
         again = hvd.load_model(path, wrapper=hvd.LeaderOptimizer, algorithm="easgd")
     assert again.optimizer._async.config.algorithm == "easgd"
     assert again.optimizer._async.replica.model is again
+
+
+# -- batch norm -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["by a callback", "to the optimizer"])
+def test_a_rank_that_has_not_stepped_when_a_pull_comes_holds_nobody(given):
+    """Its statistics travel from the meeting on, as the others' do."""
+    met = threading.Barrier(2)
+
+    def train(rank: int) -> list[float]:
+        one = KerasGraphRank(KerasRank.least_squares(2), rank, Following("easgd", global_period=1), normed=True,
+                             **{"model": None} if given == "by a callback" else {})  # fmt: skip
+        one.set_statistics(1.0, 10.0)
+        if given == "by a callback":
+            callback = hvd.callbacks.GossipEpochCallback()
+            one.model.compile(optimizer=one.opt, jit_compile=False)
+            callback.set_model(one.model)
+            callback.on_train_begin()
+        worker = one.worker()
+        met.wait(TIMEOUT)
+        for _ in range(2 - 2 * rank):
+            one.step(mean=5.0)
+        wait_for_pulls(worker, 1)
+        one.step(mean=1.0 if rank else 5.0)  # (it learns nothing new)
+        return one.statistics()[:2].tolist()
+
+    assert Cluster(2).run(train, timeout=40) == [[3.0, 3.0]] * 2  # of 5, and of 1 at the start
+
+
+def test_statistics_travel_on_where_keras_puts_moving_averages_in_place():
+    """At the end of ``fit()``, with ``use_ema``."""
+
+    def train(rank: int) -> list[float]:
+        one = KerasGraphRank(KerasRank.least_squares(2), rank, Following("easgd", global_period=1), normed=True,
+                             make=lambda variables: sgd(0.1, use_ema=True))  # fmt: skip
+        one.step(mean=1.0 + rank)
+        one.opt.finalize_variable_values(one.variables)
+        before = one.opt.stats().pulls
+        one.step(mean=5.0 + 2 * rank)
+        wait_for_pulls(one.worker(), before + 1)
+        one.step(mean=5.0 + 2 * rank)
+        return one.statistics()[:2].tolist()
+
+    assert Cluster(2).run(train) == [[6.0, 6.0]] * 2
+
+
+def test_weights_of_frozen_layers_are_no_statistics():
+    """They would travel with every pull, though they never move."""
+
+    def train(rank: int) -> int:
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.layers[0].trainable = False
+        opt = hvd.LeaderOptimizer(sgd(0.1), model=model, group=1)
+        opt.build(model.trainable_variables)
+        opt.drain()
+        elements: int = opt._async.replica.averaged.elements
+        return elements
+
+    assert Cluster(1).run(train) == [16]

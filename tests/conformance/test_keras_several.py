@@ -66,8 +66,9 @@ def play(rank: int, held: str, batches: int) -> tuple[Any, list[bool], list[int]
     return weights, [*ended, all(one._async.worker.settled for one in ours)], [one.rounds for one in ours]
 
 
-@pytest.mark.parametrize("held", ["attributes", "list", "elsewhere"])
-@pytest.mark.parametrize("batches", [(11, 5), (3, 3)])
+@pytest.mark.parametrize(
+    ("held", "batches"), [("attributes", (11, 5)), ("list", (5, 11)), ("elsewhere", (3, 3))], ids=str
+)
 def test_the_optimizers_of_a_gan_are_drained_together(held: str, batches: tuple[int, int]) -> None:
     """At each epoch's end and at that of fit(), whatever the ranks' numbers of batches."""
     one, other = Cluster(2).run(lambda rank: play(rank, held, batches[rank]), timeout=120)
@@ -98,13 +99,3 @@ def test_a_model_whose_optimizer_was_not_wrapped_is_warned_of_once() -> None:
         assert warnings_of(hvd.EagerOptimizer(keras.optimizers.SGD(0.1))) == []
     with scripted_engine(1):
         assert warnings_of(keras.optimizers.SGD(0.1)) == []
-
-
-def test_a_loaded_model_goes_on_counting_rounds(tmp_path: Any) -> None:
-    model = conv_model()
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS)
-    model.fit(np.ones((6, 5, 5, 1)), np.zeros(6), batch_size=2, verbose=0)
-    model.save(tmp_path / "m.keras")
-    with scripted_engine(2):
-        again = hvd.load_model(tmp_path / "m.keras", quorum="solo")
-    assert int(again.optimizer.iterations) == again.optimizer.rounds == 3

@@ -1,4 +1,4 @@
-"""Keras: what scripts bring along from Horovod: sparse gradients, integer variables, Horovod's own callbacks, XLA."""
+"""Keras: what scripts bring along from Horovod: integer variables, Horovod's own callbacks, XLA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import horovod.tensorflow.keras as horovod
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -17,32 +16,6 @@ from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
 
 SGD = keras.optimizers.SGD
-
-
-@pytest.mark.parametrize("quorum", ["solo", "majority", "all", 1])
-def test_sparse_gradients_are_averaged_and_none_is_lost(quorum: Any) -> None:
-    """Of an embedding whose rows the ranks use differently, with different numbers of batches."""
-
-    def train(rank: int) -> Any:
-        table = keras.Variable(np.zeros((5, 1), np.float32), name="table")
-        opt = hvd.EagerOptimizer(SGD(1.0), quorum=quorum, max_staleness=2)
-        opt.build([table])
-
-        @tf.function
-        def step(rows: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.gather(table.value, rows))
-            (gradient,) = tape.gradient(loss, [table.value])
-            assert isinstance(gradient, tf.IndexedSlices)
-            opt.apply([gradient], [table])
-
-        for _ in range(3 + 2 * rank):
-            step(tf.constant([rank, rank, 4]))
-        opt.drain()
-        return flat([table]).tolist()
-
-    for weights in Cluster(2).run(train):
-        assert weights == [-3.0, -5.0, 0.0, 0.0, -4.0]
 
 
 class Counts(keras.layers.Layer):
@@ -86,13 +59,6 @@ def test_horovods_own_callbacks_say_which_import_to_change(make: Any) -> None:
     model.compile(optimizer=SGD(0.1), loss=LOSS)
     with pytest.raises(ReplicaStateError, match=r"'import hvd_async.tensorflow.keras as hvd' in place of"):
         model.fit(*batch(0, 0), verbose=0, callbacks=[make()])
-
-
-@pytest.mark.parametrize("wrapper", [hvd.EagerOptimizer, hvd.GossipOptimizer])
-def test_horovods_own_optimizer_is_not_wrapped(wrapper: Any) -> None:
-    theirs = type("SGD", (SGD,), {"__module__": "horovod._keras"})
-    with scripted_engine(2), pytest.raises(ValueError, match="wrap the plain Keras optimizer"):
-        wrapper(theirs(0.1))
 
 
 def test_xla_is_refused_before_training_and_by_name() -> None:

@@ -1,12 +1,11 @@
-"""torch: gossip beside what training scripts do: schedulers, closures, scalers, two optimizers, odd parameters."""
+"""torch: gossip beside what training scripts do: schedulers, closures, scalers, odd parameters, plain states."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,18 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async import mixing, topology
-from hvd_async.errors import ReplicaStateError, WaitTimeoutError
+from hvd_async.algorithms.gossip import message_format
+from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
-from tests.conformance import gossip_reference as reference
-from tests.conformance.cases import CASES, Case
+from hvd_async.torch.message_format import make_post
 from tests.conformance.drive import scripted_engine
+from tests.conformance.gossip_ranks import MOMENTUM, PAIRS, SGD, STAR, alike, by_options, check_mean, drain, watch
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.torch_gossip_ranks import GossipTrainer
-from tests.conformance.torch_ranks import ProcessSet, batch, conv_model, flat
-
-SGD, MOMENTUM = CASES[0], CASES[1]
-STAR = {"algorithm": "sgp", "topology": "star"}
-RING = {"algorithm": "dpsgd", "topology": "ring"}
-
-
-def ends(train: Callable[[int], Any], size: int = 3) -> Any:
-    """What all ranks return; it must be the same."""
-    first, *others = Cluster(size).run(train)
-    assert others == [first] * (size - 1)
-    return first
+from tests.conformance.torch_ranks import batch, conv_model, flat, plain
 
 
 def bits(trainer: GossipTrainer) -> bytes:
@@ -82,7 +72,7 @@ def test_schedulers_change_each_ranks_own_rate(made):
         assert trainer.opt.param_groups[0]["lr"] == 0.1 / 16
         return bits(trainer)
 
-    assert ends(train) == ends(lambda rank: train(rank, by_hand=True))
+    assert alike(train) == alike(lambda rank: train(rank, by_hand=True))
 
 
 def test_a_closure_is_evaluated_once_a_step_at_the_models_own_weights():
@@ -104,7 +94,7 @@ def test_a_closure_is_evaluated_once_a_step_at_the_models_own_weights():
                 trainer.step()
         return bits(trainer)
 
-    assert ends(train) == ends(lambda rank: train(rank, closure=True))
+    assert alike(train) == alike(lambda rank: train(rank, closure=True))
     assert sorted(calls) == [0] * 4 + [1] * 4 + [2] * 4
 
 
@@ -117,20 +107,19 @@ def test_step_hooks_run_once_a_step():
         trainer.opt.drain()
         return log
 
-    assert ends(train, 2) == ["pre", "post"] * 2
+    assert alike(train, 2) == ["pre", "post"] * 2
 
 
-@pytest.mark.parametrize("options", [STAR, RING, {"algorithm": "adpsgd"}, {"algorithm": "allreduce"}], ids=str)
+@by_options(STAR, PAIRS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_scaler_skips_on_one_rank(options, fused):
     """It is one step less of this rank, or, where the optimizer itself skips, one that moves nothing."""
+    problem = least_squares(3, SGD)
 
-    def train(rank: int) -> tuple[Any, ...]:
-        trainer = GossipTrainer(
-            least_squares(3, SGD), rank, make=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused), **options
-        )
+    def train(rank: int) -> Any:
+        trainer = GossipTrainer(problem, rank, lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused), **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-        seen = trainer.watch()
+        seen = watch(trainer)
         for step in range(5):
             trainer.gradient()
             for parameter in trainer.parameters:
@@ -140,14 +129,12 @@ def test_a_step_that_a_scaler_skips_on_one_rank(options, fused):
             scaler.scale(torch.zeros(1))
             scaler.step(trainer.opt)
             scaler.update()
-        trainer.opt.drain()
         assert scaler.get_scale() == (512.0 if rank == 1 else 1024.0)
-        return trainer.weights(), sum(seen.moved), trainer.opt.stats().steps
+        return drain(trainer, seen)
 
-    weights, moved, steps = zip(*Cluster(3).run(train), strict=True)
-    assert steps == (5, 5 if fused else 4, 5)
-    np.testing.assert_allclose(weights[0], least_squares(3, SGD).start[0] + sum(moved) / 3, rtol=0, atol=1e-5)
-    assert len({one.tobytes() for one in weights}) == 1
+    seen = Cluster(3).run(train)
+    assert [own.stats.steps for own in seen] == [5, 5 if fused else 4, 5]
+    check_mean(problem.start, seen)
 
 
 def test_backward_under_autocast_and_several_backward_passes():
@@ -170,13 +157,13 @@ def test_backward_under_autocast_and_several_backward_passes():
         assert np.abs(flat(model.parameters()) - flat(conv_model().parameters())).max() > 1e-3
         return flat(model.parameters()).tobytes()
 
-    ends(train)
+    alike(train)
 
 
 # -- parameters -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [STAR, RING, {"algorithm": "adpsgd", "compression": "bf16"}], ids=str)
+@by_options(STAR, PAIRS | {"compression": "bf16"})
 def test_parameters_of_all_shapes_and_layouts(options):
     """A scalar, an empty one, float64, channels last: all as one vector."""
     values = [torch.tensor(1.5), torch.zeros(0, 3), torch.ones(3, dtype=torch.float64), torch.ones(2, 3, 2, 2)]
@@ -201,11 +188,8 @@ def test_parameters_of_all_shapes_and_layouts(options):
         np.testing.assert_allclose(parameters[2].detach(), 1.0 - 0.1 * moved / 2, rtol=0, atol=1e-14)
         return [p.detach().contiguous().numpy().tobytes() for p in parameters]
 
-    plain = ends(train, 2)
-    if options["algorithm"] != "adpsgd":
-        assert ends(lambda rank: train(rank, last=True), 2) == plain
-    else:
-        ends(lambda rank: train(rank, last=True), 2)
+    contiguous, channels_last = alike(train, 2), alike(lambda rank: train(rank, last=True), 2)
+    assert contiguous == channels_last or options["algorithm"] == "adpsgd"
 
 
 def test_frozen_parameters_and_those_without_gradient_are_only_mixed():
@@ -226,57 +210,6 @@ def test_frozen_parameters_and_those_without_gradient_are_only_mixed():
     assert len({weights for weights, _ in Cluster(3).run(train)}) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd", "adpsgd", "allreduce"])
-def test_weights_that_were_changed_between_steps_stay_changed(algorithm):
-    """As by EarlyStopping(restore_best_weights=True), or by clipping weights: the ranks' mean moves as much."""
-
-    def train(rank: int) -> list[float]:
-        weight = torch.nn.Parameter(torch.ones(4))
-        opt = hvd.GossipOptimizer(torch.optim.SGD([weight], lr=0.0), algorithm=algorithm)
-        for step in range(4):
-            weight.grad = torch.ones(4)
-            opt.step()
-            if rank == 2:
-                with torch.no_grad():
-                    weight.add_(3.0 * step)
-        opt.drain()
-        return weight.tolist()
-
-    np.testing.assert_allclose(ends(train), [1.0 + 3.0 * (0 + 1 + 2 + 3) / 3] * 4, atol=1e-5)
-
-
-def test_statistics_that_were_computed_anew_agree_in_consensus():
-    def train(rank: int) -> list[float]:
-        model = torch.nn.BatchNorm1d(2)
-        opt = hvd.GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_buffers=model.named_buffers())
-        model(torch.ones(3, 2)).sum().backward()
-        opt.step()
-        opt.drain()
-        model.running_mean.fill_(rank)
-        opt.drain()
-        with opt.consensus():
-            return model.running_mean.tolist()
-
-    assert ends(train) == [1.0, 1.0]
-
-
-def test_a_consensus_that_is_never_left_puts_nothing_back():
-    """As an evaluation that was broken off, after which other weights were loaded."""
-
-    def train(rank: int) -> bytes:
-        trainer = GossipTrainer(least_squares(2, SGD), rank).train(2)
-        context = trainer.opt.consensus()
-        context.__enter__()
-        with torch.no_grad():
-            trainer.parameters[0].fill_(7.0)
-        del context
-        gc.collect()
-        assert trainer.parameters[0].tolist() == [7.0, 7.0]
-        return bits(trainer.train(1))
-
-    ends(train, 2)
-
-
 def test_a_group_may_be_added_before_the_first_step_only():
     def train(rank: int) -> float:
         trainer = GossipTrainer(least_squares(2, SGD), rank, named_parameters=None)
@@ -290,98 +223,106 @@ def test_a_group_may_be_added_before_the_first_step_only():
         trainer.opt.drain()
         return extra.item()
 
-    assert ends(train, 2) == -0.75
+    assert alike(train, 2) == -0.75
 
 
-# -- several optimizers, sets of ranks ------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_parameters_that_mixing_would_spoil(dtype):
+    right = torch.nn.Parameter(torch.zeros(2))
+    wrong = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    with scripted_engine(2):
+        hint = rf"{dtype} cannot be mixed.*keep weights in float32 and compute in half precision by torch\.autocast"
+        with pytest.raises(ValueError, match=hint):
+            hvd.GossipOptimizer(torch.optim.SGD([right, wrong], lr=0.1))
+
+    def train(rank: int) -> None:
+        opt = hvd.GossipOptimizer(torch.optim.SGD([right], lr=0.1))
+        opt.add_param_group({"params": [wrong]})
+        with pytest.raises(ValueError, match=hint):
+            opt.drain()
+
+    Cluster(1).run(train)
 
 
-def test_two_optimizers_of_a_process_do_not_touch_each_other():
-    """As in a GAN: each one ends where it ends alone."""
-    generator = STAR | {"compression": "int8"}
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("elements", [1, 9, 2051])
+@pytest.mark.parametrize(("codec", "parts"), [("none", 2), ("fp16", 1), ("bf16", 1), ("int8", 1)])
+def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
+    """Ties, zeros, and what half precision cannot hold among them; and vectors are added and split up as there."""
+    values = np.random.default_rng(elements).normal(size=elements).astype(kind)
+    values[:9] = [127.0, 0.5, 1.5, -0.0, 1e-6, 1.00390625, 65520.0, -1e5, 3.4e38][:elements]
+    if codec == "int8":
+        values[6:9] = 2.5
+    ours = make_post(torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts)
+    theirs = message_format.make_post(elements, kind, codec, 3, None, parts)
+    for field in ("nbytes", "rows", "lossless", "differences"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    pieces = ours.split(torch.as_tensor(values))
+    for piece, other in zip(pieces, theirs.split(values), strict=True):
+        data, expected = ours.encode(piece), theirs.encode(other)
+        (row, *_), header = ours.pack([(data, HEADER.pack(7, 0.5))]), HEADER.pack(7, 0.5)
+        for received, end in (theirs.unpack(row.numpy()), ours.unpack(row)):
+            assert (np.asarray(received).tobytes(), end) == (expected.tobytes(), header)
+        np.testing.assert_array_equal(ours.decode(data).numpy(), theirs.decode(expected), strict=True)
+    np.testing.assert_array_equal(ours.join(pieces).numpy(), values, strict=True)
+    total = ours.add(torch.as_tensor(values.copy()), torch.as_tensor(values), -0.5)
+    np.testing.assert_allclose(total.numpy(), theirs.add(values.copy(), values, -0.5), rtol=1e-7)
+    assert (ours.zeros().numpy() == 0).all()
+    assert ours.scalar(0.1).tolist() == [0.1]
 
-    def both(rank: int) -> list[bytes]:
-        trainers = [
-            GossipTrainer(least_squares(3, MOMENTUM), rank, **generator),
-            GossipTrainer(least_squares(3, SGD, elements=12), rank, **RING),
-        ]
-        for step in range(6):
-            trainers[0].step()
-            if step % 2:
-                trainers[1].step()
-        trainers[0].opt.drain()  # both
-        assert [trainer.opt.stats().steps for trainer in trainers] == [6, 3]
-        return [trainer.weights().tobytes() for trainer in trainers]
 
-    def alone(which: int) -> bytes:
-        problem = (least_squares(3, MOMENTUM), least_squares(3, SGD, elements=12))[which]
-        options = (generator, RING)[which]
-        weights: bytes = ends(lambda rank: bits(GossipTrainer(problem, rank, **options).train((6, 3)[which])))
-        return weights
-
-    assert ends(both) == [alone(0), alone(1)]
+# -- states of plain optimizers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"peers": 2}, {"algorithm": "dpsgd", "topology": topology.complete(3)}], ids=str)
-def test_ranks_of_a_process_set_gossip_among_themselves(options):
-    trio, problem = ProcessSet(0, 2, 3), least_squares(4, SGD)
+def test_a_plain_optimizers_state_is_taken_and_ours_by_a_plain_optimizer():
+    alone = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))]
+    other = plain(MOMENTUM, alone)
+    for parameter in alone:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    other.step()
 
-    def train(rank: int) -> tuple[Any, ...]:
-        trainer = GossipTrainer(problem, rank, process_set=trio, **options).train(5 + 2 * (rank == 1))
-        every = GossipTrainer(problem, rank).train(2)  # and all of them in another one
+    def train(rank: int) -> Any:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
+        trainer.opt.load_state_dict(other.state_dict())
+        assert trainer.moments().tolist() == [3.0] * 6
+        trainer.train(2).opt.drain()
+        return trainer.opt.state_dict()
+
+    for state in Cluster(2).run(train):
+        fresh = plain(MOMENTUM, [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))])
+        fresh.load_state_dict(state)
+        held = fresh.state_dict()["state"][1]["momentum_buffer"]
+        assert torch.equal(held, state["state"][1]["momentum_buffer"])
+
+
+def test_optimizer_state_is_broadcast_before_the_first_step(monkeypatch):
+    """Rank 0 has loaded a checkpoint; nobody has stepped."""
+    meeting, sent, states = threading.Barrier(2), dict[str, Any](), dict[int, Any]()
+
+    def broadcast(value: Any, root: int, name: str) -> Any:
+        if local_engine().rank == root:  # type: ignore[union-attr]
+            sent[name] = value
+        meeting.wait(30)
+        return sent[name]
+
+    fake = SimpleNamespace(rank=lambda: local_engine().rank, broadcast=broadcast, broadcast_object=broadcast)  # type: ignore[union-attr]
+    monkeypatch.setattr("hvd_async.torch.functions.hvd", fake)
+
+    def first(rank: int) -> None:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR).train(3)
         trainer.opt.drain()
-        every.opt.drain()
-        return trainer.weights(), trainer.opt.stats(), every.weights().tobytes()
+        states[rank] = trainer.saved()["opt"], trainer.moments().tolist()
 
-    results = Cluster(4).run(train)
-    members = [0, 2, 3]
-    inside = reference.Problem(problem.start[:3], lambda z, r, k: problem.gradient(z, members[r], k), SGD)
-    kind = "dpsgd" if "algorithm" in options else "sgp"
-    expected = reference.gossip(inside, [np.full((3, 3), 1 / 3)], 5, algorithm=kind).drained()
-    for rank in members:
-        np.testing.assert_allclose(results[rank][0], expected, rtol=0, atol=1e-5)
-        assert len(results[rank][1].waited_for) == 3
-    outside = reference.Problem(problem.start[:1], lambda z, _, k: problem.gradient(z, 1, k), SGD)
-    alone = reference.gossip(outside, mixing.matrices(topology.ring(1), "uniform"), 7).drained()
-    np.testing.assert_allclose(results[1][0], alone, rtol=0, atol=1e-5)
-    assert (results[1][1].steps, results[1][1].messages_sent) == (7, 0)
-    assert len({every for _, _, every in results}) == 1
-
-
-def test_construction_does_not_communicate():
-    def train(rank: int) -> bytes:
-        kept = [GossipTrainer(least_squares(2, SGD), rank)] if rank == 0 else []
-        weights = bits(GossipTrainer(least_squares(2, SGD), rank).train(2))
-        assert len(kept) == 1 - rank
-        return weights
-
-    ends(train, 2)
-
-
-# -- ends that are broken off ---------------------------------------------------------------------------------
-
-
-def test_a_drain_that_is_broken_off_can_be_called_again():
-    """As Ctrl-C would, HVD_ASYNC_TIMEOUT ends a wait. A step before that is refused, and moves nothing."""
-    stalled = threading.Event()
-
-    def train(rank: int) -> bytes:
-        engine = local_engine()
-        assert engine is not None
-        trainer = GossipTrainer(least_squares(2, Case("sgd", "sgd", 0.1)), rank, algorithm="osgp").train(2)
+    def train(rank: int) -> tuple[Any, int]:
+        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
         if rank == 0:
-            engine.timeout = 0.05
-            with pytest.raises(WaitTimeoutError):
-                trainer.opt.drain()
-            engine.timeout = float("inf")
-            held = trainer.weights().tobytes()
-            with pytest.raises(ReplicaStateError, match="broken off: call it again before the next step"):
-                trainer.step()
-            assert trainer.weights().tobytes() == held
-            stalled.set()
-        assert stalled.wait(30)
-        trainer.opt.drain()
-        trainer.steps = 2
-        return bits(trainer.train(2))
+            trainer.opt.load_state_dict(states[0][0])
+        hvd.broadcast_optimizer_state(trainer.opt, root_rank=0)
+        assert trainer.opt.stats().steps == 0
+        held, rounds = trainer.moments().tolist(), trainer.opt.rounds
+        trainer.train(1).opt.drain()
+        return held, rounds
 
-    ends(train, 2)
+    Cluster(2).run(first)
+    state, moments = states[0]
+    assert Cluster(2).run(train) == [(moments, state["hvd_async"]["rounds"])] * 2

@@ -69,7 +69,7 @@ def train(interrupt: Interrupt, one_by_one: bool) -> tuple[str, list[float], lis
         how = "broken" if "restart from a checkpoint" in said else said
     else:
         how = "right"
-    return how, [-parameter.item() for parameter in reversed(parameters)], opt._async.worker._applied
+    return how, [-parameter.item() for parameter in reversed(parameters)], opt._async.worker.ledger.applied
 
 
 @pytest.mark.filterwarnings("ignore:drain.. applied")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch import gradient_replica
 from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, fingerprint
 from tests.conformance.cases import Case
-from tests.conformance.torch_ranks import TINY, TorchTrainer
+from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 
 SGD = Case("sgd", "sgd", 0.05)
 SAID = r"a gradient was changed after backward\(\) and before step\(\).*round_transform="
@@ -31,11 +28,10 @@ BEHIND_THE_COUNTER: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("cap", [25.0, TINY])
 @pytest.mark.parametrize("change", BEHIND_THE_COUNTER.values(), ids=BEHIND_THE_COUNTER.keys())
-def test_a_change_that_moves_no_version_counter_is_found(change, cap):
+def test_a_change_that_moves_no_version_counter_is_found(change):
     def train(rank: int) -> None:
-        trainer = TorchTrainer(SGD, bucket_cap_mb=cap)
+        trainer = TorchTrainer(SGD)
         trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         weight = trainer.model[3].weight
@@ -84,25 +80,25 @@ def to_and_fro(model: torch.nn.Module, opt: Any) -> None:
 
 @pytest.mark.parametrize("look", [log_norm, clone, to_and_fro])
 def test_what_leaves_the_values_as_they_are_is_no_error(look):
-    steps = FIRST_STEPS + 2
-
     def train(rank: int) -> bytes:
-        trainer = TorchTrainer(SGD, quorum="all", bucket_cap_mb=TINY)
-        trainer.opt._async.worker_now()
-        for step in range(steps):
+        trainer = TorchTrainer(SGD, bucket_cap_mb=TINY)
+        log = hand_overs(trainer.opt)
+        for step in range(FIRST_STEPS + 2):
             trainer.gradient(rank, step)
             look(trainer.model, trainer.opt)
             trainer.opt.step()
         trainer.opt.drain()
-        return trainer.weights().tobytes()
+        assert len(log) == 4 * (FIRST_STEPS + 2)
+        return flat(trainer.model.parameters()).tobytes()
 
-    def plainly(rank: int) -> bytes:
-        trainer = TorchTrainer(SGD, quorum="all", bucket_cap_mb=TINY)
-        trainer.train(rank, range(steps))
-        trainer.opt.drain()
-        return trainer.weights().tobytes()
-
-    assert Cluster(2).run(train) == Cluster(2).run(plainly)
+    model = conv_model()
+    optimizer = plain(SGD, model.parameters())
+    for step in range(FIRST_STEPS + 2):
+        optimizer.zero_grad()
+        images, labels = batch(0, step)
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    assert Cluster(1).run(train) == [flat(model.parameters()).tobytes()]
 
 
 @pytest.mark.parametrize("thorough", [False, True])
@@ -126,88 +122,3 @@ def test_a_fingerprint_changes_with_every_bit_and_place(elements, dtype, thoroug
         other = vector.clone()
         other[1:4:2] *= -1
         assert of(other) != first
-
-
-# -- passes that no step took ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
-    def train(rank: int) -> tuple[float, list[str]]:
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        opt = hvd.EagerOptimizer(
-            torch.optim.SGD([parameter], lr=1.0), quorum="all", backward_passes_per_step=2, nonfinite=nonfinite
-        )
-        said: list[str] = []
-        opt._async.worker_now()
-        opt.zero_grad()
-        for number in range(1, 5):
-            (parameter * number).sum().backward()
-            if number == 2:
-                opt.step()
-                opt.zero_grad()
-            if number == 3:
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    opt.drain()
-                said += [str(one.message) for one in caught]
-        opt.step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            opt.drain()
-        return parameter.item(), said
-
-    (outcome,) = Cluster(1).run(train)
-    assert outcome[0] == -10.0
-    assert [("1 backward pass(es) short of a step of 2" in one, "p.grad" in one) for one in outcome[1]] == [
-        (True, True)
-    ]
-
-
-# -- synchronize() with uneven data ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["drain", "cut"])
-@pytest.mark.parametrize("steps", [(8, 2), (2, 8, 5), (3, 0)], ids=str)
-def test_synchronize_with_uneven_data_leaves_the_replicas_identical(steps, end):
-    """Clipping is done on every round; a rank that has drained cannot, and takes over what those that did have."""
-
-    def train(rank: int) -> tuple[bytes, bytes]:
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.ones(4))
-        frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9), bucket_cap_mb=TINY)
-        for step in range(steps[rank]):
-            opt.zero_grad()
-            ((weight * (5.0 + rank + step)).sum() + frozen.sum()).backward()
-            opt.synchronize()
-            torch.nn.utils.clip_grad_norm_([weight], 1.0)
-            with opt.skip_synchronize():
-                opt.step()
-        getattr(opt, end)()
-        opt.drain()
-        assert opt.consensus_distance() < 1e-12  # weights in float64: the mean of three equal ones may round
-        momentum = opt.state[weight]["momentum_buffer"]
-        return weight.detach().numpy().tobytes(), momentum.numpy().tobytes()
-
-    with pytest.warns(UserWarning, match=r"weights of rank \d, which had most.*round_transform="):
-        outcomes = Cluster(len(steps)).run(train)
-    assert len(set(outcomes)) == 1
-
-
-def test_synchronize_with_even_data_moves_no_weights_between_ranks(monkeypatch):
-    monkeypatch.setattr(gradient_replica, "take_over", lambda *_: pytest.fail("took over"))
-
-    def train(rank: int) -> None:
-        weight = torch.nn.Parameter(torch.ones(4))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([weight], lr=0.1))
-        for _ in range(3):
-            opt.zero_grad()
-            weight.sum().backward()
-            opt.synchronize()
-            with opt.skip_synchronize():
-                opt.step()
-        opt.drain()
-
-    with pytest.warns(UserWarning, match="never showed"):  # (the round that only flushes)
-        Cluster(2).run(train)

@@ -13,6 +13,7 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
+from tests.conformance.eager_ranks import TORCH
 from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
@@ -49,58 +50,92 @@ def test_buckets_leave_during_backward_the_last_layers_first():
     Cluster(2).run(train)
 
 
-def trained(options: dict[str, Any], steps: int = 4, clear: str = "none", size: int = 2) -> list[tuple[bytes, int]]:
-    """Weights of every rank, and how many buckets left early."""
+# -- each way of use is plain torch's ---------------------------------------------------------------------------
 
-    def train(rank: int) -> tuple[bytes, int]:
-        trainer = TorchTrainer(MOMENTUM, quorum="all", **options)
-        log = hand_overs(trainer.opt)
-        for step in range(steps):
-            if clear == "model":
-                trainer.model.zero_grad()
-            else:
-                trainer.opt.zero_grad(set_to_none=clear == "none")
-            loss(trainer.model, rank, step).backward()
-            trainer.opt.step()
-        trainer.opt.drain()
-        return trainer.weights().tobytes(), len(log)
-
-    return Cluster(size).run(train)
+PASSES = 3
 
 
-def test_however_many_buckets_the_bits_are_the_same():
-    one = trained({})
-    assert [early for _, early in one] == [4, 4]
-    for cap, buckets in ((TINY, 4), (8e-5, 3), (2.3e-4, 2)):
-        assert trained({"bucket_cap_mb": cap}) == [(weights, 4 * buckets) for weights, _ in one]
+def never_cleared(model: torch.nn.Module, opt: Any, step: int) -> None:
+    loss(model, 0, step).backward()
+    opt.step()
 
 
-def test_however_gradients_are_cleared_the_bits_are_the_same():
-    one = trained({"bucket_cap_mb": TINY})
-    assert trained({"bucket_cap_mb": TINY}, clear="zeros") == one
-    assert trained({"bucket_cap_mb": TINY}, clear="model") == [(weights, 0) for weights, _ in one]
+def cleared_by_the_model(model: torch.nn.Module, opt: Any, step: int) -> None:
+    """And clipped: nothing has left early."""
+    model.zero_grad()
+    loss(model, 0, step).backward()
+    clip(list(model.parameters()))
+    opt.step()
 
 
-def test_gradients_that_were_never_cleared_add_up_as_in_torch():
+def cleared_to_zero(model: torch.nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad(set_to_none=False)
+    loss(model, 0, step).backward()
+    opt.step()
+
+
+def by_closure(model: torch.nn.Module, opt: Any, step: int) -> None:
+    values = []
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        values.append(loss(model, 0, step))
+        values[-1].backward()
+        return values[-1]
+
+    assert opt.step(closure) is values[0]
+    assert len(values) == 1, "evaluated twice"
+
+
+def several_passes(model: torch.nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    for part in range(PASSES):
+        loss(model, 0, step * PASSES + part).backward()
+    opt.step()
+
+
+def several_passes_said_later(model: torch.nn.Module, opt: Any, step: int) -> None:
+    if hasattr(opt, "set_backward_passes_per_step"):
+        opt.set_backward_passes_per_step(PASSES)
+    several_passes(model, opt, step)
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "early"),
+    [
+        (never_cleared, {}, 0),
+        (cleared_by_the_model, {"bucket_cap_mb": TINY}, 0),
+        (cleared_to_zero, {"bucket_cap_mb": TINY}, 4),
+        (cleared_to_zero, {"bucket_cap_mb": 8e-5}, 3),
+        (by_closure, {"bucket_cap_mb": TINY}, 4),
+        (several_passes, {"bucket_cap_mb": TINY, "backward_passes_per_step": PASSES}, 4),
+        (several_passes_said_later, {"bucket_cap_mb": TINY}, 4),
+    ],
+)
+def test_a_rank_alone_trains_as_plain_torch_does(use, options, early):
+    """Bit by bit, and so many buckets leave early in a step."""
+
     def train(rank: int) -> tuple[bytes, list[int]]:
-        trainer = TorchTrainer(MOMENTUM)
+        trainer, seen = TorchTrainer(MOMENTUM, **options), []
         log = hand_overs(trainer.opt)
         for step in range(3):
-            loss(trainer.model, rank, step).backward()
-            trainer.opt.step()
+            use(trainer.model, trainer.opt, step)
+            seen.append(len(log))
         trainer.opt.drain()
-        return flat(trainer.model.parameters()).tobytes(), log
+        return flat(trainer.model.parameters()).tobytes(), seen
 
     model = conv_model()
     optimizer = plain(MOMENTUM, model.parameters())
     for step in range(3):
-        loss(model, 0, step).backward()
-        optimizer.step()
-    assert Cluster(1).run(train) == [(flat(model.parameters()).tobytes(), [])]
+        use(model, optimizer, step)
+    assert Cluster(1).run(train) == [(flat(model.parameters()).tobytes(), [early, 2 * early, 3 * early])]
+
+
+# -- what a step must not be ------------------------------------------------------------------------------------
 
 
 def test_zero_grad_between_backward_and_step_is_refused_and_the_step_is_not_lost():
-    def train(rank: int) -> bytes:
+    def train(rank: int) -> Any:
         trainer = TorchTrainer(MOMENTUM, quorum="all")
         trainer.opt._async.worker_now()
         for step in range(3):
@@ -110,9 +145,11 @@ def test_zero_grad_between_backward_and_step_is_refused_and_the_step_is_not_lost
                     trainer.opt.zero_grad()
             trainer.opt.step()
         trainer.opt.drain()
-        return trainer.weights().tobytes()
+        return trainer.weights()
 
-    assert set(Cluster(2).run(train)) == {weights for weights, _ in trained({}, steps=3)}
+    expected = TORCH.averaged(MOMENTUM, [2] * 3)
+    for weights in Cluster(2).run(train):
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
 
 
 def test_after_step_nothing_leaves_until_zero_grad():
@@ -159,33 +196,6 @@ def test_a_second_backward_is_refused_with_what_allows_it(cap):
     Cluster(1).run(train)
 
 
-@pytest.mark.parametrize("passes", [2, 3])
-@pytest.mark.parametrize("later", [False, True], ids=["argument", "method"])
-def test_several_backward_passes_a_step_equal_accumulation(passes, later):
-    def train(rank: int) -> tuple[bytes, int]:
-        trainer = TorchTrainer(MOMENTUM, bucket_cap_mb=TINY, **({} if later else {"backward_passes_per_step": passes}))
-        if later:
-            trainer.opt.set_backward_passes_per_step(passes)
-        log = hand_overs(trainer.opt)
-        for step in range(4):
-            trainer.opt.zero_grad()
-            for part in range(passes):
-                assert len(log) == 4 * step
-                loss(trainer.model, rank, step * passes + part).backward()
-            trainer.opt.step()
-        trainer.opt.drain()
-        return flat(trainer.model.parameters()).tobytes(), len(log)
-
-    model = conv_model()
-    optimizer = plain(MOMENTUM, model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
-        for part in range(passes):
-            loss(model, 0, step * passes + part).backward()
-        optimizer.step()
-    assert Cluster(1).run(train) == [(flat(model.parameters()).tobytes(), 16)]
-
-
 def halve(parameters: list[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = parameter.grad * 0.5
@@ -216,60 +226,9 @@ def test_a_gradient_that_is_changed_when_it_is_gone_is_an_error_that_says_what_t
     Cluster(1).run(train)
 
 
-def test_a_gradient_may_be_changed_where_the_hooks_had_not_taken_it():
-    """Without the optimizer's zero_grad() nothing leaves early, so clipping is plain torch's."""
-
-    def train(rank: int) -> bytes:
-        trainer = TorchTrainer(MOMENTUM)
-        for step in range(3):
-            trainer.model.zero_grad()
-            loss(trainer.model, rank, step).backward()
-            clip(list(trainer.model.parameters()))
-            trainer.opt.step()
-        trainer.opt.drain()
-        return flat(trainer.model.parameters()).tobytes()
-
-    model = conv_model()
-    optimizer = plain(MOMENTUM, model.parameters())
-    for step in range(3):
-        model.zero_grad()
-        loss(model, 0, step).backward()
-        clip(list(model.parameters()))
-        optimizer.step()
-    assert Cluster(1).run(train) == [flat(model.parameters()).tobytes()]
-
-
-def test_a_closure_hands_over_early_and_steps_as_torch():
-    def train(rank: int) -> tuple[bytes, list[float], int]:
-        trainer = TorchTrainer(MOMENTUM, bucket_cap_mb=TINY)
-        log, losses = hand_overs(trainer.opt), []
-        for step in range(3):
-
-            def closure(step: int = step) -> torch.Tensor:
-                trainer.opt.zero_grad()
-                value = loss(trainer.model, rank, step)
-                value.backward()
-                return value
-
-            losses.append(trainer.opt.step(closure).item())
-        trainer.opt.drain()
-        return flat(trainer.model.parameters()).tobytes(), losses, len(log)
-
-    model = conv_model()
-    optimizer, expected = plain(MOMENTUM, model.parameters()), []
-    for step in range(3):
-        optimizer.zero_grad()
-        value = loss(model, 0, step)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
-    assert Cluster(1).run(train) == [(flat(model.parameters()).tobytes(), expected, 12)]
-
-
-@pytest.mark.parametrize("cap", [25.0, TINY])
-def test_a_compiled_model(cap):
+def test_a_compiled_model():
     def train(rank: int) -> tuple[Any, int]:
-        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=cap)
+        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=TINY)
         compiled = torch.compile(trainer.model, backend="aot_eager")
         log = hand_overs(trainer.opt)
         for step in range(3):
@@ -280,9 +239,8 @@ def test_a_compiled_model(cap):
         return trainer.weights(), len(log)
 
     ((weights, early),) = Cluster(1).run(train)
-    ((expected, _),) = trained({}, steps=3, size=1)
-    np.testing.assert_allclose(weights, np.frombuffer(expected), rtol=0, atol=1e-6)
-    assert early == 3 * (4 if cap == TINY else 1)
+    np.testing.assert_allclose(weights, TORCH.averaged(MOMENTUM, [1] * 3), rtol=0, atol=1e-6)
+    assert early == 3 * 4
 
 
 def test_an_optimizer_that_is_gone_leaves_no_hook_that_hands_over():

@@ -1,10 +1,7 @@
-"""torch: two optimizers over one graph, parameters without gradient, frozen ones, sparse gradients,
-channels last."""
+"""torch: two optimizers over one graph, parameters unfrozen in a step, SparseAdam, channels last."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import threading
 from typing import Any
 
@@ -16,9 +13,10 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
-from tests.conformance.torch_ranks import TINY, TorchTrainer, flat, hand_overs
+from tests.conformance.torch_ranks import TINY, TorchTrainer, flat, hand_overs, plain
 
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
+UNIT = Case("unit", "sgd", 1.0)
 
 
 def numbers(*key: int, size: tuple[int, ...]) -> torch.Tensor:
@@ -66,10 +64,9 @@ def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers(rank, step, 0, size=(4, 3)), numbers(rank, step, 1, size=(4, 4))
 
 
-@pytest.mark.parametrize("cap", [25.0, TINY])
-def test_a_gan_trains_as_in_plain_torch_on_all_ranks_data(cap):
+def test_a_gan_trains_as_in_plain_torch_on_all_ranks_data():
     def train(rank: int) -> tuple[Any, list[int]]:
-        gan = Gan(lambda optimizer: hvd.EagerOptimizer(optimizer, quorum="all", bucket_cap_mb=cap))
+        gan = Gan(lambda optimizer: hvd.EagerOptimizer(optimizer, quorum="all", bucket_cap_mb=TINY))
         gan.step(*data(rank, 0))
         logs = [hand_overs(gan.opt_d), hand_overs(gan.opt_g)]
         for step in range(1, 5):
@@ -85,102 +82,10 @@ def test_a_gan_trains_as_in_plain_torch_on_all_ranks_data(cap):
     for weights, early in outcomes:
         assert weights.tobytes() == outcomes[0][0].tobytes()
         np.testing.assert_allclose(weights, alone.weights(), rtol=0, atol=2e-5)
-        assert early == ([16, 16] if cap == TINY else [4, 4])
-
-
-def test_a_gan_on_uneven_data_with_late_ranks():
-    def train(rank: int) -> tuple[bytes, list[int]]:
-        gan = Gan(lambda optimizer: hvd.EagerOptimizer(optimizer, bucket_cap_mb=TINY, max_staleness=3))
-        for step in range((5, 2, 7)[rank]):
-            gan.step(*data(rank, step))
-        gan.opt_g.drain()
-        return gan.weights().tobytes(), [opt.stats().gradients_applied for opt in (gan.opt_g, gan.opt_d)]
-
-    outcomes = Cluster(3, jitter=0.002).run(train)
-    assert [applied for _, applied in outcomes] == [[14, 14]] * 3
-    assert len({weights for weights, _ in outcomes}) == 1
-
-
-# -- parameters without gradient ------------------------------------------------------------------------------
-
-
-class Branches(torch.nn.Module):
-    """Two heads of which a step uses one, both or none; the trunk is always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.heads = linear(3, 4, 1), torch.nn.ModuleList([linear(4, 1, 2), linear(4, 1, 3)])
-
-    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
-        y = self.trunk(x)
-        return y.sum() * 0.1 + sum((self.heads[i](y).square().sum() for i in used), torch.zeros(()))
-
-
-USES = list(itertools.product([(), (0,), (1,), (0, 1)], repeat=2))
-"""What rank 0 and rank 1 use in each step: everything that can be."""
-
-
-@pytest.mark.parametrize("cap", [25.0, TINY])
-def test_parameters_without_gradient_count_as_zero_wherever_they_are(cap):
-    def train(rank: int) -> Any:
-        model = Branches()
-        opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), quorum="all", bucket_cap_mb=cap)
-        for step, used in enumerate(USES):
-            opt.zero_grad()
-            model(numbers(rank, step, size=(2, 3)), used[rank]).backward()
-            opt.step()
-        opt.drain()
-        return flat(model.parameters())
-
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step, used in enumerate(USES):
-        optimizer.zero_grad()
-        (sum(model(numbers(r, step, size=(2, 3)), used[r]) for r in range(2)) / 2).backward()
-        optimizer.step()
-    for weights in Cluster(2).run(train):
-        np.testing.assert_allclose(weights, flat(model.parameters()), rtol=0, atol=1e-5)
+        assert early == [16, 16]
 
 
 # -- frozen parameters ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quorum", ["solo", 2, "all"])
-def test_ranks_may_freeze_and_unfreeze_at_different_steps(quorum):
-    """Rank r freezes the first layer from its step 2 + r to 5 + 2 r: a round does what the rank says that leads it."""
-
-    def train(rank: int) -> tuple[bytes, bytes]:
-        trainer = TorchTrainer(MOMENTUM, quorum=quorum, bucket_cap_mb=TINY, max_staleness=3)
-        for step in range(12):
-            trainer.model[0].weight.requires_grad_(not 2 + rank <= step < 5 + 2 * rank)
-            trainer.opt.zero_grad()
-            images = numbers(rank, step, size=(4, 1, 5, 5))
-            trainer.model(images).square().sum().backward()
-            trainer.step()
-        trainer.opt.drain()
-        state = trainer.opt.state_dict()["state"]
-        return trainer.weights().tobytes(), flat(held["momentum_buffer"] for held in state.values()).tobytes()
-
-    assert len(set(Cluster(3, jitter=0.002).run(train))) == 1
-
-
-def test_a_round_moves_a_parameter_only_if_its_leader_has_not_frozen_it():
-    def train(rank: int) -> list[list[float]]:
-        weight = torch.nn.Parameter(torch.zeros(1))
-        free = torch.nn.Parameter(torch.zeros(1))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([weight, free], lr=1.0, momentum=0.5), quorum="all")
-        seen = []
-        for frozen in (False, True, True, False):
-            weight.requires_grad_(not frozen)
-            weight.grad = None if frozen else torch.ones(1)
-            free.grad = torch.ones(1)
-            opt.step()
-            seen.append([weight.item(), free.item()])
-        opt.drain()
-        return seen
-
-    moved = [[-1.0, -1.0], [-1.0, -2.5], [-1.0, -4.25], [-2.5, -6.125]]
-    assert Cluster(2).run(train) == [moved, moved]
 
 
 @pytest.mark.parametrize("joins", [0, 1])
@@ -208,29 +113,17 @@ def test_a_parameter_that_is_unfrozen_between_zero_grad_and_backward_is_in_its_b
 # -- sparse gradients -----------------------------------------------------------------------------------------
 
 
-def words(rank: int, step: int) -> torch.Tensor:
-    return torch.as_tensor(np.random.default_rng([rank, step]).integers(0, 9, (3,)))
-
-
 def embedding() -> torch.nn.Embedding:
-    made = torch.nn.Embedding(9, 4, sparse=True)
-    with torch.no_grad():
-        made.weight.copy_(numbers(5, size=(9, 4)))
-    return made
+    return torch.nn.Embedding.from_pretrained(numbers(5, size=(9, 4)), freeze=False, sparse=True)
 
 
-KINDS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "sparse-adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
-}
+def test_sparse_adam_gets_rounds_back_sparse():
+    def words(rank: int, step: int) -> torch.Tensor:
+        return torch.as_tensor(np.random.default_rng([rank, step]).integers(0, 9, (3,)))
 
-
-@pytest.mark.parametrize("flag", [{}, {"sparse_as_dense": True}], ids=["", "flag"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradients_train_as_in_plain_torch(kind, flag):
     def train(rank: int) -> Any:
         model = embedding()
-        opt = hvd.EagerOptimizer(KINDS[kind](model.parameters()), quorum="all", **flag)
+        opt: Any = hvd.EagerOptimizer(torch.optim.SparseAdam(list(model.parameters()), lr=0.1), quorum="all")
         for step in range(4):
             opt.zero_grad()
             model(words(rank, step)).square().sum().backward()
@@ -239,7 +132,7 @@ def test_sparse_gradients_train_as_in_plain_torch(kind, flag):
         return flat(model.parameters())
 
     model = embedding()
-    optimizer = KINDS[kind](model.parameters())
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         (sum(model(words(rank, step)).square().sum() for rank in range(2)) / 2).backward()
@@ -248,38 +141,53 @@ def test_sparse_gradients_train_as_in_plain_torch(kind, flag):
         np.testing.assert_allclose(weights, flat(model.parameters()), rtol=0, atol=1e-5)
 
 
+def test_a_sparse_gradient_that_is_not_finite_is_named():
+    def train(rank: int) -> None:
+        model = embedding()
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        opt: Any = hvd.EagerOptimizer(plain, model.named_parameters(), nonfinite="raise")
+        (model(torch.tensor([1])).sum() * float("nan")).backward()
+        with pytest.raises(FloatingPointError, match="weight"):
+            opt.step()
+
+    Cluster(1).run(train)
+
+
 # -- channels last --------------------------------------------------------------------------------------------
 
 
-def channels_last(case: Case, memory_format: torch.memory_format, steps: int) -> list[tuple[np.ndarray[Any, Any], Any]]:
-    """Two ranks' weights, of a convolution of several channels, and the strides of what its optimizer was given."""
+class Convolution(TorchTrainer):
+    """A rank with a convolution of several channels, whose weights lie so in memory."""
 
-    def train(rank: int) -> tuple[np.ndarray[Any, Any], Any]:
-        model = torch.nn.Conv2d(3, 4, 2)
-        with torch.no_grad():
-            for index, parameter in enumerate(model.parameters()):
-                parameter.copy_(numbers(index, size=tuple(parameter.shape)))
-        model = model.to(memory_format=memory_format)
-        seen = []
-        opt = hvd.EagerOptimizer(
-            torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum),
-            quorum="all",
-            round_transform=lambda parameters: seen.append([(p.stride(), p.grad.stride()) for p in parameters]),
-        )
-        for step in range(steps):
-            opt.zero_grad()
-            images = numbers(rank, step, size=(2, 3, 4, 4)).to(memory_format=memory_format)
-            model(images).square().mean().backward()
-            opt.step()
-        opt.drain()
-        return flat(p.contiguous() for p in model.parameters()), seen
+    def __init__(self, memory_format: torch.memory_format, case: Case, **options: Any) -> None:
+        self.model = torch.nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
+        self.memory_format, self.parameters = memory_format, list(self.model.parameters())
+        for index, parameter in enumerate(self.parameters):
+            self.assign(index, numbers(index, size=tuple(parameter.shape)))
+        self.opt = hvd.EagerOptimizer(plain(case, self.parameters), **options)
 
-    return Cluster(2).run(train)
+    def gradient(self, rank: int, step: int) -> Any:
+        self.opt.zero_grad()
+        images = numbers(rank, step, size=(2, 3, 4, 4)).to(memory_format=self.memory_format)
+        self.model(images).square().mean().backward()
+        return flat(p.grad for p in self.parameters)
 
 
 def test_gradients_lie_in_memory_as_their_parameters_do():
-    last = channels_last(MOMENTUM, torch.channels_last, 5)
-    first = channels_last(MOMENTUM, torch.contiguous_format, 5)
+    def train(rank: int, memory_format: torch.memory_format) -> tuple[Any, Any]:
+        seen = []
+        one = Convolution(
+            memory_format,
+            MOMENTUM,
+            quorum="all",
+            round_transform=lambda parameters: seen.append([(p.stride(), p.grad.stride()) for p in parameters]),
+        )
+        one.train(rank, range(5))
+        one.opt.drain()
+        return one.weights(), seen
+
+    last = Cluster(2).run(lambda rank: train(rank, torch.channels_last))
+    first = Cluster(2).run(lambda rank: train(rank, torch.contiguous_format))
     for (weights, seen), (others, _) in zip(last, first, strict=True):
         np.testing.assert_allclose(weights, others, rtol=0, atol=1e-6)
         assert len(seen) == 5
@@ -288,67 +196,46 @@ def test_gradients_lie_in_memory_as_their_parameters_do():
 
 
 def test_ranks_whose_parameters_lie_otherwise_in_memory_are_refused():
-    def train(rank: int) -> str:
-        model = torch.nn.Conv2d(3, 4, 2)
-        with torch.no_grad():
-            for index, parameter in enumerate(model.parameters()):
-                parameter.copy_(numbers(index, size=tuple(parameter.shape)))
-        model = model.to(memory_format=torch.channels_last if rank else torch.contiguous_format)
-        opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ReplicaMismatchError) as caught:
-            opt.step()
-        return str(caught.value)
+    def train(rank: int) -> None:
+        one = Convolution(torch.channels_last if rank else torch.contiguous_format, UNIT)
+        with pytest.raises(ReplicaMismatchError, match=r"\(4, 3, 2, 2\) float32 channels_last"):
+            one.train(rank, range(1))
 
-    assert all("(4, 3, 2, 2) float32 channels_last" in text for text in Cluster(2).run(train))
+    Cluster(2).run(train)
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike(same):
-    def model(memory_format: torch.memory_format) -> torch.nn.Module:
-        made = torch.nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.zero_()
-        return made
-
-    def wrapped(own: torch.nn.Module) -> Any:
-        return hvd.EagerOptimizer(torch.optim.SGD(own.parameters(), lr=1.0))
-
-    def counted(parameter: torch.Tensor) -> torch.Tensor:
-        return torch.arange(1.0, parameter.numel() + 1).view(parameter.shape)
-
+def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike():
     gone = threading.Event()
 
     def cut(rank: int) -> Any:
-        own = model(torch.channels_last)
-        opt = wrapped(own)
-        opt._async.worker_now()
+        one = Convolution(torch.channels_last, UNIT)
+        worker = one.opt._async.worker_now()
         if rank:
             assert gone.wait(60)
-        for parameter in own.parameters():
-            parameter.grad = counted(parameter)  # (as its shape has it, whatever the parameter's own order)
-        opt.step()
+            worker.engine.wait(worker._inbox.has_round)
+        gradient = one.gradient(rank, 0)
+        one.step()
         gone.set()
-        opt.cut()
-        return copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in own.parameters()]
+        one.opt.cut()
+        return one.saved(), one.weights(), gradient
 
-    states = Cluster(2).run(cut)
-    assert sum(len(versions) for state, _ in states for versions in state["hvd_async"]["versions"]) == 1
+    ends = Cluster(2).run(cut)
+    pending = [versions for (_, state), _, _ in ends for versions in state["hvd_async"]["versions"]]
+    assert [len(versions) for versions in pending] == [0, 1]
 
-    def resume(rank: int) -> None:
-        own = model(torch.channels_last if same else torch.contiguous_format)
-        opt = wrapped(own)
-        state, weights = states[rank]
-        with torch.no_grad():
-            for parameter, values in zip(own.parameters(), weights, strict=True):
-                parameter.copy_(values)
-        if not same and rank:
+    def resume(rank: int) -> Any:
+        one = Convolution(torch.channels_last, UNIT)
+        one.load(ends[rank][0])
+        one.opt.drain()
+        return one.weights()
+
+    for weights in Cluster(2).run(resume):
+        np.testing.assert_allclose(weights, ends[1][1] - ends[1][2] / 2, rtol=0, atol=1e-6)
+
+    def refuse(rank: int) -> None:
+        one = Convolution(torch.contiguous_format, UNIT)
+        if rank:
             with pytest.raises(ValueError, match="same memory format"):
-                opt.load_state_dict(state)
-            return
-        opt.load_state_dict(state)
-        if same:
-            opt.drain()
-            assert all(torch.equal(p, -counted(p)) for p in own.parameters())
+                one.load(ends[rank][0])
 
-    Cluster(2).run(resume)
+    Cluster(2).run(refuse)

@@ -1,8 +1,7 @@
-"""torch: gradient scaling, overflows that stay at home, NaN, automatic mixed precision."""
+"""torch: gradient scaling, overflows that stay on their rank, automatic mixed precision."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.eager.gradient_format import largest_summand
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
-from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
+from tests.conformance.eager_ranks import TORCH
+from tests.conformance.torch_ranks import TINY, TorchTrainer, apply_plainly, batch, conv_model, flat, hand_overs, plain
 
 SGD = Case("sgd", "sgd", 0.1)
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
@@ -41,15 +40,11 @@ def by_hand(kind: str, gradients: list[Any]) -> Any:
     model = conv_model()
     optimizer = make_optimizer(kind, model.parameters())
     for gradient in gradients:
-        parts = torch.as_tensor(gradient, dtype=torch.float32).split([p.numel() for p in model.parameters()])
-        for parameter, part in zip(model.parameters(), parts, strict=True):
-            parameter.grad = part.view_as(parameter).clone()
-        optimizer.step()
+        apply_plainly(optimizer, list(model.parameters()), gradient)
     return flat(model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adam", "fused"])
-@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(("kind", "unscale"), [("momentum", True), ("adam", False), ("fused", True)])
 def test_each_rank_its_own_scale(kind, unscale):
     """Powers of two are exact: the averages are those of gradients that were never scaled."""
 
@@ -78,8 +73,7 @@ def test_each_rank_its_own_scale(kind, unscale):
         np.testing.assert_allclose(weights, by_hand(kind, averages), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "fused"])
-@pytest.mark.parametrize("quorum", ["all", "solo"])
+@pytest.mark.parametrize(("kind", "quorum"), [("momentum", "solo"), ("fused", "all")])
 def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_nobody(kind, quorum):
     """Rank 1 begins with a scale that float32 cannot bear: its first steps overflow, until the scale has fallen."""
 
@@ -143,7 +137,7 @@ def test_with_a_scaler_the_scaler_steps():
 
 
 def test_a_scaler_that_is_disabled_changes_nothing():
-    def train(rank: int) -> bytes:
+    def train(rank: int) -> Any:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         trainer = TorchTrainer(MOMENTUM, quorum="all", scaler=scaler)
         for step in range(3):
@@ -152,15 +146,11 @@ def test_a_scaler_that_is_disabled_changes_nothing():
             scaler.step(trainer.opt)
             scaler.update()
         trainer.opt.drain()
-        return trainer.weights().tobytes()
+        return trainer.weights()
 
-    def without(rank: int) -> bytes:
-        trainer = TorchTrainer(MOMENTUM, quorum="all")
-        trainer.train(rank, range(3))
-        trainer.opt.drain()
-        return trainer.weights().tobytes()
-
-    assert Cluster(2).run(train) == Cluster(2).run(without)
+    expected = TORCH.averaged(MOMENTUM, [2] * 3)
+    for weights in Cluster(2).run(train):
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
 
 
 def test_bfloat16_autocast_needs_no_scaler():
@@ -188,88 +178,3 @@ def test_bfloat16_autocast_needs_no_scaler():
     assert outcomes[0][0].tobytes() == outcomes[1][0].tobytes()
     np.testing.assert_allclose(outcomes[0][0], flat(model.parameters()), rtol=0, atol=5e-3)
     assert [early for _, early in outcomes] == [16, 16]
-
-
-# -- what is not finite ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("quorum", ["solo", "all"])
-def test_what_is_not_finite_is_left_out_and_counted(quorum, early, bad):
-    """Rank 1's second step: the bucket that has it goes empty, the other bucket as it is."""
-
-    def train(rank: int) -> tuple[list[float], Any]:
-        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum=quorum, bucket_cap_mb=TINY)
-        opt._async.worker_now()
-        for step in range(4):
-            if early:
-                opt.zero_grad()
-            factor = torch.tensor([1.0, bad if (rank, step) == (1, 1) else 1.0])
-            for parameter in parameters:
-                parameter.grad = None
-            ((parameters[0] * factor).sum() + parameters[1].sum()).backward()
-            opt.step()
-        opt.drain()
-        return [x for p in parameters for x in p.tolist()], opt.stats()
-
-    for rank, (weights, stats) in enumerate(Cluster(2).run(train)):
-        assert weights == [-3.5, -3.5, -4.0, -4.0]
-        assert stats.gradients_skipped == rank
-        assert stats.gradients_produced == 4  # of the bucket that had most
-        assert stats.steps == 4
-
-
-def test_sums_of_large_finite_numbers_are_no_reason_to_skip():
-    def train(rank: int) -> float:
-        parameter = torch.nn.Parameter(torch.zeros(4))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=1e-38), quorum="all")
-        parameter.grad = torch.full((4,), 2e38)  # their sum is infinite in float32
-        opt.step()
-        opt.drain()
-        assert opt.stats().gradients_skipped == 0
-        return parameter[0].item()
-
-    assert Cluster(1).run(train) == [pytest.approx(-2.0)]
-
-
-def test_raise_names_the_parameters_and_hands_nothing_over():
-    def train(rank: int) -> tuple[bytes, Any]:
-        trainer = TorchTrainer(MOMENTUM, quorum="all", nonfinite="raise", bucket_cap_mb=TINY)
-        log = hand_overs(trainer.opt)
-        for step in range(3):
-            trainer.gradient(rank, step)
-            if (rank, step) == (1, 1):
-                trainer.model[3].bias.grad[0] = math.nan
-                with pytest.raises(FloatingPointError, match=r"not finite.*: the gradients of 3\.bias$"):
-                    trainer.opt.step()
-                assert trainer.opt.stats().steps == 1
-                trainer.gradient(rank, step)  # another try at it
-            trainer.opt.step()
-        trainer.opt.drain()
-        assert log == []
-        return trainer.weights().tobytes(), trainer.opt.stats().gradients_applied
-
-    one, other = Cluster(2).run(train)
-    assert one == other
-    assert one[1] == 6
-
-
-@pytest.mark.parametrize("value", [1e5, -1e5, 6e4, 3e4])
-def test_float16_compression_is_cut_off_where_the_sum_over_the_ranks_could_be_infinite(value):
-    limit = largest_summand(2)
-
-    def train(rank: int) -> tuple[list[float], int]:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        opt = hvd.EagerOptimizer(
-            torch.optim.SGD([parameter], lr=1.0), quorum="all", compression=hvd.Compression.fp16, max_staleness=4
-        )
-        parameter.grad = torch.tensor([1.0, value, 1.0])  # on both ranks: 6e4 + 6e4 is no float16
-        opt.step()
-        opt.drain()
-        return parameter.tolist(), opt.stats().gradients_skipped
-
-    for weights, skipped in Cluster(2).run(train):
-        assert skipped == 0
-        assert weights == pytest.approx([-1.0, -max(-limit, min(limit, value)), -1.0], rel=1e-3)

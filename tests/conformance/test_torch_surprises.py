@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -14,19 +15,8 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
-
-
-def one_weight(**options: Any) -> tuple[torch.nn.Parameter, Any]:
-    """A parameter and plain SGD around it."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    return parameter, hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=1.0), **options)
-
-
-def take_step(parameter: torch.nn.Parameter, opt: Any) -> None:
-    """A step by backward, so that hooks hand over."""
-    opt.zero_grad()
-    parameter.sum().backward()
-    opt.step()
+from tests.conformance.eager_ranks import MOMENTUM, UNIT
+from tests.conformance.torch_ranks import TorchTrainer, TorchVectors
 
 
 class Counting(torch.optim.Optimizer):
@@ -48,56 +38,26 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_what_an_optimizer_keeps_in_its_groups_stays_and_its_private_methods_are_its_own():
-    def train(rank: int) -> tuple[float, int]:
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        opt = hvd.EagerOptimizer(Counting([parameter], lr=1.0), quorum="all")
+    def train(rank: int) -> tuple[list[float], int]:
+        one = TorchVectors([2], lambda parameters: Counting(parameters, lr=1.0), quorum="all")
         for step in range(5):
-            opt.param_groups[0]["lr"] = 1.0 + rank + step / 8  # ranks differ, so a round's numbers are written in
-            take_step(parameter, opt)
-        opt.drain()
-        return parameter[0].item(), opt.param_groups[0]["k"]
+            one.set_rate(1.0 + rank + step / 8)  # ranks differ, so a round's numbers are written in
+            one.take(1.0)
+        one.opt.drain()
+        return one.weights().tolist(), one.opt.param_groups[0]["k"]
 
     (first, k), (other, other_k) = Cluster(2).run(train)
     assert first == other
     assert k == other_k == 5
 
 
-def test_a_scheduler_in_a_step_hook_keeps_its_change():
-    def train(rank: int) -> float:
-        parameter, opt = one_weight(quorum="all")
-        opt.register_step_post_hook(lambda *_: opt.param_groups[0].update(lr=opt.param_groups[0]["lr"] / 2))
-        opt.param_groups[0]["lr"] = 1.0 + rank
-        for _ in range(3):
-            take_step(parameter, opt)
-        opt.drain()
-        return float(opt.param_groups[0]["lr"])
-
-    assert set(Cluster(2).run(train)) <= {0.125, 0.25}
-
-
-def test_a_scheduler_made_before_the_wrapper_outlives_a_loaded_state():
-    def train(rank: int) -> float:
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        plain = torch.optim.SGD([parameter], lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-        opt = hvd.EagerOptimizer(plain, quorum="all")
-        opt.load_state_dict(opt.state_dict())
-        for _ in range(3):
-            take_step(parameter, opt)
-            scheduler.step()
-        opt.drain()
-        return float(opt.param_groups[0]["lr"])
-
-    assert Cluster(2).run(train) == [0.125, 0.125]
-
-
 def test_a_model_is_let_go_with_its_optimizer():
     def train(rank: int) -> bool:
-        parameter, opt = one_weight(quorum="solo", compression=hvd.Compression.fp16)
-        take_step(parameter, opt)
-        opt.drain()
-        alive = weakref.ref(parameter)
-        del parameter, opt
+        one = TorchVectors([2], UNIT, quorum="solo", compression=hvd.Compression.fp16)
+        one.take(1.0)
+        one.opt.drain()
+        alive = weakref.ref(one.parameters[0])
+        del one
         gc.collect()
         return alive() is None
 
@@ -106,102 +66,114 @@ def test_a_model_is_let_go_with_its_optimizer():
 
 def test_groups_in_another_order_are_refused():
     def train(rank: int) -> None:
-        parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
-        a, b, c, d = parameters if rank == 0 else [parameters[i] for i in (0, 2, 1, 3)]
-        opt = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), groups=[[a, b], [c, d]])
-        opt.drain()
+        def groups(ps: list[Any]) -> list[list[Any]]:
+            return [[ps[0], ps[2 if rank else 1]], [ps[1 if rank else 2], ps[3]]]
 
-    for outcome in Cluster(2).outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-        assert "buckets" in str(outcome)
+        with pytest.raises(ReplicaMismatchError, match="buckets"):
+            TorchVectors([3] * 4, UNIT, groups=groups).opt.drain()
 
-
-def test_restored_gradients_survive_a_mismatch_that_is_mended():
-    def train(rank: int) -> float:
-        parameter, opt = one_weight(quorum="solo")
-        state = opt.state_dict()
-        state["hvd_async"] |= {"vectors": [torch.tensor([4.0, 4.0, 1.0])], "versions": [[0]]}
-        opt.load_state_dict(state)
-        with torch.no_grad():
-            parameter += rank
-        with pytest.raises(ReplicaMismatchError):
-            opt.drain()
-        with torch.no_grad():
-            parameter.zero_()
-        opt.drain()
-        return parameter[0].item()
-
-    assert Cluster(2).run(train) == [-4.0, -4.0]
+    Cluster(2).run(train)
 
 
 @pytest.mark.parametrize("broken_off", ["step", "drain"])
 def test_what_is_broken_off_can_be_done_again(broken_off):
     """As Ctrl-C would, HVD_ASYNC_TIMEOUT ends a wait; going on must not bring the others down."""
 
-    def train(rank: int) -> float:
+    def train(rank: int) -> list[float]:
         engine = local_engine()
         assert engine is not None
-        parameter, opt = one_weight(quorum="all")
-        take_step(parameter, opt)
-        if rank == 0:
-            engine.timeout = 0.05
-            opt.zero_grad()
-            parameter.sum().backward()
-            if broken_off == "step":
-                with pytest.raises(WaitTimeoutError):
-                    opt.step()
-            else:
-                engine.timeout = float("inf")
-                opt.step()
-                engine.timeout = 0.05
-                with pytest.raises(WaitTimeoutError):
-                    opt.drain()
-            engine.timeout = float("inf")
-            stalled.release()
+        one = TorchVectors([1], UNIT, quorum="all")
+        one.take(1.0)
+        if rank and broken_off == "drain":
+            one.take(1.0)
+        if rank:
+            assert stalled.wait(30)
         else:
             if broken_off == "drain":
-                take_step(parameter, opt)
-            assert stalled.acquire(timeout=30)
-            if broken_off == "step":
-                take_step(parameter, opt)
+                one.take(1.0)
+            engine.timeout = 0.05
+            with pytest.raises(WaitTimeoutError):
+                one.take(1.0) if broken_off == "step" else one.opt.drain()
+            engine.timeout = float("inf")
+            stalled.set()
+            if broken_off == "drain":
+                with pytest.raises(ReplicaStateError, match="broken off"):
+                    one.take(1.0)
         if broken_off == "step":
-            take_step(parameter, opt)
-        elif rank == 0:
-            with pytest.raises(ReplicaStateError, match="broken off"):
-                take_step(parameter, opt)
-        opt.drain()
-        return parameter[0].item()
+            for _ in range(1 + rank):
+                one.take(1.0)
+        one.opt.drain()
+        return one.weights().tolist()
 
-    stalled = threading.Semaphore(0)
-    steps = 3 if broken_off == "step" else 2
-    left_out = 0.5 if broken_off == "step" else 0.0  # (a gradient of weights that lack the broken-off step's round)
-    assert Cluster(2).run(train) == [left_out - steps] * 2
-
-
-def test_batch_norm_statistics_of_a_rank_that_saw_nan_have_no_say():
-    def train(rank: int) -> list[float]:
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        mean = torch.tensor([float("nan"), 1.0] if rank == 1 else [2.0 * rank, 4.0])
-        opt = hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=1.0), named_buffers=[("mean", mean)])
-        opt.drain()
-        return mean.tolist()
-
-    assert Cluster(3).run(train) == [[2.0, 4.0]] * 3
+    stalled = threading.Event()
+    # A gradient of weights that lack the broken-off step's round is left out.
+    assert Cluster(2).run(train) == [[0.5 - 3.0 if broken_off == "step" else -2.0]] * 2
 
 
 def test_a_rank_that_leaves_without_a_step_that_others_wait_for_is_named():
     def train(rank: int) -> None:
-        parameter, opt = one_weight(quorum="solo")
+        one = TorchVectors([1], UNIT, quorum="solo")
         if rank == 0:
-            take_step(parameter, opt)
+            one.take(1.0)
 
     first, _ = Cluster(2).outcomes(train, timeout=20)
     assert "rank 1 on host host1 left without a step or drain() of optimizer 0" in str(first)
 
 
-def test_no_process_set_is_refused_with_a_hint():
-    def train(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"pass an hvd\.ProcessSet"):
-            one_weight(process_set=object())
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
+    def train(rank: int) -> tuple[float, list[str]]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        opt = hvd.EagerOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), quorum="all", backward_passes_per_step=2, nonfinite=nonfinite
+        )
+        said: list[str] = []
+        opt._async.worker_now()
+        opt.zero_grad()
+        for number in range(1, 5):
+            (parameter * number).sum().backward()
+            if number == 2:
+                opt.step()
+                opt.zero_grad()
+            if number == 3:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    opt.drain()
+                said += [str(one.message) for one in caught]
+        opt.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opt.drain()
+        return parameter.item(), said
 
-    Cluster(1).run(train)
+    (outcome,) = Cluster(1).run(train)
+    assert outcome[0] == -10.0
+    assert [("1 backward pass(es) short of a step of 2" in one, "p.grad" in one) for one in outcome[1]] == [
+        (True, True)
+    ]
+
+
+def test_a_plain_optimizer_takes_our_state_and_we_take_its():
+    def train(rank: int, trainer: TorchTrainer, states: Any, steps: range) -> Any:
+        if states is not None:
+            trainer.load(states)
+        trainer.train(rank, steps)
+        trainer.opt.drain()
+        return trainer.saved(), trainer.weights(), trainer.opt.rounds
+
+    first = Cluster(2).run(lambda rank: train(rank, TorchTrainer(MOMENTUM, quorum="all"), None, range(4)))
+    (weights, state), _, _ = first[0]
+    parameters = [torch.nn.Parameter(w.clone()) for w in weights][::-1]
+    plain = torch.optim.SGD(parameters, lr=0.5, momentum=0.1)
+    plain.load_state_dict(state)
+    assert plain.param_groups[0]["momentum"] == 0.9
+    for parameter in parameters:
+        assert plain.state[parameter]["momentum_buffer"].abs().max() > 0
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    theirs = [p.detach().clone() for p in parameters][::-1], plain.state_dict()
+    assert "hvd_async" not in theirs[1]
+    back = Cluster(2).run(lambda rank: train(rank, TorchTrainer(MOMENTUM, quorum="all"), theirs, range(4, 6)))
+    assert back[0][1].tobytes() == back[1][1].tobytes() != first[0][1].tobytes()
+    assert [rounds for _, _, rounds in back] == [2, 2]
+    assert all("momentum_buffer" in held for held in back[0][0][1]["state"].values())

@@ -1,7 +1,9 @@
-"""A small convolutional model in torch, the same on all ranks, and optimizers by case."""
+"""Ranks in torch: a small convolutional model, the same on all of them, or vectors; and optimizers by case."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,7 @@ def plain(case: Case, parameters: Any) -> torch.optim.Optimizer:
 
 def flat(tensors: Any) -> Array:
     """Tensors as one NumPy vector."""
-    return np.concatenate([t.detach().numpy().reshape(-1) for t in tensors]).astype(np.float64)
+    return np.concatenate([t.detach().double().numpy().reshape(-1) for t in tensors])
 
 
 def backwards(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -51,13 +53,76 @@ def backwards(model: torch.nn.Module) -> list[torch.Tensor]:
     return list(model.parameters())[::-1]
 
 
-class TorchTrainer:
-    """One rank."""
+def apply_plainly(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient: Array) -> None:
+    """A step of a plain optimizer with a flat gradient."""
+    parts = torch.as_tensor(gradient, dtype=torch.float32).split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+    optimizer.step()
 
-    def __init__(self, case: Case, **options: Any) -> None:
+
+def _made(case: Any, parameters: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = plain(case, parameters) if isinstance(case, Case) else case(parameters)
+    return made
+
+
+class _Rank:
+    """What a rank with a model and one with given gradients have in common."""
+
+    opt: Any
+    parameters: list[torch.Tensor]
+    """As they lie in vectors."""
+
+    def weights(self) -> Array:
+        """Flat, in the optimizer's order."""
+        return flat(self.parameters)
+
+    def state(self) -> list[list[float]]:
+        """Of each parameter: weights and the optimizer's state."""
+        held = [self.opt.state.get(p, {}).values() for p in self.parameters]
+        return [
+            [x for t in (p, *(v for v in own if torch.is_tensor(v))) for x in t.detach().double().reshape(-1).tolist()]
+            for p, own in zip(self.parameters, held, strict=True)
+        ]
+
+    def saved(self) -> Any:
+        """What a checkpoint holds."""
+        return [p.detach().clone() for p in self.parameters], copy.deepcopy(self.opt.state_dict())
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate."""
+        self.opt.param_groups[0]["lr"] = rate
+
+    def rate(self) -> float:
+        """Its learning rate now."""
+        return float(self.opt.param_groups[0]["lr"])
+
+    def assign(self, index: int, value: Any) -> None:
+        """Write a parameter."""
+        with torch.no_grad():
+            self.parameters[index].copy_(torch.as_tensor(value))
+
+    def load(self, saved: Any) -> None:
+        """Be as the rank that was saved."""
+        weights, state = saved
+        with torch.no_grad():
+            for parameter, values in zip(self.parameters, weights, strict=True):
+                parameter.copy_(values)
+        self.opt.load_state_dict(copy.deepcopy(state))  # (torch keeps the tensors it is given)
+
+
+class TorchTrainer(_Rank):
+    """One rank.
+
+    Args:
+        case: its optimizer, or a function that makes it for the parameters.
+    """
+
+    def __init__(self, case: Any, **options: Any) -> None:
         self.model = conv_model()
+        self.parameters = backwards(self.model)
         options.setdefault("named_parameters", self.model.named_parameters())
-        self.opt = hvd.EagerOptimizer(plain(case, self.model.parameters()), **options)
+        self.opt = hvd.EagerOptimizer(_made(case, self.model.parameters()), **options)
 
     def gradient(self, rank: int, step: int) -> Array:
         images, labels = batch(rank, step)
@@ -74,8 +139,58 @@ class TorchTrainer:
             self.gradient(rank, step)
             self.step()
 
-    def weights(self) -> Array:
-        return flat(backwards(self.model))
+
+class TorchVectors(_Rank):
+    """A rank whose gradients are given: some vectors, each a parameter.
+
+    Args:
+        sizes: of the vectors.
+        case: their optimizer, or a function that makes it for them.
+        start: what they are filled with.
+        dtypes: theirs; all of float32 if none are given.
+        early: whether hooks hand over during backward, since ``opt.zero_grad()`` has cleared the gradients.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        case: Any,
+        start: float = 0.0,
+        dtypes: Sequence[str] = (),
+        early: bool = True,
+        **options: Any,
+    ) -> None:
+        self._early = early
+        kinds = [getattr(torch, dtype) for dtype in dtypes] or [torch.float32] * len(sizes)
+        filled = [torch.full((n,), start, dtype=d) for n, d in zip(sizes, kinds, strict=True)]
+        self.parameters = [torch.nn.Parameter(one) for one in filled]
+        if callable(options.get("groups")):
+            options["groups"] = options["groups"](self.parameters)
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+
+    def freeze(self, index: int, frozen: bool = True) -> None:
+        """A vector has no gradient from now on, or has again."""
+        self.parameters[index].requires_grad_(not frozen)
+
+    def take(self, *gradients: Any) -> None:
+        """A step with one gradient each: numbers, or None for none."""
+        self.take_passes([gradients])
+
+    def take_passes(self, passes: Sequence[Sequence[Any]]) -> None:
+        """A step of several backward passes."""
+        self.backward(passes)
+        self.opt.step()
+
+    def backward(self, passes: Sequence[Sequence[Any]]) -> None:
+        """A step but for ``step()``."""
+        if self._early:
+            self.opt.zero_grad()
+        for parameter in self.parameters:
+            parameter.grad = None
+        for gradients in passes:
+            pairs = zip(self.parameters, gradients, strict=True)
+            given = [(p, torch.as_tensor(g, dtype=p.dtype)) for p, g in pairs if g is not None]
+            sum((p * g).sum() for p, g in given).backward()  # type: ignore[union-attr]
 
 
 class ProcessSet:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launch import Job, RunJob, run_job
+from launch import ForkServer, Job, RunJob, run_job
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,18 @@ def job() -> RunJob:
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[RunJob]:
+    """``forked(framework, script, ranks, ...)``: ``ForkServer.run``, of the framework's server."""
+    servers: dict[str, ForkServer] = {}
+    with contextlib.ExitStack() as stack:
+
+        def run(framework: str, script: str, ranks: int, **options: Any) -> Job:
+            if framework not in servers:
+                servers[framework] = ForkServer(framework)
+                stack.callback(servers[framework].close)
+            return servers[framework].run(script, ranks, **options)
+
+        yield run

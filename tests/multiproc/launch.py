@@ -6,7 +6,6 @@ found that the launcher has lost sight of. Results travel by files (one JSON a r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -47,6 +46,7 @@ class Job:
         results: one dictionary a rank, case -> result; what was written before a rank ended, if it ended early.
         left_behind: processes that outlived the launcher by ``GOODBYE`` seconds (they have been killed).
         seconds: from start to end.
+        kept: what ranks left in files ``keep.NAME`` of the job's folder, by name.
         returncodes, outputs, exited: by rank, only without launcher; ``exited`` in seconds since 1970.
     """
 
@@ -56,6 +56,7 @@ class Job:
     results: list[dict[str, Any]]
     left_behind: list[str]
     seconds: float
+    kept: dict[str, str] = field(default_factory=dict)
     returncodes: list[int | None] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     exited: list[float] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Job:
 
 
 RunJob = Callable[..., Job]
-"""What the fixture ``job`` gives: ``run_job`` with a memory."""
+"""What the fixtures ``job`` and ``forked`` give: functions that run jobs, the first with a memory."""
 
 
 class _Folder:
@@ -119,16 +120,19 @@ class _Folder:
         files = [self.path / f"rank.{rank}.json" for rank in range(self.ranks)]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
+    def kept(self) -> dict[str, str]:
+        return {file.name.partition(".")[2]: file.read_text() for file in self.path.glob("keep.*")}
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def processes_of(job: str) -> list[psutil.Process]:
-    """Every process of this machine, zombies aside, whose environment carries the job id."""
+def processes_of(job: str, but: int | None = None) -> list[psutil.Process]:
+    """Every process of this machine but one, zombies aside, whose environment carries the job id."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(JOB_VARIABLE) == job:
+            if process.pid != but and process.environ().get(JOB_VARIABLE) == job:
                 found.append(process)
         except psutil.Error:  # it has ended, or is a zombie, or not ours
             continue
@@ -156,13 +160,13 @@ def _dump_stacks(job: str, script: str) -> None:
     psutil.wait_procs(ranks, timeout=2.0)
 
 
-def _sweep(job: str, patience: float) -> list[str]:
-    """Wait for the job's processes to end, kill those that do not; returns these."""
+def _sweep(job: str, patience: float, but: int | None = None) -> list[str]:
+    """Wait for the job's processes to end, kill those that do not; returns these. ``but``: a process to leave alone."""
     deadline = time.monotonic() + patience
-    while (alive := processes_of(job)) and (left := deadline - time.monotonic()) > 0:
+    while (alive := processes_of(job, but)) and (left := deadline - time.monotonic()) > 0:
         psutil.wait_procs(alive, timeout=left)
     descriptions = []
-    while alive := processes_of(job):
+    while alive := processes_of(job, but):
         for process in alive:
             try:
                 descriptions.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
@@ -228,69 +232,91 @@ def run_job(
             folder.results(),
             left_behind if returncode is not None else [],
             time.monotonic() - started,
+            folder.kept(),
         )
     finally:
         _sweep(folder.job, 0.0)
         folder.remove()
 
 
-def start_ranks_without_launcher(
-    script: str,
-    ranks: int,
-    *,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    timeout: float = 90.0,
-) -> Job:
-    """Run a script of ``jobs/`` as plain processes (Gloo), as a cluster's scheduler would, and wait for them.
+class ForkServer:
+    """Starts jobs as a cluster's scheduler would, as plain processes on Gloo, from one that has imported a framework.
 
-    Nobody ends the others when one dies, so what they do about it can be seen.
+    Nobody ends the other ranks when one dies, so what they do about it can be seen.
     """
-    folder = _Folder(ranks)
-    meeting = contextlib.ExitStack()
-    slots = assign({"localhost": ranks})
-    port = meeting.enter_context(rendezvous(slots))
-    started = time.monotonic()
-    logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
-    processes: list[psutil.Popen] = []
-    try:
-        for slot, log in zip(slots, logs, strict=True):
-            own = environment(slot, "127.0.0.1", port, "lo")
-            with log.open("wb") as output:
-                processes.append(
-                    psutil.Popen(
-                        [sys.executable, str(JOBS / script), *args],
-                        cwd=REPOSITORY,
-                        env={**folder.environment(env), **own},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        exited = [0.0] * ranks
 
-        def note(process: psutil.Process) -> None:
-            exited[[p.pid for p in processes].index(process.pid)] = time.time()
+    def __init__(self, framework: str) -> None:
+        self._folder = _Folder(0)
+        self._errors = self._folder.path / "errors"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fork_server.py")), framework],
+                cwd=REPOSITORY,
+                env=self._folder.environment(None),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
 
-        _, alive = psutil.wait_procs(processes, timeout=timeout, callback=note)
-        if alive:
-            _dump_stacks(folder.job, script)
-        left_behind = _sweep(folder.job, 0.0 if alive else GOODBYE)
-        codes = [None if process in alive else process.wait(5.0) for process in processes]
-        outputs = [log.read_text(errors="replace") for log in logs]
-        return Job(
-            f"{script} {' '.join(args)} ({ranks} ranks, no launcher)",
-            None if alive else next((code for code in codes if code), 0),
-            "\n".join(f"--- rank {rank}: exit {codes[rank]}\n{text}" for rank, text in enumerate(outputs)),
-            folder.results(),
-            left_behind if not alive else [],
-            time.monotonic() - started,
-            codes,
-            outputs,
-            exited,
-        )
-    finally:
-        _sweep(folder.job, 0.0)
-        meeting.close()
-        folder.remove()
+    def run(
+        self,
+        script: str,
+        ranks: int,
+        *,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        timeout: float = 90.0,
+    ) -> Job:
+        """Run a script of ``jobs/`` and wait for all of its ranks; arguments as of ``run_job``."""
+        folder = _Folder(ranks)
+        slots = assign({"localhost": ranks})
+        logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
+        started = time.monotonic()
+        try:
+            with rendezvous(slots) as port:
+                described = [
+                    {
+                        "command": [str(JOBS / script), *args],
+                        "environment": {**folder.environment(env), **environment(slot, "127.0.0.1", port, "lo")},
+                        "log": str(log),
+                        "folder": str(REPOSITORY),
+                    }
+                    for slot, log in zip(slots, logs, strict=True)
+                ]
+                ends = self._ask({"ranks": described, "timeout": timeout})
+                codes: list[int | None] = ends["codes"]
+                left_behind = _sweep(self._folder.job, 0.0 if None in codes else GOODBYE, but=self._process.pid)
+            outputs = [log.read_text(errors="replace") for log in logs]
+            return Job(
+                f"{script} {' '.join(args)} ({ranks} ranks, no launcher)",
+                None if None in codes else next((code for code in codes if code), 0),
+                "\n".join(f"--- rank {rank}: exit {codes[rank]}\n{text}" for rank, text in enumerate(outputs)),
+                folder.results(),
+                left_behind if None not in codes else [],
+                time.monotonic() - started,
+                folder.kept(),
+                codes,
+                outputs,
+                ends["exited"],
+            )
+        finally:
+            folder.remove()
+
+    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """How a job's ranks ended. The server limits their time, and so the wait for its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the fork server ended with {self._process.wait(10.0)}: {self._errors.read_text()}"
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """End the server, and with it whatever it has left."""
+        self._process.kill()
+        self._process.communicate(timeout=10.0)
+        _sweep(self._folder.job, 0.0)
+        self._folder.remove()

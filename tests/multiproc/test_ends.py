@@ -6,7 +6,7 @@ import re
 import socket
 
 import pytest
-from launch import Job, run_job, start_ranks_without_launcher
+from launch import Job, RunJob, run_job
 
 pytestmark = pytest.mark.multiproc
 
@@ -20,12 +20,10 @@ MANNERS = {
     "exception": "failed: RuntimeError: boom",
     "exit0": "died: its connection to the coordinator ended without a goodbye",
 }
-LAUNCHED = ("sigkill", "exit1", "exception", "exit0")
-"""Those that are tried under horovodrun too."""
 PROMISED = 60.0
 """Seconds within which a death must be reported; seen: far under one."""
 HELD = 15.0
-"""The same where a forked child lives on for 20 s: it must not keep the dead rank's connection open."""
+"""The same where a forked child holds on for 20 s, or until it is reported: the dead rank's connection must end."""
 
 
 def ends(framework: str, manner: str, victim: int = 1, quorum: str = "solo") -> tuple[str, ...]:
@@ -40,10 +38,10 @@ def delay(job: Job, victim: int) -> float:
 
 @pytest.mark.parametrize(
     ("framework", "manner", "quorum"),
-    [*(("torch", manner, "solo") for manner in LAUNCHED), ("tensorflow", "sigkill", "all")],
+    [("torch", "exception", "solo"), ("torch", "exit0", "solo"), ("tensorflow", "sigkill", "all")],
 )
 def test_a_death_under_horovodrun_is_reported_by_rank_0(framework: str, manner: str, quorum: str) -> None:
-    job = run_job("ends.py", 2, args=ends(framework, manner, quorum=quorum), timeout=90.0).check_clean()
+    job = run_job("ends.py", 2, args=ends(framework, manner, quorum=quorum)).check_clean()
     assert job.returncode not in (0, None), str(job)
     said = [line for line in job.output.splitlines() if line.startswith("[0]<stderr>") and "hvd_async: " in line]
     assert any(f"rank 1 on host localhost {MANNERS[manner]}" in line for line in said), str(job)
@@ -59,20 +57,13 @@ def check_error(error: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(
     ("framework", "manner", "ranks"),
     [
-        ("torch", "sigkill", 3),
-        ("torch", "exit1", 2),
-        ("torch", "exception", 2),
-        ("torch", "exit0", 2),
-        ("torch", "builtin exit", 2),
-        ("torch", "interrupt", 2),
-        ("torch", "sigterm", 2),
-        ("torch", "forked, sigkill", 2),
+        *(("torch", manner, 3 if manner == "sigkill" else 2) for manner in MANNERS),
         ("tensorflow", "sigkill", 2),
         ("tensorflow", "exception", 2),
     ],
 )
-def test_a_death_without_launcher_raises_at_the_others(framework: str, manner: str, ranks: int) -> None:
-    job = start_ranks_without_launcher("ends.py", ranks, args=ends(framework, manner)).check_clean()
+def test_a_death_without_launcher_raises_at_the_others(forked: RunJob, framework: str, manner: str, ranks: int) -> None:
+    job = forked(framework, "ends.py", ranks, args=ends(framework, manner)).check_clean()
     assert job.returncode is not None, str(job)
     assert f"hvd_async: rank 1 on host localhost {MANNERS[manner]}" in job.outputs[0], str(job)
     for survivor in set(range(ranks)) - {1}:
@@ -83,8 +74,8 @@ def test_a_death_without_launcher_raises_at_the_others(framework: str, manner: s
 
 
 @pytest.mark.parametrize(("framework", "ranks"), [("torch", 3), ("tensorflow", 2)])
-def test_rank_0s_death_is_named_by_the_others(framework: str, ranks: int) -> None:
-    job = start_ranks_without_launcher("ends.py", ranks, args=ends(framework, "sigkill", victim=0)).check_clean()
+def test_rank_0s_death_is_named_by_the_others(forked: RunJob, framework: str, ranks: int) -> None:
+    job = forked(framework, "ends.py", ranks, args=ends(framework, "sigkill", victim=0)).check_clean()
     for survivor in range(1, ranks):
         assert job.returncodes[survivor] == 1, str(job)
         check_error(
@@ -94,13 +85,13 @@ def test_rank_0s_death_is_named_by_the_others(framework: str, ranks: int) -> Non
     print(f"{framework} rank 0: reported after {delay(job, 0):.3f} s")
 
 
-def test_a_slow_rank_is_only_warned_about_by_name() -> None:
-    job = run_job("ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "1"}).check()
+def test_a_slow_rank_is_only_warned_about_by_name(forked: RunJob) -> None:
+    job = forked("torch", "ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "1"}).check()
     host = re.escape(socket.gethostname())
-    said = [line for line in job.output.splitlines() if "hvd_async: " in line]
+    said = [line for line in job.outputs[0].splitlines() if "hvd_async: " in line]
     warnings = [line for line in said if "for others to begin" not in line]  # (imports may take longer than a second)
     assert len(warnings) >= 2, str(job)
-    assert all(line.startswith("[0]<stderr>") for line in warnings)
+    assert "has waited" not in job.outputs[1], "rank 0 says it, once for all"
     assert all(re.search(rf"has waited 1 s more for rank\(s\) 1 \((localhost|{host})\): alive", w) for w in warnings)
     for rank in job.case("exit"):
         assert rank["weights"] == rank["expected"]
@@ -110,8 +101,8 @@ def test_a_slow_rank_is_only_warned_about_by_name() -> None:
     ("framework", "manner"),
     [*(("torch", m) for m in ("falls off", "sysexit0", "drop")), ("tensorflow", "falls off")],
 )
-def test_a_normal_end_drains_by_itself_and_soon(framework: str, manner: str) -> None:
-    job = start_ranks_without_launcher("ends.py", 2, args=ends(framework, manner)).check()
+def test_a_normal_end_drains_by_itself_and_soon(forked: RunJob, framework: str, manner: str) -> None:
+    job = forked(framework, "ends.py", 2, args=ends(framework, manner)).check()
     assert "hvd_async" not in job.output, "a normal end has nothing to say"
     finals = job.case("exit")
     for rank, final in enumerate(finals):
@@ -122,15 +113,30 @@ def test_a_normal_end_drains_by_itself_and_soon(framework: str, manner: str) -> 
 
 
 @pytest.mark.parametrize(("framework", "manner"), [("torch", "early"), ("torch", "unequal"), ("tensorflow", "early")])
-def test_ranks_end_at_different_times(framework: str, manner: str) -> None:
+def test_ranks_end_at_different_times(forked: RunJob, framework: str, manner: str) -> None:
     """A rank that has left is done for good: others go on without it, and drain as often as they like."""
-    job = start_ranks_without_launcher("ends.py", 2, args=ends(framework, manner)).check()
+    job = forked(framework, "ends.py", 2, args=ends(framework, manner)).check()
     for rank, final in enumerate(job.case("exit")):
         if rank != 1:
             assert final["weights"] == final["expected"], f"rank {rank}"
 
 
-def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train() -> None:
-    job = start_ranks_without_launcher("ends.py", 2, args=ends("torch", "fork")).check()
+def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train(forked: RunJob) -> None:
+    job = forked("torch", "ends.py", 2, args=ends("torch", "fork")).check()
     assert [result["status"] for result in job.case("forked")] == [7, 7]
     assert all("was forked from a rank" in result["text"] for result in job.case("forked"))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"HVD_ASYNC_DEAD_AFTER": "4"}, {"HVD_ASYNC_DEAD_AFTER": "9", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}],
+    ids=["heartbeats", "gloo"],
+)
+def test_a_rank_that_stands_still_is_named_whoever_gives_up_first(forked: RunJob, env: dict[str, str]) -> None:
+    job = forked("torch", "ends.py", 3, args=ends("torch", "stands still"), env=env).check_clean()
+    assert f"hvd_async: rank 1 on host localhost {MANNERS['sigkill'].partition(' ended')[0]}" in job.outputs[0], str(
+        job
+    )
+    for survivor in (0, 2):
+        check_error(job.results[survivor]["error"], "rank 1 on host localhost died")
+    assert "error" in job.results[1], "it has gone on, and ended"

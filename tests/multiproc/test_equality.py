@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from jobs.table import EQUALITIES, Equality
+from jobs.table import Equality, equalities, keras_equalities
 from launch import DEVICE, RunJob
+from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_MPI, Setting
 
 pytestmark = pytest.mark.multiproc
 
-SETTINGS = [(3, "gloo"), (2, "mpi"), *([(1, "gloo")] if DEVICE == "cuda" else [])]
 ROUNDING = 1e-3
 """Between a CPU, where Horovod's ranks must be if ours share a GPU, and that GPU, after 30 steps."""
 
 
-@pytest.mark.parametrize(("ranks", "transport"), SETTINGS)
-@pytest.mark.parametrize("case", EQUALITIES, ids=lambda case: case.name)
-def test_torch_equals_horovods_distributed_optimizer(job: RunJob, ranks: int, transport: str, case: Equality) -> None:
-    results = job("torch_equality.py", ranks, transport).check().case(case.name)
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [pytest.param(s, case, id=f"{s}-{case.name}") for s in (TORCH, TORCH_MPI, *ALONE) for case in equalities(s.share)],
+)
+def test_torch_equals_horovods_distributed_optimizer(job: RunJob, setting: Setting, case: Equality) -> None:
+    results = setting.case(job, case.name)
     # (no mean over ranks makes one rank's rounding smaller)
-    within = max(case.difference * (1.5 if ranks == 1 else 1), ROUNDING if DEVICE == "cuda" and ranks > 1 else 0.0)
+    within = max(
+        case.difference * (1.5 if setting.ranks == 1 else 1),
+        ROUNDING if DEVICE == "cuda" and setting.ranks > 1 else 0.0,
+    )
     assert max(rank["difference"] for rank in results) <= within
     # (running statistics are sums over the same activations)
     assert max(rank["buffers"] for rank in results) <= 10 * within
@@ -27,15 +32,21 @@ def test_torch_equals_horovods_distributed_optimizer(job: RunJob, ranks: int, tr
     assert {rank["rounds"] for rank in results} == {30}
     assert {rank["buckets"] for rank in results} == {case.buckets}
     assert {rank["early"] for rank in results} == {30 * case.buckets}  # all of them left during backward()
-    whole = next(rank["sent"] for rank in job("torch_equality.py", ranks, transport).case("sgd"))
+    whole = next(rank["sent"] for rank in setting.case(job, "sgd"))
     if "compression" in case.ours:
         assert results[0]["sent"] < 0.55 * whole
 
 
-@pytest.mark.parametrize(("ranks", "transport"), SETTINGS)
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "decay"])
-def test_tensorflow_equals_a_float64_reference(job: RunJob, ranks: int, transport: str, optimizer: str) -> None:
-    results = job("tf_equality.py", ranks, transport).check().case(optimizer)
+@pytest.mark.parametrize(
+    ("setting", "optimizer"),
+    [
+        pytest.param(s, name, id=f"{s}-{name}")
+        for s in (TENSORFLOW, TENSORFLOW_MPI)
+        for name in keras_equalities(s.share)
+    ],
+)
+def test_tensorflow_equals_a_float64_reference(job: RunJob, setting: Setting, optimizer: str) -> None:
+    results = setting.case(job, optimizer)
     assert max(rank["difference"] for rank in results) <= 1e-5
     assert min(rank["moved"] for rank in results) > 0.01  # it did train,
     assert min(rank["alone"] for rank in results) > 0.01  # on gradients that were not the same on all ranks

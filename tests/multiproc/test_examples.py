@@ -18,8 +18,9 @@ def test_every_optimizer_has_an_example_in_both_frameworks() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_trains_and_its_replicas_agree(job: RunJob, path) -> None:
-    output = job(str(path), 2).check().output
+def test_an_example_trains_and_its_replicas_agree(forked: RunJob, path) -> None:
+    framework = "torch" if path.stem.startswith("torch") else "tensorflow"
+    output = forked(framework, str(path), 2).check().output
     found = re.search(r"test accuracy (0\.\d+).*replicas differ by (\S+)", output)
     assert found, output
     assert float(found[1]) > 0.8

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 from launch import Job, RunJob
+from settings import TORCH_4
 
 pytestmark = pytest.mark.multiproc
 
-ROUNDS = 60
+ROUNDS = 40
 STALENESS = 8
 
 
 @pytest.fixture
 def features(job: RunJob) -> Job:
     """The job."""
-    # Horovod fuses what comes together, and adds four ranks up in another order then, which shows in the last bits.
-    return job("torch_features.py", 4, timeout=240.0, env={"HOROVOD_FUSION_THRESHOLD": "0"})
-
-
-def test_the_job_ends_well(features: Job) -> None:
-    features.check().case("end")
+    return TORCH_4.run(job)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])

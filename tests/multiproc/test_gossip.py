@@ -1,4 +1,4 @@
-"""Gossip under ``horovodrun``: both frameworks against the float64 reference, at 2, 3 and 4 ranks, on Gloo and MPI."""
+"""Gossip under ``horovodrun``: both frameworks against the float64 reference, at 2, 3 and 4 ranks, Gloo and MPI."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.gossip_table import COMPRESSED, EXACT, FEW, HOSTS, ON_A_RING, STEPS, UNEVEN, Gossip
-from launch import DEVICE, Job, RunJob
+from jobs.gossip_table import COMPRESSED, STEPS, UNEVEN, Gossip, cases
+from launch import RunJob
+from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
@@ -17,23 +18,19 @@ from tests.conformance.cases import CASES
 pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
-TORCH = ("torch_gossip.py", 4, "gloo", ())
-TENSORFLOW = ("tf_gossip.py", 4, "gloo", ())
-SETTINGS = (TORCH, TENSORFLOW)
-FEW_SETTINGS = (
-    ("torch_gossip.py", 3, "gloo", ("--cases", "few")),
-    ("torch_gossip.py", 2, "mpi", ("--cases", "few")),
-    ("tf_gossip.py", 2, "mpi", ("--cases", "few")),
-    *([("torch_gossip.py", 1, "gloo", ("--cases", "few"))] if DEVICE == "cuda" else []),
-)
-Setting = tuple[str, int, str, tuple[str, ...]]
+FULL = (TORCH, TENSORFLOW)
+ALL = (*FULL, TORCH_4, TORCH_MPI, TENSORFLOW_MPI, *ALONE)
+EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, setting.share)]
 
 
-def ident(value: Any) -> str | None:
-    """How a parameter shows in a test's name."""
-    if isinstance(value, Gossip):
-        return value.name
-    return f"{value[0].partition('_')[0]}-{value[1]}-{value[2]}" if isinstance(value, tuple) else None
+def each(*kinds: tuple[Gossip, ...]) -> Any:
+    """Every setting with its cases of these kinds; without kinds those that must equal the reference."""
+    chosen = [case for kind in kinds for case in kind]
+    others = (*COMPRESSED, *UNEVEN)
+    picked = [(s, case) for s, case in EACH if (case in chosen if kinds else case not in others)]
+    return pytest.mark.parametrize(
+        ("setting", "case"), [pytest.param(s, case, id=f"{s}-{case.name}") for s, case in picked]
+    )
 
 
 def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> reference.Outcome:
@@ -73,10 +70,10 @@ def check_ends(ranks: list[dict[str, Any]]) -> None:
     assert sum(rank["sent"] for rank in ranks) == sum(rank["taken"] for rank in ranks)
 
 
-def check_equal(job: Job, case: Gossip, framework: str) -> None:
-    ranks = job.case(case.name)
-    size = len(ranks)
-    outcome = expected(case, size, [rank["log"] for rank in ranks], framework)
+@each()
+def test_every_algorithm_equals_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
+    ranks = setting.case(job, case.name)
+    outcome = expected(case, len(ranks), [rank["log"] for rank in ranks], setting.reference)
     ends = "after_cut" if case.algorithm == "adpsgd" else "before"
     np.testing.assert_allclose([rank[ends] for rank in ranks], outcome.z, rtol=0, atol=1e-5)
     np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=1e-5)
@@ -85,67 +82,32 @@ def check_equal(job: Job, case: Gossip, framework: str) -> None:
     check_ends(ranks)
 
 
-def framework_of(setting: Setting) -> str:
-    """As the reference names it."""
-    return "torch" if setting[0].startswith("torch") else "keras"
-
-
-def run(job: RunJob, setting: Setting) -> Job:
-    """The job of a setting."""
-    script, ranks, transport, args = setting
-    return job(script, ranks, transport, args, timeout=300.0)
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS, *FEW_SETTINGS], ids=ident)
-def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
-    run(job, setting).check().case("end")
-
-
-@pytest.mark.parametrize(
-    ("setting", "case"),
-    [(TORCH, case) for case in (*EXACT, *HOSTS)] + [(TENSORFLOW, case) for case in (*ON_A_RING, *HOSTS)],
-    ids=ident,
-)
-def test_every_algorithm_equals_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
-    check_equal(run(job, setting), case, framework_of(setting))
-
-
-@pytest.mark.parametrize("setting", FEW_SETTINGS, ids=ident)
-@pytest.mark.parametrize("case", [case for case in FEW if case in EXACT], ids=ident)
-def test_other_sizes_and_transports_equal_the_reference(job: RunJob, setting: Setting, case: Gossip) -> None:
-    check_equal(run(job, setting), case, framework_of(setting))
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
-@pytest.mark.parametrize("case", COMPRESSED, ids=ident)
+@each(COMPRESSED)
 def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) -> None:
-    ranks = run(job, setting).case(case.name)
+    ranks = setting.case(job, case.name)
     check_ends(ranks)
-    exact = reference.least_squares(len(ranks), CASE, framework_of(setting))
+    exact = reference.least_squares(len(ranks), CASE, setting.reference)
     plan = make_plan(len(ranks), **{**case.plan, "compression": "none"})
     if case.algorithm in ("sgp", "dpsgd"):
         outcome = reference.gossip(exact, list(plan.matrices), STEPS, algorithm=case.algorithm)
         np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
-@pytest.mark.parametrize("case", UNEVEN, ids=ident)
+@each(UNEVEN)
 def test_ranks_that_are_done_early_hold_nobody_up(job: RunJob, setting: Setting, case: Gossip) -> None:
-    check_ends(run(job, setting).case(case.name))
+    check_ends(setting.case(job, case.name))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+@pytest.mark.parametrize("setting", FULL, ids=str)
 def test_adpsgd_goes_on_while_a_rank_is_stuck(job: RunJob, setting: Setting) -> None:
-    ranks = run(job, setting).case("stuck")
+    ranks = setting.case(job, "stuck")
     assert len({str(rank["drained"]) for rank in ranks}) == 1
     assert all(rank["averagings"] > 0 for rank in ranks)  # its engine answers for the one that was stuck
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=ident)
+@pytest.mark.parametrize("setting", FULL, ids=str)
 def test_under_sgp_a_late_rank_holds_up_those_that_the_graph_says(job: RunJob, setting: Setting) -> None:
-    ranks = run(job, setting).case(
-        "held"
-    )  # (ends at all: each came as far as the graph lets it, before rank 0 went on)
+    ranks = setting.case(job, "held")  # (ends at all: each came as far as the graph lets it, before rank 0 went on)
     assert len({str(rank["drained"]) for rank in ranks}) == 1
     assert all(rank["waited_for"][(index - 1) % len(ranks)] > 0 for index, rank in enumerate(ranks) if index)
     assert all(
@@ -154,9 +116,9 @@ def test_under_sgp_a_late_rank_holds_up_those_that_the_graph_says(job: RunJob, s
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", [TENSORFLOW, FEW_SETTINGS[2]], ids=ident)
+@pytest.mark.parametrize("setting", [TENSORFLOW], ids=str)
 def test_fit_gossips_and_evaluates(job: RunJob, setting: Setting) -> None:
-    ranks = run(job, setting).case("fitted")
+    ranks = setting.case(job, "fitted")
     for rank in ranks:
         assert rank["history"] == pytest.approx(ranks[0]["history"])  # averaged at the end of each epoch
         assert rank["history"][-1] < rank["history"][0]
@@ -164,9 +126,9 @@ def test_fit_gossips_and_evaluates(job: RunJob, setting: Setting) -> None:
         assert rank["steps"] == 16
 
 
-@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+@pytest.mark.parametrize("setting", FULL, ids=str)
 def test_algorithm_and_peers_change_by_epoch_at_the_same_weights(job: RunJob, setting: Setting) -> None:
-    for rank in (ranks := run(job, setting).case("switches")):
+    for rank in (ranks := setting.case(job, "switches")):
         starts, ends = rank["seen"][::2], rank["seen"][1::2]
         for before, after in zip(ends, starts[1:], strict=False):
             assert after == before or after != ranks[0]["seen"]
@@ -176,23 +138,22 @@ def test_algorithm_and_peers_change_by_epoch_at_the_same_weights(job: RunJob, se
     assert sum(rank["sent"] for rank in ranks) == len(ranks) * (5 + 5 * 2 + 5 * 2)
 
 
-@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+@pytest.mark.parametrize("setting", FULL, ids=str)
 def test_a_cut_resumes_bit_identical(job: RunJob, setting: Setting) -> None:
-    ranks = run(job, setting).case("resumed")
+    ranks = setting.case(job, "gossip resumed")
     assert all(rank["again"] == rank["straight"] for rank in ranks)
-    assert sum(rank["weight"] for rank in ranks) == pytest.approx(len(ranks))
 
 
-@pytest.mark.parametrize("setting", [TORCH], ids=ident)
+@pytest.mark.parametrize("setting", FULL, ids=str)
 def test_bad_input_is_refused_on_every_rank(job: RunJob, setting: Setting) -> None:
     hints = {
         "disconnected": "nothing of rank 0 ever reaches rank 2",
-        "not stochastic": "rank 0 gives away 2 in all",
-        "peers": "peers=4 at 4 ranks",
-        "size": "one of 5 ranks, and there are 4",
+        "not stochastic": "rank 0 gives away 1.5 in all",
+        "peers": "peers=3 at 3 ranks",
+        "size": "one of 4 ranks, and there are 3",
         "directed": "needs a symmetric graph",
         "different": "wrapped their optimizers differently",
     }
-    for rank in run(job, setting).case("refused"):
+    for rank in setting.case(job, "gossip refused"):
         for name, hint in hints.items():
             assert hint in rank["errors"][name]

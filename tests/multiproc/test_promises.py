@@ -5,30 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs.table import BOUNDED, FEW_PROMISES, PROMISES, QUORUMS, Promise, Quorum, conservation, possible, uneven
-from launch import DEVICE, Job, RunJob
+from jobs.table import Promise, Quorum, bounded, conservation, promises, quorums, uneven
+from launch import RunJob
+from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
 pytestmark = pytest.mark.multiproc
 
-TORCH = tuple(("torch_promises.py", ranks, "gloo", ()) for ranks in (3, 4))
-TORCH_MPI = ("torch_promises.py", 2, "mpi", ("--cases", "few"))
-TENSORFLOW = (("tf_promises.py", 3, "gloo", ()),)
-BOTH = (*TORCH, *TENSORFLOW)
-FEW = (TORCH_MPI, *([("torch_promises.py", 1, "gloo", ("--cases", "few"))] if DEVICE == "cuda" else []))
-Setting = tuple[str, int, str, tuple[str, ...]]
+FULL = (TORCH, TENSORFLOW)
+ALL = (*FULL, TORCH_MPI, *ALONE)
 
 
-def ident(value: Any) -> str | None:
-    """How a parameter shows in a test's name."""
-    if isinstance(value, Promise):
-        return value.name
-    if isinstance(value, tuple) and len(value) == 4:
-        return f"{value[0].partition('_')[0]}-{value[1]}-{value[2]}"
-    return None
-
-
-def check_promise(job: Job, case: Promise) -> None:
-    ranks = job.case(case.name)
+def check_promise(ranks: list[dict[str, Any]], case: Promise) -> None:
     for key in ("weights", "state"):
         assert len({rank[key] for rank in ranks}) == 1, f"{key} differ: {ranks}"
     assert [rank["distance"] for rank in ranks] == [0.0] * len(ranks)
@@ -56,28 +43,26 @@ def check_whole(weights: list[list[float]], expected: list[list[float]], ranks: 
 
 
 @pytest.mark.parametrize(
-    ("setting", "case"),
-    [(s, c) for s in TORCH for c in PROMISES]
-    + [(s, c) for s in (*TENSORFLOW, *FEW) for c in FEW_PROMISES if possible(c.quorum, s[1])],
-    ids=ident,
+    ("setting", "case"), [pytest.param(s, c, id=f"{s}-{c.name}") for s in ALL for c in promises(s.share)]
 )
 def test_promises_hold(job: RunJob, setting: Setting, case: Promise) -> None:
-    check_promise(job(*setting), case)
+    check_promise(setting.case(job, case.name), case)
 
 
-@pytest.mark.parametrize("setting", BOTH, ids=ident)
-@pytest.mark.parametrize("case", BOUNDED, ids=ident)
+@pytest.mark.parametrize(
+    ("setting", "case"), [pytest.param(s, c, id=f"{s}-{c.name}") for s in FULL for c in bounded(s.share)]
+)
 def test_staleness_reaches_its_bound_and_not_more(job: RunJob, setting: Setting, case: Promise) -> None:
-    check_promise(job(*setting), case)
-    ranks = job(*setting).case(case.name)
+    ranks = setting.case(job, case.name)
+    check_promise(ranks, case)
     assert max(int(s) for rank in ranks for s in rank["staleness"]) == case.max_staleness
 
 
 @pytest.mark.parametrize(
-    ("setting", "quorum"), [(s, q) for s in (*BOTH, *FEW) for q in QUORUMS if possible(q, s[1])], ids=ident
+    ("setting", "quorum"), [pytest.param(s, q, id=f"{s}-{q}") for s in ALL for q in quorums(s.share)]
 )
 def test_no_gradient_is_lost_or_counted_twice(job: RunJob, setting: Setting, quorum: Quorum) -> None:
-    ranks = job(*setting).case(conservation(quorum))
+    ranks = setting.case(job, conservation(quorum))
     for rank in ranks:
         check_whole(rank["weights"], rank["expected"], len(ranks))
         assert rank["weights"] == ranks[0]["weights"]
@@ -85,10 +70,11 @@ def test_no_gradient_is_lost_or_counted_twice(job: RunJob, setting: Setting, quo
         assert sum(rank["late"] for rank in ranks) > 0
 
 
-@pytest.mark.parametrize("setting", BOTH, ids=ident)
-@pytest.mark.parametrize("quorum", QUORUMS)
+@pytest.mark.parametrize(
+    ("setting", "quorum"), [pytest.param(s, q, id=f"{s}-{q}") for s in FULL for q in quorums(s.share)]
+)
 def test_uneven_batches_finish_and_train_on(job: RunJob, setting: Setting, quorum: Quorum) -> None:
-    ranks = job(*setting).case(uneven(quorum))
+    ranks = setting.case(job, uneven(quorum))
     for index, rank in enumerate(ranks):
         for phase in rank["phases"]:
             check_whole(phase["weights"], phase["expected"], len(ranks))
@@ -98,6 +84,6 @@ def test_uneven_batches_finish_and_train_on(job: RunJob, setting: Setting, quoru
         assert all(int(s) <= 4 for s in rank["staleness"])
 
 
-@pytest.mark.parametrize("setting", [*BOTH, *FEW], ids=ident)
+@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_MPI], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
-    job(*setting).check().case("end")
+    setting.run(job).check().case("end")

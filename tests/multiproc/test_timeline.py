@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import run_job
+from launch import RunJob
 
 pytestmark = pytest.mark.multiproc
 
 PROCESS = "hvd_async rounds"
 
 
-def traced(file: Path, end: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def traced(forked: RunJob, file: Path, end: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The timeline's events, and what rank 0 reports."""
-    job = run_job("timeline.py", 2, args=("--end", end), env={"HOROVOD_TIMELINE": str(file)})
+    job = forked("torch", "timeline.py", 2, args=("--end", end), env={"HOROVOD_TIMELINE": str(file)})
     return json.loads(file.read_text()), job.check().case("training")[0]
 
 
 @pytest.mark.parametrize("end", ["shutdown", "exit"])
-def test_every_round_is_in_horovods_timeline_where_it_took_place(tmp_path: Path, end: str) -> None:
-    events, report = traced(tmp_path / "timeline.json", end)
+def test_every_round_is_in_horovods_timeline_where_it_took_place(forked: RunJob, tmp_path: Path, end: str) -> None:
+    events, report = traced(forked, tmp_path / "timeline.json", end)
     names = {e["pid"]: e["args"].get("name", "") for e in events if e.get("name") == "process_name"}
     (own,) = (pid for pid, name in names.items() if name == PROCESS)
     rows = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == own and e["name"] == "thread_name"}

@@ -25,6 +25,7 @@ class Follower:
 
     Attributes:
         opt: itself.
+        path: the weights after each step.
         calls: what is done before each step, with its number from 1.
     """
 
@@ -50,7 +51,8 @@ class Follower:
             engine, config, strengths, RankGroup(None, tuple(range(size)), rank, 0, size),
             own if len(groups) > 1 else None, following.loss_window, self._finish,
         )  # fmt: skip
-        self.problem, self.following, self.rank, self.steps = problem, following, rank, 0
+        self.problem, self.following, self.rank = problem, following, rank
+        self.path: list[Array] = []
         self.x, self.state = problem.start[rank].copy(), start(problem.start[rank])
         self.opt = self
         self.calls: list[Callable[[int], object]] = []
@@ -64,22 +66,28 @@ class Follower:
 
     def step(self) -> None:
         """One; it must wait for nobody."""
-        self.steps += 1
+        number = len(self.path) + 1
         for call in self.calls:
-            call(self.steps)
-        worker, loss = self.worker(), self.following.told(self.x, self.rank, self.steps)
+            call(number)
+        worker, loss = self.worker(), self.following.told(self.x, self.rank, number)
         if loss is not None:
             worker.record_loss(loss)
         wait = worker.engine.wait
         worker.engine.wait = waits  # type: ignore[method-assign]
         try:
             worker.check_step()
-            after, self.state = self.problem.update(
-                self.x, self.problem.gradient(self.x, self.rank, self.steps), self.state
-            )
+            gradient = self.problem.gradient(self.x, self.rank, number)
+            after, self.state = self.problem.update(self.x, gradient, self.state)
             self.x = worker.mix(self.x, after)
         finally:
             worker.engine.wait = wait  # type: ignore[method-assign]
+        self.path.append(self.weights())
+
+    def train(self, steps: int) -> Follower:
+        """Several."""
+        for _ in range(steps):
+            self.step()
+        return self
 
     def weights(self) -> Array:
         return self.x.copy()

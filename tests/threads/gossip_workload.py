@@ -12,7 +12,8 @@ import numpy as np
 
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import OutgoingMessage
+from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
+from hvd_async.algorithms.gossip.message_exchange import HEADER, OutgoingMessage
 from hvd_async.algorithms.gossip.message_format import make_post
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
@@ -38,6 +39,7 @@ class Job:
         cuts: the ends that are a ``cut()``.
         sharers: the ranks that gossip, if not all do.
         elements: of the weights.
+        saves: whether a state is saved after each end.
     """
 
     plan: GossipPlan
@@ -46,6 +48,7 @@ class Job:
     case: Case = MOMENTUM
     sharers: tuple[int, ...] | None = None
     elements: int = 6
+    saves: bool = True
 
     @property
     def size(self) -> int:
@@ -60,15 +63,18 @@ class Job:
         engine, ranks, config = local_engine(), self.sharers, self.plan.config
         assert engine is not None
         sharers = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
-        post = make_post(self.elements, np.float64, config.compression, self.plan.max_messages, sharers)
-        kind = ADPSGDWorker if config.algorithm == "adpsgd" else PushSumWorker
-        return kind(engine, self.plan, post, finish)
+        hosts = config.local_size
+        post = make_post(self.elements, np.float64, config.compression, self.plan.max_messages, sharers, hosts)
+        pushes = HierarchicalWorker if hosts > 1 else PushSumWorker
+        kind: Any = ADPSGDWorker if config.algorithm == "adpsgd" else pushes
+        worker: PushSumWorker = kind(engine, self.plan, post, finish)
+        return worker
 
 
 def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **options: Any) -> Job:
     """Of so many steps of each rank (before each end, if they are several); ``options`` of the plan and of ``Job``."""
     segments = [steps] if isinstance(steps[0], int) else steps
-    own = {name: options.pop(name) for name in ("cuts", "elements", "sharers", "case") if name in options}
+    own = {name: options.pop(name) for name in ("cuts", "elements", "sharers", "case", "saves") if name in options}
     plan = make_plan(len(segments[0]), algorithm, None if algorithm == "allreduce" else graph, **options)
     return Job(plan, tuple(tuple(counts) for counts in segments), **own)
 
@@ -161,7 +167,7 @@ def work(
             sends.clear()
             segment.z, segment.weight = model["z"].copy(), worker.weight
             record.segments.append(segment)
-            kept = worker.kept()
+            kept = worker.kept() if one.saves else None
             record.saved.append(None if kept is None else Saved(segment.z, kept, state, done))
         record.stats = worker.stats()
         return record
@@ -192,10 +198,12 @@ def run(one: Job, jitter: float = 0.0, seed: int = 0, **options: Any) -> list[Re
 
 def check_sums(one: Job, records: Sequence[Record]) -> None:
     """Weights move by local updates alone, whatever was late or was compressed; nothing is lost or counts twice."""
-    mean = one.problem.start.mean(axis=0)
+    mean, hosts = one.problem.start.mean(axis=0), one.plan.config.local_size > 1
     for end in range(len(one.steps)):
         segments = [record.segments[end] for record in records]
         mean = mean + sum(segment.moved for segment in segments) / one.size
+        if hosts and end in one.cuts:
+            continue  # messages of other hosts wait for the next step
         weights = np.array([segment.weight for segment in segments])
         np.testing.assert_allclose(weights.sum(), one.size, **EXACT)
         assert (weights > 0).all()
@@ -211,31 +219,34 @@ def check_sums(one: Job, records: Sequence[Record]) -> None:
         assert each.steps == sum(counts[place] for counts in one.steps)
         if all(len(set(counts)) == 1 for counts in one.steps):
             assert max(each.staleness, default=0) <= one.plan.config.max_staleness
-        if one.plan.config.algorithm != "adpsgd":
+        if one.plan.config.algorithm != "adpsgd" and not hosts:
             assert sum(each.staleness.values()) == each.messages_taken
 
 
 def check_replay(one: Job, records: Sequence[Record]) -> None:
     """Every step of every rank is what the reference makes of what was taken in when; and every drain."""
     assert not one.cuts, "the reference has no cuts"
-    problem, late = one.problem, one.plan.config.max_staleness
+    problem, late, hosts = one.problem, one.plan.config.max_staleness, one.plan.config.local_size
+    assert hosts == 1 or not late, "hosts log no messages"
     within = {"rtol": 1e-10, "atol": 1e-10} if late else EXACT  # (z = x / w, and w is small while much is on its way)
     for end, counts in enumerate(one.steps):
         segments = [record.segments[end] for record in records]
         if one.plan.config.algorithm == "adpsgd":
             outcome = adpsgd(problem, [_pair_log(segment.log) for segment in segments])
         else:
+            takes = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
             outcome = gossip(
                 problem,
                 one.plan.matrices,
                 max(counts),
-                [[here for _, here in segment.log[: len(segment.path)]] for segment in segments],
+                takes if hosts == 1 else None,
                 algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
-                sends=[segment.sends for segment in segments],
+                sends=[segment.sends for segment in segments] if hosts == 1 else None,
                 max_staleness=late,
                 overlap=late,
                 average_every=one.plan.config.average_every,
                 encode=_encoder(one, problem.start[0]),
+                local_size=hosts,
             )
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
@@ -341,6 +352,33 @@ class Held(MemoryCollectives):
         handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
         handle.seconds_to_poll = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
         return handle
+
+
+def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = False) -> Cluster:
+    """A cluster of one optimizer, on whose ranks an exchange comes back when ``lands(worker, its messages' keys)``, or
+    when the rank is done (not with ``at_ends``)."""
+
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        exchange = collectives.alltoall
+
+        def alltoall(rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
+            handle = exchange(rows, splits, name, process_set)
+            done = handle.done
+
+            def is_open() -> bool:
+                keys = [HEADER.unpack(row[-HEADER.size :].tobytes())[0] for row in handle.result()[0]]
+                worker: Any = cluster.engines[collectives.rank].participants()[0]
+                return (worker._announced and not at_ends) or lands(worker, keys)
+
+            handle.done = lambda: done() and is_open()  # type: ignore[method-assign]
+            handle.seconds_to_poll = lambda: 0.002  # type: ignore[method-assign]  # (nobody says when ``lands`` would)
+            return handle
+
+        collectives.alltoall = alltoall  # type: ignore[method-assign]
+        return collectives
+
+    cluster = Cluster(size, wrap=wrap)
+    return cluster
 
 
 def held(gate: threading.Event) -> Callable[[MemoryCollectives], MemoryCollectives]:

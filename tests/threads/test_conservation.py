@@ -17,43 +17,37 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.messages import Command, Event
 from hvd_async.testing import Cluster, MemoryCollectives
+from tests.conftest import LONG_RUN
+from tests.covering import covering
 from tests.threads.workload import Plan, Record, check_conservation, check_promises, plan, run, work
 
 QUORUMS = ["solo", "majority", 2, "all"]
-SLOW = {"nobody": None, "first": 0, "last": -1}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("slow", SLOW)
-@pytest.mark.parametrize("quorum", QUORUMS)
-@pytest.mark.parametrize("staleness", [0, 1, 2, 16])
-def test_conservation(quorum, staleness, size, slow):
-    buckets = 1 + (size + staleness) % 2
-    one = plan(min(quorum, size) if quorum == 2 else quorum, staleness, [4] * size,
-               None if SLOW[slow] is None else SLOW[slow] % size, buckets)  # fmt: skip
-    check_promises(one, run(one))
+DIMENSIONS: list[tuple[Any, ...]] = [
+    (*QUORUMS, 0.75),
+    (0, 1, 2, 16),  # staleness
+    (1, 2, 3, 4, 5),  # ranks
+    (None, 0, -1),  # the slow one
+    ((1, False), (2, False), (3, True)),  # buckets, and whether some leave before the step
+]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("quorum", "staleness", "size", "slow", "buckets"), covering(DIMENSIONS, 4 if LONG_RUN else 3), ids=str
+)
+def test_conservation(quorum, staleness, size, slow, buckets):
+    count, early = buckets
+    quorum = min(quorum, size) if quorum == 2 else quorum
+    one = plan(quorum, staleness, [6] * size, None if slow is None else slow % size, count, early=early)
+    check_promises(one, run(one, jitter=0.002 * ((size + staleness) % 2)))
+
+
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("quorum", [*QUORUMS, 0.75])
 def test_conservation_with_jitter(quorum, seed):
     one = plan(quorum, seed, [7, 5, 6], None, buckets=2)
     check_promises(one, run(one, jitter=0.004, seed=seed))
-
-
-@pytest.mark.parametrize("buckets", [2, 3])
-@pytest.mark.parametrize("quorum", QUORUMS)
-def test_conservation_in_every_bucket(quorum, buckets):
-    one = plan(quorum, 2, [6, 6, 6], 2, buckets)
-    check_promises(one, run(one))
-
-
-@pytest.mark.parametrize("jitter", [0.0, 0.003])
-@pytest.mark.parametrize("slow", SLOW.values())
-@pytest.mark.parametrize("quorum", QUORUMS)
-def test_conservation_with_buckets_that_leave_before_the_step(quorum, slow, jitter):
-    one = plan(quorum, 2, [6, 6, 6], None if slow is None else slow % 3, buckets=3, early=True)
-    check_promises(one, run(one, jitter=jitter))
 
 
 @pytest.mark.parametrize("quorum", QUORUMS)
@@ -228,7 +222,7 @@ def test_a_name_is_not_used_again_before_its_round_has_landed():
     one = plan("solo", 16, [NAMES_IN_RING + 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
-        transit = worker._transit
+        transit = worker._in_flight
         go = transit.go
 
         def watch(command: StartRound) -> None:
@@ -254,7 +248,7 @@ def _late(transit: RoundsInFlight, version: int) -> bool:
 
 
 def _drops_one(worker: EagerWorker) -> None:
-    transit = worker._transit
+    transit = worker._in_flight
     original, dropped = transit.add, [False]
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
@@ -268,7 +262,7 @@ def _drops_one(worker: EagerWorker) -> None:
 
 def _overwrites_values(worker: EagerWorker) -> None:
     """As the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
-    transit = worker._transit
+    transit = worker._in_flight
     original = transit.add
 
     def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
@@ -280,7 +274,7 @@ def _overwrites_values(worker: EagerWorker) -> None:
 
 
 def _sends_one_twice(worker: EagerWorker) -> None:
-    transit = worker._transit
+    transit = worker._in_flight
     original, sent = transit.go, [False]
 
     def go(command: StartRound) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+
 import networkx
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ import pytest
 from hvd_async.algorithms.gossip.error_feedback import SHARED
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
-from tests.conformance.cases import CASES
-from tests.threads.gossip_workload import check, check_sums, job, run, work
+from tests.conformance.cases import CASES, Case
+from tests.conformance.gossip_reference import on_time
+from tests.threads.gossip_workload import GATE_TIMEOUT, check, check_sums, holding, job, run, work
 
 SIZES = [1, 2, 3, 4, 5, 8]
 GRAPHS = {
@@ -21,6 +25,7 @@ GRAPHS = {
     "allreduce": [None],
 }
 PUSHES = ["sgp", "osgp", "dpsgd"]
+STILL = Case("still", "sgd", 0.0)
 UNEVEN = [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((4, 4, 4, 4), (1, 7, 3, 2))]
 
 
@@ -58,6 +63,32 @@ def test_with_commands_that_come_late(algorithm, seed):
     for graph in ("star", "complete"):
         one = job([7, 7, 7, 7], algorithm, **options(algorithm, graph))
         check(one, run(one, jitter=0.003, seed=seed))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_osgp_in_a_fixed_schedule(late):
+    """Nobody sees a message before ``late`` steps later, and then the rank waits for it."""
+    one, together = job([20] * 3, "osgp", "ring-right", max_staleness=late), threading.Barrier(3)
+    cluster = holding(3, lambda worker, keys: max(keys, default=0) <= worker._step - late)
+    records = cluster.run(work(one, before_step=lambda *_: together.wait(GATE_TIMEOUT)))  # type: ignore[arg-type]
+    taken = [[here for _, here in record.segments[0].log[:20]] for record in records]
+    assert taken == on_time(one.plan.matrices, 20, late, late)
+    for record in records:
+        assert record.stats.staleness == Counter(min(late, 20 - step) for step in range(1, 21, late))
+    check(one, records)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "graph"),
+    [("sgp", "star"), ("osgp", "star"), ("osgp", "exponential"), ("dpsgd", "bipartite-exponential")],
+)
+def test_equal_weights_stay_equal_whatever_comes_late_or_stays_out(algorithm, graph, hosts):
+    """A rank whose x and w did not belong together would show it: without gradients nothing may move."""
+    one = job([9, 14, 4, 2, 7, 7, 12, 1], algorithm, **options(algorithm, graph), local_size=hosts, case=STILL)
+    for record in run(one, jitter=0.002, seed=1):
+        path = np.array(record.segments[0].path)
+        np.testing.assert_allclose(path, np.tile(one.problem.start[0], (len(path), 1)), rtol=1e-12)
 
 
 @pytest.mark.parametrize("steps", UNEVEN)
@@ -114,6 +145,17 @@ def test_differences_for_no_step_are_read_after_those_for_one(graph):
     assert records[0].stats.messages_left > 0
 
 
+def test_messages_of_8_bits_reach_consensus():
+    """What rounding leaves out is in the next difference: ranks apart agree as closely as float32 scales allow."""
+    first = job([10] * 4, "dpsgd", compression="int8", cuts=frozenset({0}))
+    saved = [record.saved[0] for record in run(first)]
+    second = job([40] * 4, "dpsgd", compression="int8", case=STILL)
+    models = np.array([record.segments[0].path for record in run(second, resumed=saved)])
+    apart = np.abs(models - models.mean(axis=0)).max(axis=(0, 2))
+    assert apart[0] > 0.01
+    assert apart[-1] < 1e-5 * apart[0]
+
+
 def test_int8_of_more_than_one_chunk():
     one = job((4, 4, 4), compression="int8", elements=2500)
     records = run(one)
@@ -142,18 +184,42 @@ def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
                 np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize(
+    "more",
+    [{"average_every": 4}, {"average_every": 4, "compression": "fp16"}, {"compression": "int8"}, {"local_size": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [(5, 5, 5, 5), (3, 6, 4, 5)], ids=["even", "uneven"])
 @pytest.mark.parametrize(("algorithm", "graph"), [("sgp", "star"), ("sgp", "exponential"), ("dpsgd", "ring")])
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, compression):
-    one = job(((5,) * 4, (6,) * 4), algorithm, graph, compression=compression, average_every=4, cuts=frozenset({0}))
+def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, first, more):
+    if "local_size" in more and len(set(first)) > 1:
+        more = {"local_size": 4}  # with other hosts, whose messages wait, there is nothing to save
+    one = job((first, (6,) * 4), algorithm, graph, cuts=frozenset({0}), **more)
     whole = run(one)
     check_sums(one, whole)
-    rest = job((6,) * 4, algorithm, graph, compression=compression, average_every=4)
+    rest = job((6,) * 4, algorithm, graph, **more)
     resumed = run(rest, resumed=[record.saved[0] for record in whole])
     for before, after in zip(whole, resumed, strict=True):
         assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
         np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
         assert after.saved == [None]  # after a drain: nothing but the weights
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"algorithm": "dpsgd"}, {"compression": "int8"}, {"local_size": 2}, {"average_every": 3},
+     {"algorithm": "allreduce", "average_every": 4}],
+    ids=str,
+)  # fmt: skip
+def test_cuts_change_nothing(more):
+    """Neither is a graph of several phases begun anew, nor what is counted for ``average_every``."""
+    algorithm = more.get("algorithm", "sgp")
+    own = {"graph": "exponential" if algorithm == "sgp" else GRAPHS[algorithm][-1], **more, "cuts": frozenset(range(7))}
+    paths = []
+    for steps in (((1,) * 8,) * 7, ((7,) * 8,)):
+        records = run(job(steps, **own))
+        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
+    assert paths[0] == paths[1]
 
 
 @pytest.mark.parametrize("compression", ["none", "int8"])

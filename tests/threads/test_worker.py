@@ -65,6 +65,11 @@ def test_a_bucket_is_handed_over_once_and_all_are():
     Cluster(2).run(train)
 
 
+def test_a_round_is_frozen():
+    with pytest.raises(AttributeError):
+        ReducedRound(1, (), [], ()).index = 2  # type: ignore[misc]
+
+
 class Overwriting(MemoryCollectives):
     """As Horovod's, whose sums are in place: what was given away is gone, unless it is to be kept."""
 

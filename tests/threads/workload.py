@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.algorithms.eager.quorum import Quorum, needed
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import GradientLossError
 from hvd_async.runtime.engine import Engine
@@ -116,7 +116,7 @@ def plan(
     """One drain; the slow rank as slow as the quorum and the bound let it be."""
     config = EagerConfig(quorum, staleness, options.get("grace", 0.0), options.get("seed", 0), buckets)
     size = len(steps)
-    waits_for_slow = quorum in ("all", "majority") or (quorum != "solo" and int(quorum) >= size)
+    waits_for_slow = quorum in ("all", "majority") or (not isinstance(quorum, str) and needed(quorum, size) >= size)
     return Plan(config, [steps], slow, 0 if waits_for_slow else staleness, options.get("early", False))
 
 

@@ -97,7 +97,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "adpsgd": gossip("2 drain 1 drain", "1 drain drain", algorithm="adpsgd", max_local_steps=1),
         "adpsgd, exchanges take time": gossip("2 drain", "1 drain", algorithm="adpsgd", max_local_steps=1, slow=True),
         "adpsgd of three ranks": gossip("1 drain", "1 drain", "1 drain", algorithm="adpsgd", max_local_steps=1),
-        "sgp of three ranks": gossip("2 drain", "1 drain", "drain"),
+        "sgp of three ranks": gossip("1 drain", "1 drain", "drain"),
         "averages": gossip("2 drain 1 drain", "1 drain 1 drain", algorithm="allreduce", average_every=1),
         "sgp and averages": gossip("1 drain", "1 drain", average_every=1),
         "averages of three ranks": gossip("2 drain", "1 leave", "1 drain", algorithm="allreduce", average_every=1),
@@ -129,6 +129,7 @@ LONG: Mapping[str, Mapping[str, Job]] = {
         "adpsgd": gossip("3 drain", "3 drain", algorithm="adpsgd", max_local_steps=2, slow=True),
         "adpsgd of three ranks, uneven": gossip("2 drain", "1 drain", "1 leave", algorithm="adpsgd", max_local_steps=1),
         "sgp of three ranks": gossip("1 drain", "1 drain", "1 drain"),
+        "sgp of three ranks, all differ": gossip("2 drain", "1 drain", "drain"),
         "sgp of three ranks, uneven": gossip("1 drain", "1 drain", "2 drain"),
     },
     "leader": {

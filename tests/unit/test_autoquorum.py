@@ -10,9 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.auto_quorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
-from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady
 from hvd_async.algorithms.eager.quorum import Quorum
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.runtime.messages import Finished
 from tests.conftest import examples
+from tests.unit.moves import opened, step, whys
 from tests.unit.virtual import Course, VirtualJob
 
 Durations = list[list[float]]
@@ -146,6 +149,66 @@ def test_a_drain_says_nothing_about_the_ranks():
     assert one.auto.choose(1) == one.auto.choose(2)
     assert one.auto.choose(1).quorum == two.auto.choose(1).quorum == 2
     assert {d for durations in two.auto._durations.values() for d in durations} == {1.0}
+
+
+# -- in the state machine -------------------------------------------------------------------------------------
+
+
+def test_auto_tells_what_it_chooses_and_why():
+    """Rank 2 takes 9 s, the others 1 s: synchronous at first, then two of three."""
+    rounds = opened(EagerConfig("auto", 16, 0.0, 0, 1), 3)
+    told, reasons, now = [rounds.take_notice()], [], 0.0
+    for number in range(1, 13):
+        for rank, seconds in ((0, 1.0), (1, 1.0), (2, 9.0)):
+            reasons += [reason for _, _, _, reason in whys(step(rounds, rank, number, now + seconds))]
+            told.append(rounds.take_notice())
+        now += 9.0
+    learning, chosen, *_ = [news for news in told if news is not None]
+    assert learning == "auto: learning how long the ranks take"
+    assert chosen.startswith("auto: 2 of 3 ranks; fresh gradients per second by the last 2 steps are 1: ")
+    assert reasons[0] == f"quorum: 3 of 3 are in, 3 needed ({learning})"
+    assert f"quorum: 2 of 3 are in, 2 needed ({chosen})" in reasons
+
+
+def learned(rounds: EagerStateMachine) -> dict[int, list[float]]:
+    """The durations that "auto" goes by."""
+    assert rounds._auto is not None
+    return {rank: list(durations) for rank, durations in rounds._auto._durations.items()}
+
+
+def test_auto_learns_how_long_a_rank_takes_until_its_last_bucket_and_nothing_from_a_drain():
+    rounds = opened(EagerConfig("auto", 16, 0.0, 0, 2), 2)
+
+    def arrive(rank: int, number: int, *times: float) -> None:
+        for bucket, now in enumerate(times):
+            rounds.handle(rank, GradientReady(7, bucket, number), now)
+
+    arrive(0, 1, 5.0, 6.0)
+    arrive(1, 1, 7.0, 8.0)  # fired at 8: both are free
+    assert learned(rounds) == {0: [], 1: []}
+    arrive(0, 2, 9.0, 10.0)
+    arrive(1, 2, 8.5, 12.0)
+    assert learned(rounds) == {0: [2.0], 1: [4.0]}
+    for rank in (0, 1):
+        rounds.handle(rank, Finished(7, [2, 2]), 13.0)
+    arrive(0, 3, 100.0, 101.0)
+    arrive(1, 3, 102.0, 103.0)
+    assert learned(rounds) == {0: [2.0], 1: [4.0]}
+    arrive(0, 4, 104.0, 104.0)
+    assert learned(rounds) == {0: [2.0, 1.0], 1: [4.0]}
+
+
+@pytest.mark.parametrize("pace", ["steps", "rounds"])
+def test_auto_learns_how_long_a_rank_takes_that_comes_too_late_to_wait(pace):
+    def duration(rank: int, step: int) -> float:
+        return 1.25 if rank == 3 else 0.25
+
+    job = VirtualJob(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, duration, 60)
+    course = job.run()
+    assert course.given[3] < course.given[0], "it was never late"
+    assert {rank: set(seconds) for rank, seconds in learned(job.rounds).items()} == {
+        0: {0.25}, 1: {0.25}, 2: {0.25}, 3: {1.25}
+    }  # fmt: skip
 
 
 # -- is it nearly the best? -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import initiator
-from scripts.benchmarks.support.arms import gossip_of, parse_arms, quorum_of
 from scripts.benchmarks.support.schedule import (
     even_seed,
     linear,
@@ -102,7 +101,7 @@ def test_majority_follows_its_draw():
 
 
 def test_skew_tends_to_the_published_ratio():
-    ranks, times = 8, linear(20_000, 8, 0.03)
+    ranks, times = 8, linear(4_000, 8, 0.03)
     ratio = replay(times, "all", barrier=True).wait / replay(times, "majority", barrier=True).wait
     assert replay(times, "all", barrier=True).wait == pytest.approx(0.03 * 3.5)
     assert ratio == pytest.approx(3 * ranks / (ranks + 1), rel=0.02)
@@ -111,55 +110,6 @@ def test_skew_tends_to_the_published_ratio():
 def test_auto_cannot_be_replayed():
     with pytest.raises(ValueError, match="depends on what is measured"):
         replay(SMALL, "auto")
-
-
-def test_arms():
-    assert quorum_of("k6") == 6
-    assert quorum_of("0.75") == 0.75
-    assert quorum_of("solo") == "solo"
-    assert parse_arms("horovod, solo,k2,solo", 4) == ["horovod", "solo", "k2"]
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("k5", "5 of 4 ranks"),
-        ("k0", "no arm 'k0'"),
-        ("most", "no arm 'most'"),
-        ("1.5", "no arm"),
-        ("nan", "no arm"),
-        ("ddp", "not there in this case"),
-        ("", "no arm was named"),
-    ],
-)
-def test_arms_that_cannot_be(text, hint):
-    with pytest.raises(ValueError, match=hint):
-        parse_arms(text, 4, rivals=("horovod",))
-
-
-def test_arms_that_gossip():
-    assert gossip_of("sgp") == ("sgp", "none")
-    assert gossip_of("dpsgd-int8") == ("dpsgd", "int8")
-    assert gossip_of("solo") is None
-    assert parse_arms("horovod,adpsgd, sgp-bf16", 4, gossip=True) == ["horovod", "adpsgd", "sgp-bf16"]
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("sgp-int4", "messages of sgp may be fp16, bf16, int8"),
-        ("adpsgd-int8", "adpsgd has no fixed neighbours"),
-        ("ddp,sgp", "not there in this case"),
-    ],
-)
-def test_arms_that_cannot_gossip_so(text, hint):
-    with pytest.raises(ValueError, match=hint):
-        parse_arms(text, 4, rivals=("horovod",), gossip=True)
-
-
-def test_arms_that_gossip_are_not_in_every_case():
-    with pytest.raises(ValueError, match="'sgp' is not there in this case"):
-        parse_arms("horovod,sgp", 4)
 
 
 def test_an_even_seed_draws_evenly():

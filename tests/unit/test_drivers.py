@@ -12,10 +12,12 @@ import pytest
 from hvd_async.algorithms.gossip.options import GossipOptions
 from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.agreement import Buffers
 from hvd_async.optimizers.gossip import GossipDriver
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.methods import GossipMethods
 from hvd_async.optimizers.replica import WeightReplica
+from hvd_async.runtime.collective_calls import Combined
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.process_sets import RankGroup
 
@@ -48,11 +50,14 @@ class Weights(WeightReplica):
     def describe_nonfinite(self) -> str:
         return "not finite"
 
-    def consensus_distance(self, worker: Any) -> float:
-        return 0.25
+    def read_double(self) -> Any:
+        return self.weights.copy()
 
-    def unify_buffers(self, worker: Any, policy: str, root: int) -> None:
-        self.statistic = {"average": 7.0, "root": 100.0 + root}[policy]
+    def buffers(self) -> list[Buffers]:
+        def write(vector: Any) -> None:
+            self.statistic = float(vector[0])
+
+        return [Buffers("float64", True, lambda: np.array([self.statistic, 1.0]), write)]
 
     def keep_buffers(self) -> Callable[[], None]:
         kept = self.statistic
@@ -66,7 +71,8 @@ class Weights(WeightReplica):
 
 
 class Worker:
-    """One whose ranks have met: it mixes in 10, and what stands for all ranks is 3 times the weights."""
+    """One whose ranks have met: it mixes in 10, and what stands for all ranks is 3 times the weights. The other rank's
+    statistic is 9, its weights are more by 0.5; rank r sends 100 + r."""
 
     weight, wants_before, version, agreed, leader, keep = 0.5, False, 4, True, 2, None
     engine = SimpleNamespace(replaced=False, drain=lambda *_: None)
@@ -82,6 +88,13 @@ class Worker:
 
     def consensus(self, weights: Any) -> Any:
         return weights * 3
+
+    def sum(self, vector: Any, what: str) -> Combined:
+        other = {"the average of buffers (float64)": np.array([9.0, 1.0]), "consensus_distance()": vector}[what]
+        return Combined(vector + other + 0.5 * (len(vector) == 2 and "distance" in what), [0, 1])
+
+    def broadcast(self, vector: Any, root: int, what: str) -> Any:
+        return np.array([100.0 + root, 1.0])
 
     def record_loss(self, loss: float) -> None:
         self.losses.append(loss)
@@ -186,8 +199,16 @@ def test_losses_are_handed_over_when_a_step_begins():
     assert driver.worker.losses == [1.0, 2.0]
 
 
-def test_the_distance_is_that_of_the_replica():
-    assert gossip()[0].consensus_distance() == 0.25
+def test_the_distance_is_the_root_of_the_mean_square_over_ranks():
+    """Two elements, each 0.25 from the mean on both ranks."""
+    assert gossip()[0].consensus_distance() == pytest.approx((2 * 0.25**2) ** 0.5)
+
+
+def test_a_rank_whose_statistics_are_not_finite_takes_the_others():
+    _, driver, weights = gossip()
+    weights.statistic = np.nan
+    driver.unify_buffers()
+    assert weights.statistic == 9.0
 
 
 def test_beside_others_allreduce_averages_at_each_step():

@@ -1,18 +1,34 @@
-"""A process's end is told from a failure, in real processes: each script ends in another way."""
+"""A process's end is told from a failure, in real processes: each script ends in another way.
+
+The scripts stand in one file, one after the other, each at its top level. A process that has imported the library forks
+once for each of them: an import takes longer than a script.
+"""
 
 from __future__ import annotations
 
-import pathlib
 import subprocess
 import sys
+import textwrap
+from typing import NamedTuple
 
 import pytest
 
 HEAD = """
-import atexit, sys
+import atexit, os, sys
 from sys import exit as imported
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.lifecycle import Lifecycle
+codes = []
+for case in range(CASES):
+    child = os.fork()
+    if not child:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{case}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(*codes, flush=True)
+    os._exit(0)
 class Told(Lifecycle):
     def shutdown(self, leaving=False): print("drained")
     def abandon(self, error): print("abandoned:", error)
@@ -54,47 +70,64 @@ life.shutdown = shutdown
 NORMAL = "drained"
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "said"),
-    [
-        ("pass", 0, NORMAL),
-        ("sys.exit()", 0, NORMAL),
-        ("sys.exit(0)", 0, NORMAL),
-        ("sys.exit(False)", 0, NORMAL),
-        ("exit()", 0, NORMAL),
-        ("raise SystemExit", 0, NORMAL),
-        ("raise SystemExit(1)", 1, NORMAL),  # no hook can tell; the process has status 1 after a clean end
-        ("sys.exit(3)", 3, "abandoned: sys.exit(3)"),
-        ("leave(3)", 3, "abandoned: sys.exit(3)"),
-        ("sys.exit('no data')", 1, "abandoned: sys.exit('no data')"),
-        ("exit(3)", 3, "abandoned: sys.exit(3)"),
-        ("quit(3)", 3, "abandoned: sys.exit(3)"),
-        ("imported(3)", 3, "abandoned: sys.exit(3)"),
-        (KEPT_AND_RAISED, 4, "abandoned: sys.exit(4)"),
-        ("try:" + KEPT_AND_RAISED.replace("\n", "\n    ") + "\nfinally:\n    done = 1", 4, "abandoned: sys.exit(4)"),
-        ("fail()", 1, "abandoned: ValueError: boom"),
-        ("raise KeyboardInterrupt", 130, "abandoned: KeyboardInterrupt: "),
-        (CAUGHT.format(how="fail()", then="pass"), 0, NORMAL),
-        (CAUGHT.format(how="sys.exit(3)", then="pass"), 0, NORMAL),
-        (CAUGHT.format(how="leave(3)", then="kept = error"), 0, NORMAL),
-        (CAUGHT.format(how="exit(3)", then="pass"), 0, NORMAL),
-        (CAUGHT.format(how="leave(3)", then="sys.exit(0)"), 0, NORMAL),
-        (CAUGHT.format(how="leave(3)", then="raise"), 3, "abandoned: sys.exit(3)"),
-        (CAUGHT.format(how="fail()", then="sys.last_value = error"), 0, NORMAL),
-        (NOTEBOOK, 0, NORMAL),
-        (NOTEBOOK + "sys.exit(5)", 5, "abandoned: sys.exit(5)"),
-        (DRAIN_FAILS, 1, ""),
-        ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, NORMAL),
-    ],
-)
-def test_real_ends(script: str, code: int, said: str, tmp_path: pathlib.Path):
-    (tmp_path / "script.py").write_text(HEAD + script)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip("\n") == said, done.stderr
-    assert done.returncode in {code, -2} if code == 130 else done.returncode == code, done.stderr
+LOOKS = CAUGHT.format(how="sys.exit(3)", then="print(type(error).__name__, error.code, repr(error))")
+SCRIPTS = [
+    ("pass", 0, NORMAL),
+    ("sys.exit()", 0, NORMAL),
+    ("sys.exit(0)", 0, NORMAL),
+    ("sys.exit(False)", 0, NORMAL),
+    ("exit()", 0, NORMAL),
+    ("raise SystemExit", 0, NORMAL),
+    ("raise SystemExit(1)", 1, NORMAL),  # no hook can tell; the process has status 1 after a clean end
+    ("sys.exit(3)", 3, "abandoned: sys.exit(3)"),
+    ("leave(3)", 3, "abandoned: sys.exit(3)"),
+    ("sys.exit('no data')", 1, "abandoned: sys.exit('no data')"),
+    ("exit(3)", 3, "abandoned: sys.exit(3)"),
+    ("quit(3)", 3, "abandoned: sys.exit(3)"),
+    ("imported(3)", 3, "abandoned: sys.exit(3)"),
+    (KEPT_AND_RAISED, 4, "abandoned: sys.exit(4)"),
+    ("try:" + KEPT_AND_RAISED.replace("\n", "\n    ") + "\nfinally:\n    done = 1", 4, "abandoned: sys.exit(4)"),
+    ("fail()", 1, "abandoned: ValueError: boom"),
+    ("raise KeyboardInterrupt", 130, "abandoned: KeyboardInterrupt: "),
+    (CAUGHT.format(how="fail()", then="pass"), 0, NORMAL),
+    (CAUGHT.format(how="sys.exit(3)", then="pass"), 0, NORMAL),
+    (CAUGHT.format(how="leave(3)", then="kept = error"), 0, NORMAL),
+    (CAUGHT.format(how="exit(3)", then="pass"), 0, NORMAL),
+    (CAUGHT.format(how="leave(3)", then="sys.exit(0)"), 0, NORMAL),
+    (CAUGHT.format(how="leave(3)", then="raise"), 3, "abandoned: sys.exit(3)"),
+    (CAUGHT.format(how="fail()", then="sys.last_value = error"), 0, NORMAL),
+    (NOTEBOOK, 0, NORMAL),
+    (NOTEBOOK + "sys.exit(5)", 5, "abandoned: sys.exit(5)"),
+    (DRAIN_FAILS, 1, ""),
+    ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, NORMAL),
+    (LOOKS, 0, f"SystemExit 3 SystemExit(3)\n{NORMAL}"),
+]
+"""A script, the process's status, and what it says."""
 
 
-def test_an_exit_looks_as_python_made_it():
-    script = HEAD + CAUGHT.format(how="sys.exit(3)", then="print(type(error).__name__, error.code, repr(error))")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["SystemExit 3 SystemExit(3)", NORMAL], done.stderr
+class End(NamedTuple):
+    """How a script's process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> list[End]:
+    """Of all scripts."""
+    folder = tmp_path_factory.mktemp("ends")
+    parts = [f"if case == {n}:\n{textwrap.indent(text, '    ')}\n" for n, (text, _, _) in enumerate(SCRIPTS)]
+    (folder / "script.py").write_text("".join([HEAD.replace("CASES", str(len(SCRIPTS))), *parts]))
+    line = [sys.executable, "script.py"]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = [[(folder / f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(SCRIPTS))]
+    return [End(int(code), *texts) for code, texts in zip(done.stdout.split(), told, strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[text.strip().splitlines()[0] for text, _, _ in SCRIPTS])
+def test_real_ends(ends: list[End], number: int):
+    (_, code, said), end = SCRIPTS[number], ends[number]
+    assert end.out.strip("\n") == said, end.err
+    assert end.code in {code, -2} if code == 130 else end.code == code, end.err

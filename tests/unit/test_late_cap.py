@@ -16,7 +16,7 @@ CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace"
 
 def state(cap: float, index: int = 0, **config: Any) -> EagerDriver:
     nothing = cast(Any, None)
-    return EagerDriver(nothing, RankGroup(None, (0, 1), index, 0, 2), nothing, {**CONFIG, **config}, cap)
+    return EagerDriver(nothing, RankGroup(None, (0, 1), index, 0, 2), nothing, "local", {**CONFIG, **config}, cap)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -9,7 +10,7 @@ from hvd_async.runner.logs import write_leaders, write_step_times
 from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
 from hvd_async.runner.report import EpochRow, MetricsFile
 from hvd_async.runner.summary import KEYS
-from scripts.benchmarks.cases import OLD_NAMES, accuracy, convergence, no_stragglers
+from scripts.benchmarks.cases import accuracy
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
 from scripts.benchmarks.support.intervals import Interval
@@ -23,7 +24,10 @@ PULLS = [(10.0, 0, 1), (10.2, 1, 3), (11.0, -1, 3), (12.0, 0, 0), (13.5, -1, 0)]
 def plot(monkeypatch):
     """scripts/plot.py, imported as Python does when it is run."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("plot")
+    module = importlib.import_module("plot")
+    for own in (drawing, module.plot):
+        monkeypatch.setattr(own, "DPI", 20)
+    return module
 
 
 def summary_of(algorithm, quorum=None, ranks=2, **more):
@@ -131,7 +135,6 @@ def titles(*given):
 
     figure = Figure(layout="constrained")
     panels.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
-    figure.draw_without_rendering()
     return {axes.get_title(): axes for axes in figure.axes}
 
 
@@ -187,44 +190,45 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 # -- pictures of benchmarks -----------------------------------------------------------------------------------
 
 
-def trained(arm):
-    curves = [[[1.0, 1.0, 0.5], [2.0, 0.5, 0.9]]]
-    mean = float("inf")
-    return row(arm, {"delay": 0.0}, Interval(0.9, -mean, mean), "share", curves=curves)
+def test_bars_stand_in_groups_with_their_ends_and_marks():
+    from matplotlib.figure import Figure
+
+    rows = [
+        row(arm, {"ranks": ranks}, Interval(10.0 * ranks + place, 5.0, 90.0), "s", most=95.0 if place else None)
+        for ranks in (8, 4)
+        for place, arm in enumerate(("horovod", "solo"))
+    ]
+    axes = Figure().subplots()
+    drawing.bars(axes, rows, "{ranks} ranks")
+    drawing.marks(axes, rows, "{ranks} ranks", "most", "D", "the most")
+    middles = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
+    quarter = drawing.WIDTH / 4
+    assert middles == pytest.approx([-quarter, 1 - quarter, quarter, 1 + quarter])
+    assert [patch.get_height() for patch in axes.patches] == [80.0, 40.0, 81.0, 41.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8 ranks", "4 ranks"]
+    ends = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
+    assert ends == [[5.0, 90.0]] * 4
+    marks = [
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in axes.lines
+        if line.get_marker() == "D" and len(line.get_xdata())
+    ]
+    assert marks == [(pytest.approx(quarter), 95.0), (pytest.approx(1 + quarter), 95.0)]
 
 
-def compared(arm):
+def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
+    """A report's picture is drawn from its JSON, which knows no infinity."""
     gap = {"difference": 0.0, "difference_low": float("-inf"), "difference_high": float("inf"), "pairs": [0.0]}
-    return row(arm, {"delay": None}, 0.9, "share", **gap)
-
-
-def rated(arm):
-    ends = {"ratio": 1.0, "ratio_low": float("-inf"), "ratio_high": float("inf")}
-    return row(arm, {"framework": "torch"}, 0.1, "s", **ends)
-
-
-@pytest.mark.parametrize(
-    ("case", "one"),
-    [(convergence, trained), (accuracy, compared), (no_stragglers, rated)],
-    ids=lambda given: given.__name__,
-)
-def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path, case, one):
-    name = case.__name__.rpartition(".")[2]
-    name = OLD_NAMES.get(name, name)
-    report = Report(name, 4, [one("horovod"), one("solo")], case.COLUMNS, draw=case.draw)
+    rows = [row(arm, {"delay": None}, 0.9, "share", **gap) for arm in ("horovod", "solo")]
+    report = Report("accuracy", 4, rows, accuracy.COLUMNS, draw=accuracy.draw)
     report.write(tmp_path / "found.json")
     drawing.save(report, tmp_path / "first.png")
     plot.main([str(tmp_path / "found.json"), "--plot", str(tmp_path / "again.png")])
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "first.png").read_bytes()
-
-
-def test_a_report_is_drawn_from_its_json(tmp_path):
     drawn = []
-    rows = [row("solo", {1: (2, 3)}, float("inf"), "s")]
-    report = Report("race", 4, rows, (), draw=lambda _, given: drawn.extend(given))
-    drawing.save(report, tmp_path / "x.png")
+    drawing.save(dataclasses.replace(report, draw=lambda _, given: drawn.extend(given)), tmp_path / "x.png")
     assert drawn == json.loads(report.json())["rows"]
-    assert (drawn[0]["value"], drawn[0]["setting"]) == (None, {"1": [2, 3]})
+    assert drawn[0]["difference_low"] is None
 
 
 # -- what cannot be drawn -------------------------------------------------------------------------------------
@@ -276,25 +280,6 @@ def test_metrics_are_those_that_the_runner_writes(tmp_path):
         names = csv.DictReader(file).fieldnames
     assert {"epoch", "train_loss", "test_accuracy", "seconds", "consensus_distance", "staleness_mean"} <= set(names)
     assert set(runs.BY_RANK) <= set(names)
-
-
-# -- telling runs apart ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arms",
-    [["majority", "adpsgd"], ["solo", "majority", "all", "sgp", "osgp", "dpsgd", "adpsgd"], ["horovod", "torchft"]],
-)
-def test_no_two_series_share_a_colour_while_there_are_enough(arms):
-    assert len({drawing.colour(arm, arms)[0] for arm in arms}) == len(arms)
-    assert drawing.colour(arms[0], arms) == drawing.colour(arms[0], arms[:1]), "the first keeps its own"
-
-
-def test_arms_of_one_algorithm_share_a_colour():
-    arms = ["all", "dpsgd", "dpsgd-int8"]
-    looks = [drawing.colour(arm, arms) for arm in arms]
-    assert looks[1][0] == looks[2][0] != looks[0][0]
-    assert looks[1][1] != looks[2][1]
 
 
 def test_one_epoch_is_drawn_as_bars(tmp_path):

@@ -1,12 +1,16 @@
-"""Thread-safe counts of one optimizer's rounds, for ``stats()``."""
+"""Counts of one optimizer's gradients and rounds: that none is lost, and for ``stats()``."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.messages import RoundTrigger
+from hvd_async.errors import GradientLossError
+from hvd_async.runtime.messages import Drained
 from hvd_async.stats import Stats
 
 
@@ -65,3 +69,72 @@ class Counters:
                 held_bytes=self._bytes,
                 peak_bytes=self._peak,
             )
+
+
+class GradientLedger:
+    """Gradients that the training thread has handed over, and those it has applied; each is to be applied once.
+
+    Args:
+        buckets: how many gradients come in.
+
+    Attributes:
+        produced: gradients handed over, by bucket, since the start.
+        applied: gradients of all ranks in the rounds that were applied, by bucket.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.produced, self.applied = [0] * buckets, [0] * buckets
+        self._rounds = self._skipped = 0
+        self._total: int | None = None
+        self._lacks = False
+        """Whether a bucket of the step that is under way holds no gradient."""
+
+    def hand_over(self, bucket: int, empty: bool) -> None:
+        """A bucket of the step that is under way is handed over; an empty one counts as no gradient."""
+        self._lacks = self._lacks or empty
+        self.produced[bucket] += not empty
+
+    def end_step(self) -> None:
+        """All buckets of the step that is under way have been handed over."""
+        self._skipped, self._lacks = self._skipped + self._lacks, False
+
+    def take_back(self, buckets: Sequence[int]) -> None:
+        """Buckets of a step have turned out to hold no gradient."""
+        for bucket in buckets:
+            self.produced[bucket] -= 1
+        self._skipped += bool(buckets)
+
+    def restore(self, bucket: int, gradients: int) -> None:
+        """So many gradients of an earlier run are pending here."""
+        self.produced[bucket] += gradients
+
+    def apply(self, round_: ReducedRound) -> None:
+        """A round has been applied."""
+        self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
+        self._rounds += round_.gradients > 0
+
+    def note_drained(self, drained: Drained[Any]) -> None:
+        """All ranks have finished, and say how many gradients they have produced."""
+        self._total = max(drained.produced)
+
+    def check_drained(self, drained: Drained[Any], rank: int) -> None:
+        """Compare the gradients produced with those applied, after a drain.
+
+        Raises:
+            GradientLossError: they differ.
+        """
+        if drained.flushed and self.applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (of each bucket) were produced but {self.applied} were applied "
+                f"on rank {rank}. This is a bug in hvd_async; please report it with stats()."
+            )
+
+    def stats(self) -> dict[str, int | None]:
+        """Return what ``Stats`` shows of it."""
+        return {
+            "rounds_applied": self._rounds,
+            "gradients_produced": max(self.produced),
+            "gradients_applied": max(self.applied),
+            "gradients_skipped": self._skipped,
+            "total_produced": self._total,
+        }

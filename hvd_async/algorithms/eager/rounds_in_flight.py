@@ -48,13 +48,13 @@ class RoundsInFlight:
         engine: this rank's.
         wire: how vectors travel.
         deliver: called with rounds that are ready to be applied, in order.
-        tally: counts.
+        counters: of the optimizer.
     """
 
     def __init__(
-        self, engine: Engine, wire: GradientFormat, deliver: Callable[[list[ReducedRound]], None], tally: Counters
+        self, engine: Engine, wire: GradientFormat, deliver: Callable[[list[ReducedRound]], None], counters: Counters
     ) -> None:
-        self._engine, self._wire, self._deliver, self._tally = engine, wire, deliver, tally
+        self._engine, self._wire, self._deliver, self._counters = engine, wire, deliver, counters
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
         self._pending = [_Pending() for _ in range(self._buckets)]
@@ -64,6 +64,8 @@ class RoundsInFlight:
         self._next_ready = 1
         self.landed = [0] * self._buckets
         """Completed rounds, by bucket."""
+        self.at_cut: list[PendingGradient] | None = None
+        """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """Add a gradient, computed at ``version``, to the pending ones."""
@@ -72,7 +74,7 @@ class RoundsInFlight:
             pending.vector = vector
         else:
             pending.vector += vector
-            self._tally.add_held_bytes(-self._wire.nbytes[bucket])
+            self._counters.add_held_bytes(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
     def restore(self, held: list[PendingGradient]) -> None:
@@ -80,11 +82,27 @@ class RoundsInFlight:
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
-                self._tally.add_held_bytes(self._wire.nbytes[bucket])
+                self._counters.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
         """Return gradients that no round has carried yet, by bucket."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
+
+    def keep_for_cut(self) -> None:
+        """Keep a copy of the pending gradients, as the state to save after a cut."""
+        held = [PendingGradient(None if vector is None else vector + 0, at) for vector, at in self.pending()]
+        self._counters.add_held_bytes(self._nbytes(held))
+        self.at_cut = held
+
+    def forget_cut(self) -> None:
+        """Drop that copy: a step or another end follows (training thread, or engine thread)."""
+        held, self.at_cut = self.at_cut, None
+        if held is not None:
+            self._counters.add_held_bytes(-self._nbytes(held))
+
+    def _nbytes(self, held: list[PendingGradient]) -> int:
+        pairs = zip(held, self._wire.nbytes, strict=True)
+        return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
     def go(self, go: StartRound) -> None:
         """Take the pending gradients and submit them for a round."""
@@ -129,10 +147,10 @@ class RoundsInFlight:
     def _take(self, bucket: int, firing: RoundTrigger, staleness: list[int]) -> Vector | None:
         taken, self._pending[bucket] = self._pending[bucket], _Pending()
         if bucket == 0:
-            self._tally.took(staleness)
-        self._tally.went(bucket, firing, self._wire.bytes_sent(bucket))
+            self._counters.took(staleness)
+        self._counters.went(bucket, firing, self._wire.bytes_sent(bucket))
         if taken.vector is None:
-            self._tally.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
+            self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
         return taken.vector
 
     def _flight(self, round_: int) -> _Flight:
@@ -149,7 +167,7 @@ class RoundsInFlight:
             if len(sums) < self._buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
-            self._tally.came(time.monotonic() - flight.started)
+            self._counters.came(time.monotonic() - flight.started)
             ready.append(ReducedRound(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
             self._next_ready += 1
         if ready:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.counters import Counters, GradientLedger
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
@@ -25,7 +25,7 @@ from hvd_async.algorithms.eager.messages import (
 )
 from hvd_async.algorithms.eager.round_inbox import RoundInbox
 from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
-from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.log import warn
@@ -63,27 +63,20 @@ class EagerWorker(Worker):
         inbox = RoundInbox(engine.changed)
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
         self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
-        self._tally = Counters(wire.members or range(engine.size))
-        self._transit = RoundsInFlight(engine, wire, inbox.deliver, self._tally)
+        self._counters = Counters(wire.members or range(engine.size))
+        self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters)
         # Training thread's:
         self._steps = self._base = 0
         """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
         self._handed: set[int] = set()
         """Buckets of the step after this that have been handed over."""
         self.whole = Uninterrupted()
-        self._empty = False
-        """Whether one of them was empty."""
         self._version = 0
-        self._applied = [0] * config.buckets
-        self._produced = [0] * config.buckets
-        self._rounds_applied = self._skipped = 0
-        self._total_produced: int | None = None
+        self.ledger = GradientLedger(config.buckets)
         self._settled_at = 0
         """Steps at the last drain or cut."""
         self.mend: int | None = None
         """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
-        self._at_cut: list[PendingGradient] | None = None
-        """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
@@ -173,7 +166,7 @@ class EagerWorker(Worker):
                 self._hand_in(number, vectors, hyper)
         self._await(lambda: len(self._inbox.ready) >= self._behind)
         with self.whole("a step could not be ended"):
-            self._uncount()
+            self.ledger.take_back(self._emptied())
             rounds = self._inbox.waiting(most)
             if self.config.pace == "rounds":
                 taken = VersionTaken(number, self._version + len(rounds))
@@ -186,10 +179,10 @@ class EagerWorker(Worker):
         version, step = self._version, self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
-        self._keep(None)
-        self._steps, self._skipped = self._steps + 1, self._skipped + self._empty
+        self._in_flight.forget_cut()
+        self._steps += 1
+        self.ledger.end_step()
         self._handed.clear()
-        self._empty = False
         told, self._told = None if hyper == self._told else hyper, hyper
 
         def hand_over() -> None:
@@ -201,18 +194,9 @@ class EagerWorker(Worker):
 
     def _prepare(self, bucket: int, vector: Vector | None) -> None:
         """Count what is about to be handed over."""
-        if vector is None:
-            self._empty = True
-        else:
-            self._produced[bucket] += 1
-            self._tally.add_held_bytes(self.wire.nbytes[bucket])
-
-    def _uncount(self) -> None:
-        """Take back what ``_prepare`` has counted of vectors that hold nothing."""
-        emptied = self._emptied()
-        for bucket in emptied:
-            self._produced[bucket] -= 1
-        self._skipped += bool(emptied)
+        self.ledger.hand_over(bucket, vector is None)
+        if vector is not None:
+            self._counters.add_held_bytes(self.wire.nbytes[bucket])
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
@@ -240,12 +224,11 @@ class EagerWorker(Worker):
     def end(self) -> None:
         """The round that is next has been applied."""
         round_ = self._inbox.take()
-        if self._transit.timeline is not None:
-            self._transit.timeline.applied(self._opened_number(), round_.index, time.monotonic())
+        if self._in_flight.timeline is not None:
+            self._in_flight.timeline.applied(self._opened_number(), round_.index, time.monotonic())
         self._version = round_.index
-        self._applied = [a + b for a, b in zip(self._applied, round_.counts, strict=True)]
-        self._rounds_applied += round_.gradients > 0
-        self._tally.add_held_bytes(-sum(self.wire.nbytes))
+        self.ledger.apply(round_)
+        self._counters.add_held_bytes(-sum(self.wire.nbytes))
         self.whole.end()
 
     # -- draining (training thread) ---------------------------------------------------------------------------
@@ -270,8 +253,8 @@ class EagerWorker(Worker):
             super()._say_done(flush)
 
     def _counts(self) -> list[int]:
-        self._uncount()
-        return list(self._produced)
+        self.ledger.take_back(self._emptied())
+        return list(self.ledger.produced)
 
     def drain(self, apply: Apply | None = None) -> None:
         """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
@@ -290,18 +273,18 @@ class EagerWorker(Worker):
         self._apply = apply or self._apply
         self.wind_up(False)
 
+    def _is_complete(self) -> bool:
+        return self._inbox.complete(self._version)
+
     @property
     def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
-        inbox = self._inbox
-        return inbox.refused is not None or inbox.complete(self._version) or inbox.has_round()
+        return super().has_available or self._inbox.has_round()
 
     def apply_available(self) -> bool:
-        """Announce that this rank has finished."""
         self._check_refused()
         self.whole.check()
         self._apply_all(self._inbox.waiting(), self._apply)
-        return self._inbox.complete(self._version)
+        return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
         """Raise, if this rank cannot finish now; at the process's end it can, also between backward() and step()."""
@@ -319,12 +302,8 @@ class EagerWorker(Worker):
             drained = self._take_drained()
             self._settled_at, self.shown, self.mend = self._steps, 0, drained.mend
             self._base = drained.rounds - self._steps
-            self._total_produced = max(drained.produced)
-        if drained.flushed and self._applied != drained.produced:
-            raise GradientLossError(
-                f"drain: {drained.produced} gradients (of each bucket) were produced but {self._applied} were applied "
-                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
-            )
+            self.ledger.note_drained(drained)
+        self.ledger.check_drained(drained, self.engine.rank)
         self._end(drained.flushed)
 
     def discard_results(self) -> None:
@@ -335,14 +314,14 @@ class EagerWorker(Worker):
 
     def pending(self) -> list[PendingGradient]:
         """Return gradients that no round has carried yet, by bucket; complete after a cut."""
-        if self._at_cut is not None and self.settled:
-            return self._at_cut
+        if self._in_flight.at_cut is not None and self.settled:
+            return self._in_flight.at_cut
         if self.engine.replaced and self.settled:  # it was shut down, and drained before
             return [PendingGradient(None, [])] * self.config.buckets
         found: Future[list[PendingGradient]] = Future()
 
         def look() -> None:
-            found.set_result(self._transit.pending())
+            found.set_result(self._in_flight.pending())
             with self.engine.changed:
                 self.engine.changed.notify_all()
 
@@ -352,48 +331,33 @@ class EagerWorker(Worker):
 
     def restore(self, held: list[PendingGradient]) -> None:
         """Begin with an earlier run's pending gradients, before ``open``; versions as they were at its cut."""
-        self._transit.restore(held)
+        self._in_flight.restore(held)
         self._restored = any(vector is not None for vector, _ in held)
         for bucket, (_, versions) in enumerate(held):
-            self._produced[bucket] += len(versions)
+            self.ledger.restore(bucket, len(versions))
 
     def stats(self) -> Stats:
         """Return a snapshot of the counts."""
-        return self._tally.stats(
-            steps=self._steps,
-            rounds=self._version,
-            rounds_applied=self._rounds_applied,
-            gradients_produced=max(self._produced),
-            gradients_applied=max(self._applied),
-            gradients_skipped=self._skipped,
-            total_produced=self._total_produced,
-            wait_s=self._wait_s,
-        )
+        return self._counters.stats(steps=self._steps, rounds=self._version, wait_s=self._wait_s, **self.ledger.stats())
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
         if vector is not None:
-            self._transit.add(bucket, vector, version)
+            self._in_flight.add(bucket, vector, version)
         self.engine.send(GradientReady(number, bucket, step))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartRound():
-                self._transit.go(command)
+                self._in_flight.go(command)
             case SetHyperparameters(_, round_, hyper):
-                self._transit.settle(round_, hyper)
+                self._in_flight.settle(round_, hyper)
             case ReportReceived():
-                self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._transit.landed)))
+                self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._in_flight.landed)))
             case Drained():
-                held = [] if command.flushed else self._transit.pending()
-                self._keep([PendingGradient(None if v is None else v + 0, at) for v, at in held] or None)
+                self._in_flight.forget_cut()
+                if not command.flushed:
+                    self._in_flight.keep_for_cut()
         super().on_command(command)
-
-    def _keep(self, held: list[PendingGradient] | None) -> None:
-        """Keep the pending gradients of a cut, or drop them."""
-        for sign, kept in ((-1, self._at_cut), (1, held)):
-            lengths = zip(kept or [], self.wire.nbytes, strict=False)
-            self._tally.add_held_bytes(sign * sum(nbytes for (vector, _), nbytes in lengths if vector is not None))
-        self._at_cut = held

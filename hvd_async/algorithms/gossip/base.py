@@ -128,19 +128,9 @@ class GossipWorker(Worker):
     def _counts(self) -> list[int]:
         return [self._before + self._step]
 
-    def _whole(self) -> bool:
-        """Return whether all ranks have finished, and all messages have been received."""
+    def _is_complete(self) -> bool:
         drained = self._inbox.drained
         return drained is not None and self._mail.completed >= drained.rounds
-
-    @property
-    def has_available(self) -> bool:
-        return self._inbox.refused is not None or self._whole()
-
-    def apply_available(self) -> bool:
-        """Return whether an end can complete: there is nothing to apply before, as ``gather`` mixes messages in."""
-        self._check_refused()
-        return self._whole()
 
     def complete_drain(self) -> None:
         """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and count steps anew."""

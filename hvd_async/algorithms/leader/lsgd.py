@@ -1,8 +1,11 @@
-"""LSGD's equations as pure functions (Teng et al., NeurIPS 2019, Algorithm 1; leaders x_l of the group, x_g of all).
+"""LSGD's equations as pure functions: Teng et al., NeurIPS 2019, with leaders x_l of the group and x_g of all ranks.
 
     a pull of the group, every local_period steps:   x <- (1 - c1) x + c1 x_l
     a pull of all, every global_period steps:        x <- (1 - c2) x + c2 x_g
     each step between pulls:    x <- x - p1/local_period (x - x_l) - p2/global_period (x - x_g)
+
+c1, c2, p1 and p2 are named as in the authors' code (github.com/yunfei-teng/LSGD). It applies p2 and p1 one after the
+other: both at once differ from that by their product, divided by both periods, times x - x_g.
 
 The leader of a group, or of all, is the rank with the lowest recent training loss (``selection``); it is not pulled.
 """

@@ -213,20 +213,9 @@ class LeaderWorker(Worker):
     def _counts(self) -> list[int]:
         return [self.steps]
 
-    def _whole(self) -> bool:
-        """Whether all ranks have finished, and all pulls before that have completed."""
+    def _is_complete(self) -> bool:
         drained = self._inbox.drained
         return drained is not None and self.receiver.has_completed(drained.rounds)
-
-    @property
-    def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
-        return self._inbox.refused is not None or self._whole()
-
-    def apply_available(self) -> bool:
-        """Return whether all is applied: there is nothing to do but wait, as the next step applies pulls."""
-        self._check_refused()
-        return self._whole()
 
     def complete_drain(self) -> None:
         """Complete a drain or cut; in a drain, let the binding put ``gather``'s weights into the model."""

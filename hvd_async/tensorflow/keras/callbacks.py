@@ -19,11 +19,11 @@ import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
 
-from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.methods import WeightMethods
+from hvd_async.tensorflow.variables import raw
 from hvd_async.tensorflow.wait_notices import told_if_long
 
 

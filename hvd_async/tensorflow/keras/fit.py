@@ -10,10 +10,10 @@ from typing import Any
 import keras
 
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.tensorflow.buffers import raw
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.methods import GossipMethods, WeightMethods
+from hvd_async.tensorflow.variables import raw
 
 
 def our_optimizer(model: Any) -> Any:

@@ -126,9 +126,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     plot.label(axes[0], "first arrival to last receipt", "ms", "% of rounds below")
     axes[0].legend(frameon=False)
     used = [each for each in rows if each["setting"]["what"] == CPU]
-    if used:
-        group = f"{used[0]['setting']['megabytes']:g} MB, {used[0]['setting']['ranks']} ranks"
-        plot.bars(axes[1], used, [group], lambda each: group)
+    plot.bars(axes[1], used, "{megabytes:g} MB, {ranks} ranks")
     axes[1].axhline(5.0, color="black", linestyle=":", label="goal, 5 ms")
     plot.label(axes[1], "engine thread's own CPU time", "gradients", "ms of CPU a round")
     axes[1].legend(frameon=False)

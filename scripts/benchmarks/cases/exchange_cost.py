@@ -113,13 +113,9 @@ def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
 
 def draw(figure: Any, rows: list[Row]) -> None:
     """Times by number of ranks and size; those of the slowest rank as marks."""
-    axes = figure.subplots(1, 1)
-
-    def group_of(each: Row) -> str:
-        return f"{each['setting']['ranks']} ranks, {each['setting']['megabytes']:g} MB"
-
-    groups = sorted({group_of(each) for each in rows})
-    plot.bars(axes, rows, groups, group_of)
-    plot.marks(axes, rows, groups, group_of, "slowest_ms", "D", "the slowest rank")
+    axes, group = figure.subplots(1, 1), "{ranks} ranks, {megabytes:g} MB"
+    rows = sorted(rows, key=lambda each: (each["setting"]["ranks"], each["setting"]["megabytes"]))
+    plot.bars(axes, rows, group)
+    plot.marks(axes, rows, group, "slowest_ms", "D", "the slowest rank")
     plot.label(axes, "one exchange between pairs of ranks", "", "ms, mean over ranks")
     plot.legend(figure, axes)

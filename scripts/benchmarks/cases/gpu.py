@@ -134,7 +134,7 @@ def judge(report: Report) -> None:
 def draw(figure: Any, rows: list[Row]) -> None:
     """Images a second, and over the baseline's with their intervals."""
     left, right = figure.subplots(1, 2)
-    plot.bars(left, rows, [rows[0]["setting"]["dtype"]], lambda each: each["setting"]["dtype"])
+    plot.bars(left, rows, "{dtype}")
     plot.label(left, "median block and spread", "computation in", "images a second")
     plot.points(right, rows, "ratio", rotation=30)
     right.axhspan(OTHERS, 1.0, color="#56B4E9", alpha=0.2)

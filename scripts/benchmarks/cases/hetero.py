@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ..support import launch, plot
+from ..support import launch, plot, timed
 from ..support.arms import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_for_nobody
 from ..support.blocks import by_arm, everywhere, grouped, identical, median
 from ..support.intervals import spread
 from ..support.launch import START, Block, Say, repetitions
 from ..support.report import Column, Report, Row, chosen, ends, ranged, row
-from ..support.timed import TOO_BUSY
 
 HELP = "the last rank is 2, 5 or 10 times slower for good: samples a second of all ranks, averagings or pulls a step"
 COLUMNS = (
@@ -180,9 +179,7 @@ def _judge(report: Report, rows: list[Row], slow: float) -> None:
     found, where = {each["arm"]: each for each in rows}, f"one rank {slow:g} times slower"
     if "horovod" in found:
         over = found["horovod"]["slow_step_s"] / (found["horovod"]["setting"]["compute"] * slow)
-        report.at_most(f"Horovod's step over the slow rank's work, {where}", over, TOO_BUSY)
-        if over > TOO_BUSY:
-            report.notes.append(f"the machine was too busy: Horovod's arm took {over:.2f} of its bound, {where}")
+        timed.judge_busy(report, f"Horovod's step over the slow rank's work, {where}", over, f", {where}")
     for each in rows:
         if waits_for_nobody(each["arm"]) and each["kept"] is not None:
             what = f"{each['arm']}: the others' steps a second, of those with no slow rank, {where}"
@@ -201,22 +198,17 @@ def draw(figure: Any, rows: list[Row]) -> None:
     what the fast ranks keep."""
     compared = [each for each in rows if each["kept"] is not None]
     axes = figure.subplots(1, 3 if compared else 2)
-    groups = [f"{slow:g} times" for slow in dict.fromkeys(each["setting"]["slowdown"] for each in rows)]
-
-    def group_of(each: Row) -> str:
-        return f"{each['setting']['slowdown']:g} times"
-
+    group = "{slowdown:g} times"
     key = "speedup" if all(each["speedup"] is not None for each in rows) else "value"
-    plot.bars(axes[0], rows, groups, group_of, key)
+    plot.bars(axes[0], rows, group, key)
     if key == "speedup":
-        plot.marks(axes[0], rows, groups, group_of, "bound", "D", "bound")
+        plot.marks(axes[0], rows, group, "bound", "D", "bound")
     plot.label(axes[0], "all ranks together", "", "samples a second" + (", of Horovod's" if key == "speedup" else ""))
-    plot.bars(axes[1], rows, groups, group_of, "fast_step_s")
-    plot.marks(axes[1], rows, groups, group_of, "slow_step_s", "o", "the slow rank")
+    plot.bars(axes[1], rows, group, "fast_step_s")
+    plot.marks(axes[1], rows, group, "slow_step_s", "o", "the slow rank")
     plot.label(axes[1], "a step of the fast ranks", "how much slower the last rank is", "seconds")
     if compared:
-        plot.bars(axes[2], [{**each, "value": each["kept"], "low": each["kept_low"], "high": each["kept_high"]}
-                            for each in compared], groups, group_of)  # fmt: skip
+        plot.bars(axes[2], compared, group, "kept")
         axes[2].axhline(KEEPS, color="black", linestyle=":", label=f"wanted: {KEEPS}")
         plot.label(axes[2], "what the fast ranks keep", "", "steps a second, over those with no slow rank")
     plot.legend(figure, *axes)

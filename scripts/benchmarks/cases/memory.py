@@ -116,16 +116,11 @@ def judge(report: Report) -> None:
 def draw(figure: Any, rows: list[Row]) -> None:
     """Copies by mode and arm, by our count and by the process's memory."""
     axes = figure.subplots(1, 2)
-    modes = list(dict.fromkeys(each["setting"]["mode"] for each in rows))
     ours = [each for each in rows if each["allowed"] is not None]
-
-    def mode_of(each: Row) -> str:
-        return str(each["setting"]["mode"])
-
-    plot.bars(axes[0], ours, modes, mode_of)
-    plot.marks(axes[0], ours, modes, mode_of, "allowed", "D", "allowed: 2 and one a waiting round")
+    plot.bars(axes[0], ours, "{mode}")
+    plot.marks(axes[0], ours, "{mode}", "allowed", "D", "allowed: 2 and one a waiting round")
     plot.label(axes[0], "most gradients held, by stats()", "mode", "copies of the model's gradients")
-    plot.bars(axes[1], rows, modes, mode_of, key="resident")
-    plot.marks(axes[1], rows, modes, mode_of, "keeps", "v", "kept by the rank that is done")
+    plot.bars(axes[1], rows, "{mode}", key="resident")
+    plot.marks(axes[1], rows, "{mode}", "keeps", "v", "kept by the rank that is done")
     plot.label(axes[1], "growth of the process", "mode", "copies of the model's gradients")
     plot.legend(figure, *axes)

@@ -84,7 +84,7 @@ def judge(report: Report, wide: float) -> None:
         report.at_most(f"{each['arm']}'s step over Horovod's", each["ratio"], 1.03)
         width = Interval(each["ratio"], each["ratio_low"], each["ratio_high"]).wide / each["ratio"]
         report.at_most(f"{each['arm']}'s 95% interval, each way", width, wide)
-    timed.judge_auto(report, {arm: each["fresh_per_s"] for arm, each in found.items()})
+    timed.judge_auto(report, report.rows)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -93,6 +93,6 @@ def draw(figure: Any, rows: list[Row]) -> None:
     plot.points(axes[0], rows, "ratio")
     axes[0].axhspan(0.97, 1.03, color="#56B4E9", alpha=0.2, label="within 3%")
     plot.label(axes[0], "step time over Horovod's, median and 95% interval", "arm", "ratio")
-    plot.bars(axes[1], rows, [rows[0]["setting"]["framework"]], lambda each: each["setting"]["framework"])
+    plot.bars(axes[1], rows, "{framework}")
     plot.label(axes[1], "step time, median block and spread", "framework", "seconds a step")
     plot.legend(figure, axes[1])

@@ -193,11 +193,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
     panels = figure.subplots(1, len(parts), squeeze=False)[0]
     for axes, part in zip(panels, parts, strict=True):
         mine = [each for each in rows if each["setting"]["part"] == part]
-        size = f"{mine[0]['setting']['megabytes']:g} MB"
-        plot.bars(axes, mine, [size], lambda each, size=size: size)  # type: ignore[misc]
+        size = "{megabytes:g} MB"
+        plot.bars(axes, mine, size)
         if part == "wire":
             for key, marker, text in (("expected", "D", "expected"), ("sent_most", "^", "most sent by a rank")):
-                plot.marks(axes, mine, [size], lambda each, size=size: size, key, marker, text)  # type: ignore[misc]
+                plot.marks(axes, mine, size, key, marker, text)
             plot.label(axes, "a rank receives in a pull", "of weights", "models")
         else:
             plot.label(axes, "a pull takes, mean over ranks", "of weights", "ms")

@@ -33,7 +33,6 @@ from ..support.intervals import mean_interval, spread
 from ..support.launch import Block, Say, repetitions
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row
 from ..support.schedule import Schedule, replay, synchronous_seconds
-from ..support.timed import TOO_BUSY
 from ..support.trainings import judge_close, score
 
 HELP = "an LSTM on sequences of different lengths: steps a second against the lengths' own bound, and test accuracy"
@@ -179,13 +178,8 @@ def judge(report: Report) -> None:
     """Add what must show."""
     base = next(each for each in report.rows if each["arm"] == BASELINE)
     if base["over_ideal"] is not None:
-        over = 1 / base["over_ideal"]
-        report.at_most("Horovod's step over its own bound", over, TOO_BUSY)
-        if over > TOO_BUSY:
-            report.notes.append(
-                f"the machine was too busy: Horovod's arm took {over:.2f} of its bound, so that speed-ups over it say "
-                "too much; those over ideal do not"
-            )
+        more = ", so that speed-ups over it say too much; those over ideal do not"
+        timed.judge_busy(report, "Horovod's step over its own bound", 1 / base["over_ideal"], more)
     for each in report.rows:
         if each["arm"] in JUDGED:
             gain, bound = each["speedup"], each["bound"]
@@ -217,8 +211,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes[1].plot([], [], "o", color="white", markeredgecolor="black", label="a seed's accuracy")
     axes[1].plot([], [], color="#555555", label="mean accuracy")
     for one in axes[:2]:
-        one.set_xticks(range(len(names)), names)
-        one.set_xlim(-0.6, len(names) - 0.4)
+        plot.arms_below(one, names)
     plot.label(axes[0], f"steps a second over Horovod's, {framework}", "arm", "ratio, median and spread")
     plot.label(axes[1], "test accuracy", "arm", "share of test clips (axis cut off)")
     seconds = rows[0]["computed"]

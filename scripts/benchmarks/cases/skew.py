@@ -110,7 +110,7 @@ def judge(report: Report) -> None:
     if "solo" in found and found["solo"]["contributors"] is not None:
         count = found["solo"]["contributors"]
         report.wants("solo's ranks in a round", count, "1 to 1.1", 1.0 <= count <= 1.1)
-    timed.judge_auto(report, {arm: each["fresh_per_s"] for arm, each in found.items()}, ", skew")
+    timed.judge_auto(report, report.rows, ", skew")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -125,8 +125,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
             if each.get(replayed) is not None:
                 one.plot(place, each[replayed], "D", color="white", markeredgecolor="black")
         one.plot([], [], "D", color="white", markeredgecolor="black", label="replayed, communication for free")
-        one.set_xticks(range(len(names)), names)
-        one.set_xlim(-0.6, len(names) - 0.4)
+        plot.arms_below(one, names)
     plot.label(axes[0], "waiting for the round", "arm", "ms a rank and step, mean")
     plot.label(axes[1], "ranks in when a round fires", "arm", "ranks, mean over rounds")
     plot.legend(figure, axes[0])

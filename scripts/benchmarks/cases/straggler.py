@@ -13,7 +13,6 @@ from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.report import Column, Report, Row, chosen, ranged, row
 from ..support.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
-from ..support.timed import TOO_BUSY
 
 HELP = "one random rank is held up in every step; step time against the schedule's own bounds"
 QUICK = "horovod,majority,solo"
@@ -103,12 +102,10 @@ def judge(report: Report, rows: list[Row], where: str) -> None:
     found = {each["arm"]: each for each in rows}
     if "horovod" in found:
         over = found["horovod"]["value"] / found["horovod"]["synchronous_s"]
-        busy = over > TOO_BUSY
+        what = f"Horovod's step over its own bound, delay {where}"
+        busy = timed.judge_busy(report, what, over, f", delay {where}")
         for each in rows:
             each["machine_too_busy"] = busy
-        report.at_most(f"Horovod's step over its own bound, delay {where}", over, TOO_BUSY)
-        if busy:
-            report.notes.append(f"the machine was too busy (delay {where}): Horovod's arm took {over:.2f} of its bound")
     if "solo" in found:
         solo = found["solo"]
         report.at_most(f"solo's step over the slowest rank's work, delay {where}", solo["over_own_work"], 1.05)
@@ -117,23 +114,20 @@ def judge(report: Report, rows: list[Row], where: str) -> None:
     if {"solo", "majority", "horovod"} <= found.keys():
         values = [found[arm]["value"] for arm in ("solo", "majority", "horovod")]
         report.wants(f"majority between solo and Horovod, delay {where}", values[1], "s/step", values == sorted(values))
-    timed.judge_auto(report, {arm: each["fresh_per_s"] for arm, each in found.items()}, f", delay {where}")
+    timed.judge_auto(report, rows, f", delay {where}")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
     """Step times by delay, with the least that the schedule allows."""
     axes = figure.subplots(1, 2)
-    delays = list(dict.fromkeys(each["setting"]["delay"] for each in rows))
-    labels = [f"{delay:g} s" for delay in delays]
-    plot.bars(axes[0], rows, labels, lambda each: labels[delays.index(each["setting"]["delay"])])
-    for place, delay in enumerate(delays):
-        each = next(each for each in rows if each["setting"]["delay"] == delay)
+    plot.bars(axes[0], rows, "{delay:g} s")
+    for place, (each, *_) in enumerate(grouped(rows, lambda each: each["setting"]["delay"]).values()):
         for key, style in (("synchronous_s", "--"), ("slowest_rank_s", ":")):
             axes[0].hlines(each[key], place - 0.45, place + 0.45, colors="black", linestyles=style, linewidth=1.2)
     axes[0].plot([], [], "k--", label="bound, synchronous")
     axes[0].plot([], [], "k:", label="slowest rank's own work")
     plot.label(axes[0], "step time", "delay of one random rank a step", "seconds a step")
-    plot.bars(axes[1], rows, labels, lambda each: labels[delays.index(each["setting"]["delay"])], key="fresh_per_s")
+    plot.bars(axes[1], rows, "{delay:g} s", key="fresh_per_s")
     plot.label(axes[1], "gradients of staleness 0", "delay of one random rank a step", "gradients a second, all ranks")
     plot.legend(figure, axes[0])
 

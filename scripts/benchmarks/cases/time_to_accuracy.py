@@ -20,7 +20,7 @@ from ..support.digits import TEST_FOLD
 from ..support.intervals import spread
 from ..support.launch import START, Block, Progress, Say, repetitions
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.trainings import BATCH, POINT, add_periods
+from ..support.trainings import BATCH, POINT, add_periods, curve_of
 
 HELP = "digits, the same seconds for all arms, with and without a late rank: accuracy, and time to a target"
 COLUMNS = (
@@ -109,12 +109,6 @@ def blocks_of(args: argparse.Namespace, size: int) -> list[Block]:
         for delay in dict.fromkeys(args.delay)
         for seed, arm in repetitions(arms, args.repetitions)
     ]
-
-
-def curve_of(block: Block) -> list[list[float]]:
-    """(Seconds, accuracy) of each evaluation."""
-    curve: list[list[float]] = block["by_rank"][0]["curve"]
-    return curve
 
 
 def reached_at(block: Block, target: float) -> float:

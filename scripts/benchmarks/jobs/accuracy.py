@@ -20,7 +20,6 @@ from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
 
 from ..support.arms import MUTANT
-from .shared import torch_ranks
 from .shared.arm import average
 from .shared.digit_models import accuracy, loss
 from .shared.rank import Block, Job, rate
@@ -104,7 +103,3 @@ def forgetful(wanted: bool) -> Iterator[None]:
         return
     with mock.patch("hvd_async.torch.gradient_replica.EagerWorker", Forgetful):
         yield
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

@@ -18,7 +18,6 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
-from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.rank import Block, Job
 
@@ -152,7 +151,7 @@ def engine_cpu(job: Job, arm_name: str, rounds: int, megabytes: float) -> None:
     torch.manual_seed(0)
     elements = int(megabytes * 1e6 / 4 / 16)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(16)])
-    arm = Arm(arm_name, model, torch.optim.SGD(model.parameters(), lr=0.0), job)
+    arm = Arm(arm_name, model, job, torch.optim.SGD(model.parameters(), lr=0.0))
 
     def loss(trained: torch.nn.Module) -> torch.Tensor:
         total: torch.Tensor = sum(parameter.sum() for parameter in trained.parameters())  # type: ignore[assignment]
@@ -189,7 +188,3 @@ def run_block(job: Job, block: Block) -> None:
         latency(job, block["rounds"], block["busy"])
     else:
         engine_cpu(job, block["arm"], block["rounds"], block["megabytes"])
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

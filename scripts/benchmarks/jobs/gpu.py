@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..support.arms import LEADERS, compression_of, eager
-from .shared import torch_ranks
 from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate
 from .shared.rank import Job
@@ -33,11 +32,10 @@ class GpuStepper:
         device, plan = torch.device("cuda", torch.cuda.current_device()), job.plan
         torch.manual_seed(0)
         model = resnet50(CLASSES).to(device, memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         self._dtype, self._base = DTYPES[plan["dtype"]], compression_of(name)[0]
         self._scaler = torch.amp.GradScaler("cuda", enabled=self._dtype == torch.float16)
         ours = eager(name) and self._scaler.is_enabled()
-        self.arm = Arm(name, model, optimizer, job, **({"scaler": self._scaler} if ours else {}))
+        self.arm = Arm(name, model, job, **({"scaler": self._scaler} if ours else {}))
         shape = (plan["batch_size"], 3, plan["image_size"], plan["image_size"])
         self._images = torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last)
         self._labels = torch.randint(CLASSES, shape[:1], device=device)
@@ -108,7 +106,3 @@ def work(job: Job) -> None:
     torch.cuda.set_device(job.plan["devices"][job.rank % len(job.plan["devices"])])
     for name, stepper in alternate(job, GpuStepper, by_device_clock).items():
         job.record({"arm": name, "cycle": None}, trace(job, name, stepper))
-
-
-if __name__ == "__main__":
-    torch_ranks.run(work)

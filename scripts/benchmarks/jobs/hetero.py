@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..support.arms import eager
-from .shared import torch_ranks
 from .shared.arm import Arm, mean_square
 from .shared.rank import Block, Job, difference
 
@@ -25,8 +24,7 @@ def run_block(job: Job, block: Block) -> None:
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], block["batch"])
     paced = eager(block["arm"]) and not block["synchronous"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    arm = Arm(block["arm"], model, optimizer, job, **({"pace": "rounds"} if paced else {}))
+    arm = Arm(block["arm"], model, job, **({"pace": "rounds"} if paced else {}))
     loss = mean_square(inputs)
     arm.warm_up(loss)
     slowest = block["compute"] * block["slowdown"]
@@ -53,7 +51,3 @@ def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
         return None
     seconds = after[mean] * after[count] - before[mean] * before[count]
     return float(seconds / (after[count] - before[count]))
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

@@ -9,7 +9,6 @@ import time
 import torch
 
 from ..support.intervals import quantile
-from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.rank import Block, Job, resident_mb
 
@@ -51,10 +50,10 @@ def run_block(job: Job, block: Block, record: bool = True) -> None:
     for parameter in model:
         parameter.grad = None
     if block["mode"] == "two":
-        older = Arm(block["arm"], other := torch.nn.Linear(4, 4), torch.optim.SGD(other.parameters(), lr=0.0), job)
+        older = Arm(block["arm"], torch.nn.Linear(4, 4), job)
         older.train(loss)
         older.drain()
-    arm = Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=0.0), job)
+    arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=0.0))
     own = [row[job.rank] for row in block["times"]]
     leaves = block["mode"] in ("done", "two") and job.rank == job.size - 1
     if leaves:
@@ -102,7 +101,3 @@ def work(job: Job) -> None:
     warm_up = {"arm": "horovod", "mode": "together", "times": [[0.0] * job.size] * WARM_UP}
     run_block(job, warm_up, record=False)
     job.each_block(run_block)
-
-
-if __name__ == "__main__":
-    torch_ranks.run(work)

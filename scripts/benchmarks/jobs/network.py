@@ -12,7 +12,6 @@ import torch
 
 from ..support.arms import WARM_UP
 from ..support.digits import TEST_FOLD, fold
-from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.digit_models import accuracy, batches, digits
 from .shared.rank import Block, Job, traffic
@@ -54,7 +53,7 @@ def run_block(job: Job, block: Block) -> None:
     train, test = fold(TEST_FOLD)
     block_of_data = {**block, "seed": block["repetition"], "split": "even"}
     epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
-    arm = Arm(block["arm"], model, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), job)
+    arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9))
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
     ends, sent, waited, cpu = [], [], [], []
     job.barrier()
@@ -79,7 +78,3 @@ def run_block(job: Job, block: Block) -> None:
     arm.drain()
     own["accuracy"] = accuracy(model, test) if job.rank == 0 else None
     job.conclude(arm, block, own)
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .shared import torch_ranks
 from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate
 from .shared.rank import Job
@@ -15,9 +14,7 @@ class TorchStepper:
 
     def __init__(self, name: str, job: Job) -> None:
         torch.manual_seed(0)
-        model = resnet50(1000)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-        self._arm = Arm(name, model, optimizer, job)
+        self._arm = Arm(name, resnet50(1000), job)
         torch.manual_seed(job.rank)
         size = job.plan["image_size"]
         self._images = torch.randn(job.plan["batch_size"], 3, size, size)
@@ -37,5 +34,6 @@ class TorchStepper:
         return int(self._arm.stats()["staleness"].get("0", 0)) if self._arm.ours else None
 
 
-if __name__ == "__main__":
-    torch_ranks.run(lambda job: alternate(job, TorchStepper))
+def work(job: Job) -> None:
+    """Run the plan's cycles."""
+    alternate(job, TorchStepper)

@@ -60,5 +60,6 @@ class KerasStepper:
         self._optimizer.apply(gradients, variables)
 
 
-if __name__ == "__main__":
-    keras_ranks.run(lambda job: alternate(job, KerasStepper))
+def work(job: Job) -> None:
+    """Run the plan's cycles."""
+    alternate(job, KerasStepper)

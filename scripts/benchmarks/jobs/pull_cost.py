@@ -165,7 +165,3 @@ def work(job: Job) -> None:
         job.record(block, measure(job, acts, block))
 
     job.each_block(run_block)
-
-
-if __name__ == "__main__":
-    torch_ranks.run(work)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ..support.arms import eager
 from ..support.clips import CLASSES, PIXELS, Batch
-from .shared import torch_ranks
 from .shared.arm import Arm
 from .shared.rank import Block, Job
 from .shared.recurrent import HIDDEN, training_of
@@ -39,7 +38,7 @@ class TorchLearner:
         self._model = Classifier()
         optimizer = torch.optim.SGD(self._model.parameters(), lr=block["lr"], momentum=block["momentum"])
         own = {"seed": block["seed"]} if eager(block["arm"]) else {}
-        self._arm = Arm(block["arm"], self._model, optimizer, job, **own)
+        self._arm = Arm(block["arm"], self._model, job, optimizer, **own)
         self.stats, self.drain = self._arm.stats, self._arm.drain
         self.identical, self.close = self._arm.identical, self._arm.close
 
@@ -70,5 +69,4 @@ class TorchLearner:
         return found
 
 
-if __name__ == "__main__":
-    torch_ranks.run_blocks(training_of(TorchLearner))
+run_block = training_of(TorchLearner)

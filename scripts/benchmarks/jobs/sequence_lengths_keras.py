@@ -116,5 +116,4 @@ class KerasLearner:
         self._optimizer.apply(gradients, self._model.trainable_variables)
 
 
-if __name__ == "__main__":
-    keras_ranks.run(lambda job: job.each_block(training_of(KerasLearner)))
+run_block = training_of(KerasLearner)

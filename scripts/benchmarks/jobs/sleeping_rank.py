@@ -8,7 +8,6 @@ import torch
 
 from ..support.arms import gossip_of
 from .hetero import dense
-from .shared import torch_ranks
 from .shared.arm import Arm, mean_square
 from .shared.rank import Block, Job
 
@@ -19,9 +18,8 @@ def run_block(job: Job, block: Block) -> None:
     """One arm, once."""
     torch.manual_seed(0)
     model, inputs = dense(block["megabytes"], BATCH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     graph = {"topology": block["topology"]} if gossip_of(block["arm"]) else {}
-    arm = Arm(block["arm"], model, optimizer, job, **graph)
+    arm = Arm(block["arm"], model, job, **graph)
     loss = mean_square(inputs)
     arm.warm_up(loss)
     job.barrier()
@@ -57,7 +55,3 @@ def run_block(job: Job, block: Block) -> None:
     }
     arm.drain()
     job.conclude(arm, block, found)
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .shared import torch_ranks
 from .shared.arm import Arm, mean_square
 from .shared.rank import Job, resident_mb
 
@@ -59,8 +58,7 @@ def work(job: Job) -> None:
     plan = job.plan
     torch.manual_seed(0)
     model, inputs = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    arm = Arm(plan["arm"], model, optimizer, job)
+    arm = Arm(plan["arm"], model, job)
     draws, notes = random.Random(1000 * plan["seed"] + job.rank), Notes(job)
     every = max(1, plan["rounds"] // LOOKS)
     for step in range(plan["rounds"]):
@@ -73,7 +71,3 @@ def work(job: Job) -> None:
     arm.drain()
     found = {"elapsed": notes.elapsed, "stats": arm.stats(), "identical": arm.identical(), "memory": notes.all}
     job.record({"arm": plan["arm"]}, found)
-
-
-if __name__ == "__main__":
-    torch_ranks.run(work)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..support.random_graphs import random_graph
-from .shared import torch_ranks
 from .shared.arm import Arm, mean_square
 from .shared.rank import Job
 from .soak import LOOKS, Notes, pause, small
@@ -27,10 +26,9 @@ class Soak:
         model, self._inputs = small()
         self._graphs = random.Random(plan["seed"])  # the same on all ranks
         self._draws = random.Random(1000 * plan["seed"] + job.rank + 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         options: dict[str, Any] = {"mixing": "metropolis"} if plan["arm"].startswith("dpsgd") else {}
         self._pairs = plan["arm"].startswith("adpsgd")
-        self.arm = Arm(plan["arm"], model, optimizer, job, topology=self._graph(), **options)
+        self.arm = Arm(plan["arm"], model, job, topology=self._graph(), **options)
         self._notes = Notes(job)
         self._worth = job.size / 2 if self._pairs else 1.0
         """Rounds that a step, or an averaging, of every rank stands for."""
@@ -77,5 +75,6 @@ class Soak:
         self.job.record(block, {**own, "memory": self._notes.all})
 
 
-if __name__ == "__main__":
-    torch_ranks.run(lambda job: Soak(job).run())
+def work(job: Job) -> None:
+    """Run the plan."""
+    Soak(job).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..support.arms import waits_for_nobody
-from .shared import torch_ranks
 from .shared.digit_models import accuracy
 from .shared.rank import Block, Job, rate
 from .shared.training import Training
@@ -50,7 +49,3 @@ def run_block(job: Job, block: Block) -> None:
         "history": history,
     }
     job.conclude(arm, block, own)
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

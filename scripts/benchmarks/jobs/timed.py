@@ -6,7 +6,6 @@ import time
 
 import torch
 
-from .shared import torch_ranks
 from .shared.arm import Arm, mean_square, resnet50
 from .shared.rank import Block, Job, difference
 
@@ -22,20 +21,15 @@ def run_block(job: Job, block: Block) -> None:
     real = job.plan["model"] == "resnet50"
     model = resnet50() if real else small()
     images = torch.randn(16, 3, 32, 32) if real else torch.randn(8, 64)
-    arm = Arm(
-        block["arm"],
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.001),
-        job,
-        **({"seed": block["seed"]} if block["arm"] == "majority" else {}),
-    )
+    own = {"seed": block["seed"]} if block["arm"] == "majority" else {}
+    arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=0.001), **own)
     loss = mean_square(images)
     arm.warm_up(loss)
     before, waited = arm.stats(), arm.waited
-    own = [row[job.rank] for row in block["times"]]
+    times = [row[job.rank] for row in block["times"]]
     job.barrier()
     started = time.perf_counter()
-    for seconds in own:
+    for seconds in times:
         if block["barrier"]:
             job.barrier()
         arm.train(loss, seconds)
@@ -49,7 +43,3 @@ def run_block(job: Job, block: Block) -> None:
         "rounds_before": before.get("rounds", 0),
     }
     job.conclude(arm, block, found)
-
-
-if __name__ == "__main__":
-    torch_ranks.run_blocks(run_block)

@@ -93,7 +93,7 @@ def run(
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
-                [*_launcher(ranks, virtual, mbit), sys.executable, "-m", f"benchmarks.jobs.{job}"],
+                [*_launcher(ranks, virtual, mbit), sys.executable, "-m", "benchmarks.jobs", job],
                 cwd=ROOT,
                 env=_environment(mark, folder, env or {}),
                 stdin=subprocess.DEVNULL,

@@ -53,9 +53,13 @@ def by_rank(title: str, y: str, values: Callable[[Run], list[float]]) -> Panel:
     """A bar a rank and run."""
 
     def draw(axes: Any, runs: Runs, names: list[str]) -> None:
-        found = {name: values(run) for name, run in runs.items()}
-        rows = [{"arm": name, "rank": rank, y: each} for name in names for rank, each in enumerate(found.get(name, []))]
-        plot.bars(axes, rows, _ranks(found.values()), lambda row: str(row["rank"]), key=y)
+        found = {name: values(runs[name]) for name in names if name in runs}
+        ranks = [(rank, name) for rank in range(max(map(len, found.values()))) for name in found]
+        rows = [
+            {"arm": name, "setting": {"rank": rank}, y: found[name][rank] if rank < len(found[name]) else None}
+            for rank, name in ranks
+        ]
+        plot.bars(axes, rows, "{rank}", key=y)
 
     return Panel(title, "rank", y, lambda run: bool(values(run)), draw)
 
@@ -66,10 +70,12 @@ def at_the_end(title: str, y: str, key: str, *mark: str, log: bool = False) -> P
 
     def draw(axes: Any, runs: Runs, names: list[str]) -> None:
         keys = (key, *mark[:1])
-        rows = [{"arm": name} | {each: _of(run.summary, each) for each in keys} for name, run in runs.items()]
-        plot.bars(axes, rows, ["all ranks"], lambda _: "all ranks", key=key)
+        rows = [
+            {"arm": name, "setting": {}} | {each: _of(run.summary, each) for each in keys} for name, run in runs.items()
+        ]
+        plot.bars(axes, rows, "all ranks", key=key)
         if mark:
-            plot.marks(axes, rows, ["all ranks"], lambda _: "all ranks", *mark)
+            plot.marks(axes, rows, "all ranks", *mark)
         if log and any(row[key] for row in rows):
             plot.logarithmic(axes)
         else:
@@ -82,10 +88,6 @@ def _of(summary: Mapping[str, Any], key: str) -> Any:
     name, _, part = key.partition(".")
     value = summary.get(name)
     return value.get(part) if part and isinstance(value, dict) else value
-
-
-def _ranks(values: Any) -> list[str]:
-    return [str(rank) for rank in range(max(map(len, values)))]
 
 
 def boxes(axes: Any, runs: Runs, names: list[str]) -> None:
@@ -119,8 +121,8 @@ def boxes(axes: Any, runs: Runs, names: list[str]) -> None:
             capprops=line,
         )
         axes.bar([], [], label=name, **look)
-    names_of_ranks = _ranks(run.step_times for run in runs.values())
-    axes.set_xticks(range(len(names_of_ranks)), names_of_ranks)
+    ranks = range(max(len(run.step_times) for run in runs.values()))
+    axes.set_xticks(ranks, map(str, ranks))
     axes.set_ylim(bottom=0)
 
 

@@ -27,6 +27,7 @@ FAMILIES = (
 )
 STYLES = ("-", "--", "-.", ":")
 """Styles of their lines; partial allreduce, with its quorums, is the second."""
+DPI = 130
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPRESSED = ("", "fp16", "bf16", "int8")
 
@@ -69,34 +70,43 @@ def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
     return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}
 
 
-def bars(
-    axes: Any,
-    rows: Sequence[Row],
-    groups: Sequence[str],
-    group_of: Callable[[Row], str],
-    key: str = "value",
-) -> None:
-    """Bars side by side, one group a setting, one bar an arm; ``value`` with its spread."""
+def bars(axes: Any, rows: Sequence[Row], group: str, key: str = "value") -> None:
+    """Bars side by side, one group a setting, one bar an arm, with the ends of a figure that has some.
+
+    Args:
+        axes: matplotlib's.
+        rows: of any arms and settings.
+        group: the name of a row's group, as a format of its setting.
+        key: of the figure.
+    """
+    places = _places(rows, group)
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    width = WIDTH / len(arms)
+    stem = "" if key == "value" else f"{key}_"
     for arm in arms:
-        mine = [row for row in rows if row["arm"] == arm and row.get(key) is not None]
-        if not mine:
+        there = [(place, row) for place, row in zip(places, rows, strict=True) if row["arm"] == arm and has(row, key)]
+        if not there:
             continue
-        places = [_place(row, arms, groups, group_of) for row in mine]
+        mine = [row for _, row in there]
         errors = None
-        if key == "value":
-            errors = [[row["value"] - row["low"] for row in mine], [row["high"] - row["value"] for row in mine]]
+        if f"{stem}low" in mine[0]:
+            errors = [[row[key] - row[f"{stem}low"] for row in mine], [row[f"{stem}high"] - row[key] for row in mine]]
         axes.bar(
-            places,
+            [place for place, _ in there],
             [row[key] for row in mine],
-            width,
+            WIDTH / len(arms),
             yerr=errors,
             label=arm,
             error_kw={"elinewidth": 1.2, "capsize": 2, "ecolor": "#555555"},
             **fill(arm, arms),
         )
+    groups = list(dict.fromkeys(group.format(**row["setting"]) for row in rows))
     axes.set_xticks(range(len(groups)), groups)
+
+
+def arms_below(axes: Any, names: Sequence[str]) -> None:
+    """An arm's name below each place, from 0 on, of bars that are drawn one by one."""
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
 
 
 def points(axes: Any, rows: Sequence[Row], key: str, **ticks: Any) -> None:
@@ -110,26 +120,28 @@ def points(axes: Any, rows: Sequence[Row], key: str, **ticks: Any) -> None:
     axes.set_xticks(range(len(names)), names, **ticks)
 
 
-def marks(
-    axes: Any,
-    rows: Sequence[Row],
-    groups: Sequence[str],
-    group_of: Callable[[Row], str],
-    key: str,
-    marker: str,
-    text: str,
-) -> None:
+def marks(axes: Any, rows: Sequence[Row], group: str, key: str, marker: str, text: str) -> None:
     """White marks on the bars that ``bars`` has drawn of the same rows: a second figure of each."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
     look = {"color": "white", "markeredgecolor": "black", "markersize": 7}
-    for row in rows:
-        if row.get(key) is not None:
-            axes.plot(_place(row, arms, groups, group_of), row[key], marker, **look)
+    for place, row in zip(_places(rows, group), rows, strict=True):
+        if has(row, key):
+            axes.plot(place, row[key], marker, **look)
     axes.plot([], [], marker, label=text, **look)
 
 
-def _place(row: Row, arms: Sequence[str], groups: Sequence[str], group_of: Callable[[Row], str]) -> float:
-    return groups.index(group_of(row)) + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * WIDTH / len(arms)
+def has(row: Row, key: str) -> bool:
+    """Return whether a row has a figure."""
+    return row.get(key) is not None
+
+
+def _places(rows: Sequence[Row], group: str) -> list[float]:
+    """Where each row's bar is: groups and arms in the order in which they come."""
+    names = [group.format(**row["setting"]) for row in rows]
+    groups, arms = list(dict.fromkeys(names)), list(dict.fromkeys(row["arm"] for row in rows))
+    return [
+        groups.index(name) + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * WIDTH / len(arms)
+        for name, row in zip(names, rows, strict=True)
+    ]
 
 
 def label(axes: Any, title: str, x: str, y: str) -> None:
@@ -204,4 +216,4 @@ def picture(path: Path, title: str, draw: Callable[[Any, Any], None], rows: Any,
     draw(figure, rows)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=DPI)

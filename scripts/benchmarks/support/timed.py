@@ -11,7 +11,7 @@ from . import launch
 from .arms import SYNCHRONOUS
 from .blocks import late_counts, mean_of
 from .launch import START, Block, Say, repetitions
-from .report import Report
+from .report import Report, Row
 from .schedule import Schedule
 
 TOO_BUSY = 1.08
@@ -93,8 +93,17 @@ def held_seconds(block: Block) -> float | None:
     return sum(held) / len(block["by_rank"]) / steps_of(block) if held else None
 
 
-def judge_auto(report: Report, fresh: dict[str, float], where: str = "") -> None:
+def judge_busy(report: Report, what: str, over: float, more: str = "") -> bool:
+    """Add what must show of Horovod's step over its bound, and a remark if the machine was too busy; return whether."""
+    report.at_most(what, over, TOO_BUSY)
+    if over > TOO_BUSY:
+        report.notes.append(f"the machine was too busy: Horovod's arm took {over:.2f} of its bound{more}")
+    return over > TOO_BUSY
+
+
+def judge_auto(report: Report, rows: Sequence[Row], where: str = "") -> None:
     """Add what must show of ``auto``: its fresh gradients a second against the best fixed quorum's, if there is one."""
+    fresh = {each["arm"]: each["fresh_per_s"] for each in rows}
     fixed = {arm: value for arm, value in fresh.items() if arm not in ("auto", "horovod", "ddp")}
     if "auto" in fresh and fixed:
         best = max(fixed, key=lambda arm: fixed[arm])

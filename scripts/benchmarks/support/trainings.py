@@ -145,7 +145,7 @@ def score(block: Block) -> float:
 
 
 def curve_of(block: Block) -> list[list[float]]:
-    """(Seconds, training loss, test accuracy) at the end of each share of a training."""
+    """Return what was evaluated after each share of a training: seconds, perhaps the training loss, test accuracy."""
     curve: list[list[float]] = block["by_rank"][0]["curve"]
     return curve
 

@@ -8,27 +8,49 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from table import Share
 
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.runner.stragglers import parse_inject
 from hvd_async.runtime.messages import Command, Finished, OptimizerEvent
 
+BINDINGS = {"torch": ("torch_common", "torch_names"), "tensorflow": ("tf_common", "tf_names")}
+"""Modules of each framework: what the jobs for both need of it; its own part of ``names.py``."""
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # launch.py asks for stacks when a job runs out of time
+
+
+class Part(NamedTuple):
+    """Which of a topic's cases a job of ``library.py`` has: how many; with these process sets."""
+
+    share: Share
+    sets: str
 
 
 class Report:
     """This rank's results, written after every case, so that those before a failure are not lost with it."""
 
     def __init__(self, rank: int) -> None:
-        self._file = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"rank.{rank}.json"
+        self._file = self._file_of(rank)
         self._cases: dict[str, dict[str, Any]] = {}
+
+    @staticmethod
+    def _file_of(rank: int) -> Path:
+        return Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"rank.{rank}.json"
+
+    @classmethod
+    def of(cls, rank: int) -> dict[str, dict[str, Any]]:
+        """The cases that a rank has reported so far."""
+        file = cls._file_of(rank)
+        return dict(json.loads(file.read_text())) if file.exists() else {}
 
     def put(self, case: str, **result: Any) -> None:
         """Set the result of a case. Everything in it must be JSON."""
+        assert case not in self._cases, f"two cases are called {case!r}"
         self._cases[case] = {"at": time.time(), **result}
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_text(json.dumps(self._cases))
@@ -112,6 +134,15 @@ def whole_expected(steps: list[int]) -> list[list[float]]:
                 total += integers(start.shape, rank, step, index)
         ends.append((start - total / len(steps)).ravel().tolist())
     return ends
+
+
+def raised(call: Callable[[], object]) -> dict[str, str]:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  it is the result
+        return {"kind": type(error).__name__, "text": str(error)}
+    return {"kind": "", "text": ""}
 
 
 def arguments(*extra: str) -> argparse.Namespace:

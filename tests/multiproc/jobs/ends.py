@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,8 +23,18 @@ STEPS = 4
 LONGER = 12
 """Steps of the ranks that go on when one has left: more than the staleness bound."""
 HOLDS = 20.0
-"""Seconds that a forked child holds what it has inherited."""
-DEADLY = ("sigkill", "sigterm", "interrupt", "exit1", "builtin exit", "exit0", "exception", "forked, sigkill")
+"""Seconds at the most that a forked child holds what it has inherited, and that a rank stands still."""
+DEADLY = (
+    "sigkill",
+    "sigterm",
+    "interrupt",
+    "exit1",
+    "builtin exit",
+    "exit0",
+    "exception",
+    "forked, sigkill",
+    "stands still",
+)
 SHAPE = (6,)
 
 
@@ -80,7 +91,24 @@ class TensorflowRank:
         return [float(x) for x in self._variable.numpy()]
 
 
-def die(manner: str) -> NoReturn:
+def await_errors(ranks: Collection[int]) -> None:
+    """Wait until these ranks have reported an error, for ``HOLDS`` seconds at the most."""
+    deadline = time.monotonic() + HOLDS
+    while not all("error" in Report.of(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def stand_still(others: Collection[int]) -> None:
+    """Stop this process, as a debugger does, or a machine that is suspended, until the other ranks have noticed."""
+    own = os.getpid()
+    if os.fork() == 0:
+        await_errors(others)
+        os.kill(own, signal.SIGCONT)
+        os._exit(0)
+    os.kill(own, signal.SIGSTOP)
+
+
+def die(manner: str, others: Collection[int]) -> NoReturn:
     if manner == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "sigterm":
@@ -94,7 +122,7 @@ def die(manner: str) -> NoReturn:
         exit(1)
     elif manner == "forked, sigkill":
         if os.fork() == 0:  # a child that has this rank's connections
-            time.sleep(HOLDS)
+            await_errors(others)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "exit0":
@@ -154,7 +182,11 @@ def main() -> None:
         if rank == options.victim and step == STEPS:
             if endless:
                 report.put("death")
-                die(manner)
+                others = set(range(size)) - {rank}
+                if manner == "stands still":
+                    stand_still(others)
+                else:
+                    die(manner, others)
             if manner == "slow":
                 time.sleep(3.5)
         try:

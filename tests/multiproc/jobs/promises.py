@@ -1,52 +1,54 @@
-"""What the promises' jobs share: whole-number training, and the order of the cases. No framework here."""
+"""The promises of docs/promises.md on real ranks: replicas, conservation, staleness, uneven batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from common import Report, Straggler, arguments, staleness, whole_expected
-from table import QUORUMS, Promise, Quorum, conservation, possible, uneven, uneven_steps
+from common import Part, Report, Straggler, staleness, whole_expected
+from table import Promise, Quorum, bounded, conservation, promises, quorums, uneven, uneven_steps
 
-
-class WholeTraining(Protocol):
-    """One rank's parameters and optimizer (SGD with learning rate 1)."""
-
-    optimizer: Any
-
-    def step(self, rank: int, step: int) -> None:
-        """A step with that rank's gradient of that step."""
-
-    def weights(self) -> list[list[float]]:
-        """The weights now."""
+STEPS = 12
+"""Of whole-number training."""
 
 
-Make = Callable[..., WholeTraining]
-
-
-def train(whole: WholeTraining, straggler: Straggler, rank: int, first: int, steps: int) -> None:
+def train(whole: Any, straggler: Straggler, rank: int, first: int, steps: int) -> None:
     """Steps ``first`` + 1 to ``first`` + ``steps``."""
     for step in range(first + 1, first + steps + 1):
         straggler.compute()
         whole.step(rank, step)
 
 
-def conserve(report: Report, rank: int, size: int, make: Make, quorum: Quorum, steps: int) -> None:
-    """With stragglers."""
-    whole = make(quorum=quorum, max_staleness=5)
-    train(whole, Straggler("random:1:0.02", rank, size, seed=5), rank, 0, steps)
+def keep(binding: Any, report: Report, case: Promise) -> None:
+    """Real training."""
+    optimizer, checksums = binding.promise(case)
+    stats = optimizer.stats()
+    report.put(
+        case.name,
+        distance=optimizer.consensus_distance(),
+        produced=stats.gradients_produced,
+        applied=stats.gradients_applied,
+        total=stats.total_produced,
+        staleness=staleness(stats),
+        **checksums,
+    )
+
+
+def conserve(binding: Any, report: Report, rank: int, size: int, quorum: Quorum) -> None:
+    """Whole numbers, with stragglers."""
+    whole = binding.WholeTraining(quorum=quorum, max_staleness=5)
+    train(whole, Straggler("random:1:0.02", rank, size, seed=5), rank, 0, STEPS)
     whole.optimizer.drain()
     report.put(
         conservation(quorum),
         weights=whole.weights(),
-        expected=whole_expected([steps] * size),
+        expected=whole_expected([STEPS] * size),
         late=sum(n for s, n in whole.optimizer.stats().staleness.items() if s > 0),
     )
 
 
-def run_uneven(report: Report, rank: int, size: int, make: Make, quorum: Quorum) -> None:
+def run_uneven(binding: Any, report: Report, rank: int, size: int, quorum: Quorum) -> None:
     """Every phase ends in a drain; in each there is a rank without any step."""
-    whole = make(quorum=quorum, max_staleness=4)
+    whole = binding.WholeTraining(quorum=quorum, max_staleness=4)
     straggler = Straggler("random:1:0.01", rank, size, seed=7)
     done = [0] * size
     phases = []
@@ -68,44 +70,12 @@ def run_uneven(report: Report, rank: int, size: int, make: Make, quorum: Quorum)
     )
 
 
-def counts(optimizer: Any) -> dict[str, Any]:
-    """What a case of real training reports of its gradients."""
-    stats = optimizer.stats()
-    return {
-        "distance": optimizer.consensus_distance(),
-        "produced": stats.gradients_produced,
-        "applied": stats.gradients_applied,
-        "total": stats.total_produced,
-        "staleness": staleness(stats),
-    }
-
-
-def run(
-    hvd: Any,
-    promise: Callable[[Report, Promise], None],
-    make: Make,
-    cases: tuple[Sequence[Promise], Sequence[Promise]],
-    steps: int,
-) -> None:
-    """A promises job.
-
-    Args:
-        hvd: our module of the framework.
-        promise: real training of a case.
-        make: whole-number training.
-        cases: of real training: all, and those for ``--cases few``.
-        steps: of whole-number training.
-    """
-    few = arguments().cases == "few"
-    hvd.init()
-    rank, size = hvd.rank(), hvd.size()
-    report = Report(rank)
-    for case in cases[few]:
-        if possible(case.quorum, size):
-            promise(report, case)
-    for quorum in (quorum for quorum in QUORUMS if possible(quorum, size)):
-        conserve(report, rank, size, make, quorum, steps)
-        if not few:
-            run_uneven(report, rank, size, make, quorum)
-    hvd.shutdown()
-    report.put("end")
+def run(binding: Any, report: Report, part: Part) -> None:
+    """All cases, or a few."""
+    rank, size, share = binding.hvd.rank(), binding.hvd.size(), part.share
+    for case in (*promises(share), *bounded(share)):
+        keep(binding, report, case)
+    for quorum in quorums(share):
+        conserve(binding, report, rank, size, quorum)
+        if share != "few":
+            run_uneven(binding, report, rank, size, quorum)

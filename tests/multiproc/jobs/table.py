@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Quorum = str | int
+Share = Literal["all", "some", "few"]
+"""How many of a topic's cases a job has: all; some, where steps cost more; few, at two ranks, which are all alike."""
 QUORUMS: tuple[Quorum, ...] = ("solo", "majority", 2, "all")
-BOUNDS = (0, 1, 2)
 
 
 class Promise(NamedTuple):
@@ -15,23 +16,29 @@ class Promise(NamedTuple):
     quorum: Quorum
     inject: str
     max_staleness: int = 16
+    steps: int = 12
 
     @property
     def name(self) -> str:
         return f"promise-{self.quorum}-{self.inject.partition(':')[0]}-{self.max_staleness}"
 
 
-PROMISES = tuple(Promise(q, inject) for inject in ("random:1:0.03", "rank:0:0.02") for q in QUORUMS)
-"""At the default staleness bound."""
-BOUNDED = tuple(Promise("solo", "rank:0:0.05", bound) for bound in BOUNDS)
-"""With bounds that a slow rank reaches."""
-FEW_PROMISES = (*(Promise(q, "random:1:0.03") for q in QUORUMS), Promise("solo", "rank:0:0.02"))
-"""For the framework in which steps cost more, and for MPI, which waits busily."""
+def promises(share: Share) -> tuple[Promise, ...]:
+    """At the default staleness bound."""
+    random = tuple(Promise(quorum, "random:1:0.03") for quorum in quorums(share))
+    return (*random, Promise("solo", "rank:0:0.02")) if share == "all" else random
 
 
-def possible(quorum: Quorum, size: int) -> bool:
-    """Whether so many ranks can have it."""
-    return not isinstance(quorum, int) or quorum <= size
+def bounded(share: Share) -> tuple[Promise, ...]:
+    """With bounds that a slow rank reaches."""
+    bounds = {"all": (0, 1, 2), "some": (1,), "few": ()}[share]
+    return tuple(Promise("solo", "rank:0:0.05", bound) for bound in bounds)
+
+
+def quorums(share: Share) -> tuple[Quorum, ...]:
+    """Those that are tried."""
+    shares: dict[Share, tuple[Quorum, ...]] = {"all": QUORUMS, "some": ("solo", "majority"), "few": ("solo", "all")}
+    return shares[share]
 
 
 def conservation(quorum: Quorum) -> str:
@@ -78,14 +85,22 @@ SMALL = {"bucket_cap_mb": 1e-4}
 EQUALITIES = (
     both("sgd"),
     both("adam", "adam"),
-    Equality("sgd in buckets", "sgd", {}, SMALL, buckets=6),
     Equality("adam in buckets", "adam", {}, SMALL, buckets=6),
     both("sum", op="Sum"),
     both("predivided", gradient_predivide_factor=2.0),
     both("three passes", passes=3, backward_passes_per_step=3),
     Equality("groups", "sgd", {"groups": 2}, {"groups": 2}, buckets=2),
-    both("fp16", compression="fp16", difference=5e-2),
     Equality("fp16 in buckets", "sgd", {"compression": "fp16"}, {"compression": "fp16", **SMALL}, 1, 5e-2, 6),
-    Equality("bf16", "sgd", {}, {"compression": "bf16"}, difference=6e-2),
     Equality("bf16 in buckets", "sgd", {}, {"compression": "bf16", **SMALL}, 1, 6e-2, 6),
 )
+
+
+def equalities(share: Share) -> tuple[Equality, ...]:
+    """Those that a job tries."""
+    names = {"sgd", "adam in buckets", "three passes", "fp16 in buckets"}
+    return tuple(case for case in EQUALITIES if share == "all" or case.name in names)
+
+
+def keras_equalities(share: Share) -> tuple[str, ...]:
+    """The optimizers that a Keras job tries."""
+    return ("adam",) if share == "few" else ("nesterov", "decay")

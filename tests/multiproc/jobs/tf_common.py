@@ -1,4 +1,4 @@
-"""What the TensorFlow jobs share: a small model and its data, checksums, whole-number training."""
+"""The Keras half of the jobs that are for both frameworks: models, data, checksums, training of three kinds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from common import WHOLE_DTYPES, integers, whole_start
+from common import WHOLE_DTYPES, Straggler, integers, whole_start
+from table import Promise
+
+import hvd_async.tensorflow.keras as hvd
+from tests.conformance.cases import CASES
+from tests.conformance.gossip_reference import batch, least_squares
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 # The hardest setting: a step that waits for its round holds the only thread that ops can run in. (ends.py has more.)
 tf.config.threading.set_inter_op_parallelism_threads(1)
+CASE = next(case for case in CASES if case.name == "nesterov")
 
 
 def values(variables: Iterable[Any]) -> list[np.ndarray[Any, Any]]:
@@ -76,3 +82,86 @@ class Whole:
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build(self.variables)
         return optimizer
+
+
+class WholeTraining(Whole):
+    """Whole numbers trained by an EagerOptimizer with these options, without a graph."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.optimizer = hvd.EagerOptimizer(self.sgd(), **options)
+
+    def step(self, rank: int, step: int) -> None:
+        """A step with that rank's gradient of that step."""
+        self.optimizer.apply(self.gradients(rank, step), self.variables)
+
+
+class LeastSquares:
+    """One rank's model of ``gossip_reference``, trained by an optimizer of ours; ``told``: the losses it is told."""
+
+    def __init__(self, wrapper: Any, told: Any = None, **options: Any) -> None:
+        start = least_squares(1, CASE).start[0]
+        self.variable = keras.Variable(start.astype(np.float32), name="w")
+        plain = keras.optimizers.SGD(CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov)
+        self.optimizer = wrapper(plain, **options)
+        self.optimizer.build([self.variable])
+        self._told = told
+
+    def step(self, rank: int, step: int) -> None:
+        """A step on that rank's batch of that step."""
+        weights = self.variable.numpy().astype(np.float64)
+        if self._told is not None and (told := self._told(weights, rank, step)) is not None:
+            self.optimizer.record_loss(tf.constant(told, tf.float64))
+        inputs, targets = (tf.constant(part, tf.float32) for part in batch(rank, step))
+        with tf.GradientTape() as tape:
+            missed = tf.linalg.matvec(inputs, self.variable.value) - targets
+            loss = 0.5 * tf.reduce_mean(missed**2)
+        self.optimizer.apply([tape.gradient(loss, self.variable.value)], [self.variable])
+
+    def weights(self) -> list[float]:
+        """The weights now."""
+        values: list[float] = self.variable.numpy().astype(np.float64).tolist()
+        return values
+
+    def saved(self) -> Any:
+        """What a script would save."""
+        return self.variable.numpy().copy(), self.optimizer.get_state()
+
+    def load(self, saved: Any) -> None:
+        """Take up what was saved."""
+        self.variable.assign(saved[0])
+        self.optimizer.set_state(saved[1])
+
+
+class Observer(keras.callbacks.Callback):
+    """Sleeps before every batch, lowers this rank's own learning rate, and looks at the replica after every batch."""
+
+    def __init__(self, straggler: Straggler) -> None:
+        super().__init__()
+        self._straggler = straggler
+        self.history: list[tuple[int, int]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._straggler.compute()
+        self.model.optimizer.learning_rate.assign(0.1 * 0.9**batch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        optimizer = self.model.optimizer
+        self.history.append((optimizer.stats().rounds, crc([*self.model.variables, *state(optimizer)])))
+
+
+def state(optimizer: Any) -> list[Any]:
+    """The optimizer's variables, but for the learning rate, which is each rank's own between rounds."""
+    return [v for v in optimizer.variables if v is not optimizer.learning_rate]
+
+
+def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
+    """Momentum, decay and a rate by every rank's own count, in ``fit()`` with stragglers: the optimizer, checksums."""
+    model = mlp(seed=1)
+    optimizer = hvd.EagerOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=1e-3), quorum=case.quorum, max_staleness=case.max_staleness
+    )
+    observer = Observer(Straggler(case.inject, hvd.rank(), hvd.size(), seed=3))
+    compiled(model, optimizer).fit(batches(hvd.rank(), case.steps), verbose=0, shuffle=False, callbacks=[observer])
+    optimizer.drain()
+    return optimizer, {"history": observer.history, "weights": crc(model.variables), "state": crc(state(optimizer))}

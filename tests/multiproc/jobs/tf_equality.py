@@ -10,8 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from common import Report
+from common import Part, Report
 from horovod.tensorflow.functions import allgather_object
+from table import keras_equalities
 from tf_common import batches, compiled, crc, values
 
 import hvd_async.tensorflow.keras as hvd
@@ -88,10 +89,10 @@ def flat(variables: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.concatenate([array.astype(np.float64).ravel() for array in values(variables)])
 
 
-def main() -> None:
-    hvd.init()
-    report = Report(hvd.rank())
-    for name, (plain, case) in CASES.items():
+def run(_: Any, report: Report, part: Part) -> None:
+    """All cases, or a few."""
+    for name in keras_equalities(part.share):
+        plain, case = CASES[name]
         model = network()
         start = flat(model.trainable_variables)
         optimizer = hvd.EagerOptimizer(plain, quorum="all")
@@ -110,9 +111,3 @@ def main() -> None:
             weights=crc(model.trainable_variables),
             rounds=optimizer.stats().rounds_applied,
         )
-    hvd.shutdown()
-    report.put("end")
-
-
-if __name__ == "__main__":
-    main()

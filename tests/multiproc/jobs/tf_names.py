@@ -1,4 +1,4 @@
-"""The names of ``hvd_async.tensorflow`` that are ours: callbacks, DistributedOptimizer, the tape, join, shutdown."""
+"""The names of ``hvd_async.tensorflow`` that are ours: the part of ``names.py`` that only Keras has."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ from typing import Any
 import horovod.tensorflow.keras as horovod  # before ours, as in a script half migrated: its callbacks are not ours
 import keras
 import tensorflow as tf
-from common import Baton, Report, Straggler, whole_expected
-from table import QUORUMS, Quorum
-from tf_common import Whole, batches, compiled, crc, mlp
+from common import Report, Straggler, raised
+from table import Quorum, quorums
+from tf_common import batches, compiled, crc, mlp
 
 import hvd_async.tensorflow as hvd_tf
 import hvd_async.tensorflow.keras as hvd
 
 callbacks = hvd.callbacks
-
-
-def raised(call: Any) -> dict[str, str]:
-    """What a call raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  it is the result
-        return {"kind": type(error).__name__, "text": str(error)}
-    return {"kind": "", "text": ""}
 
 
 def fit(model: Any, optimizer: Any, steps: int, *used: Any, **options: Any) -> Any:
@@ -178,63 +169,12 @@ def tape(report: Report) -> None:
     report.put("tape", **refused, start=start, weights=crc(model.variables), applied=applied)
 
 
-def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
-    """Whole-number steps without stragglers."""
-    for step in range(first + 1, first + steps + 1):
-        optimizer.apply(whole.gradients(hvd.rank(), step), whole.variables)
-
-
-def join(report: Report) -> None:
-    """Drains; rank 1, which has fewer batches, comes last."""
-    whole = Whole()
-    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo")
-    whole_steps(optimizer, whole, 0, 3 - 2 * hvd.rank())
-    here = Baton("join")
-    if hvd.rank() == 0:
-        here.lay_when_done(0)
-    else:
-        here.wait()
-    report.put("join", last=hvd.join(), weights=whole.weights(), expected=whole_expected([3, 1]))
-
-
-def start_again(report: Report) -> None:
-    """shutdown() and init() in one process: a new optimizer works."""
-    old, new = Whole(), Whole()
-    before = hvd.EagerOptimizer(old.sgd(), quorum="solo")
-    whole_steps(before, old, 0, 3)
-    hvd.shutdown()
-    after_shutdown = old.weights()
-    hvd.init()
-    after = hvd.EagerOptimizer(new.sgd(), quorum="majority")
-    whole_steps(after, new, 0, 4)
-    after.drain()
-    report.put(
-        "start again",
-        after_shutdown=after_shutdown,
-        after_shutdown_expected=whole_expected([3, 3]),
-        new=new.weights(),
-        new_expected=whole_expected([4, 4]),
-    )
-
-
-def main() -> None:
-    too_early = raised(lambda: hvd.EagerOptimizer(keras.optimizers.SGD(0.1)))
-    hvd.init()
-    report = Report(hvd.rank())
-    report.put("too early", **too_early)
-    report.put("quorum", **raised(lambda: hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum=9)))
-    join(report)
+def run(report: Report) -> None:
+    """All cases."""
     different_weights(report)
     broadcast_callback(report)
-    for quorum in QUORUMS:
+    for quorum in quorums("few"):
         metric_average(report, quorum)
     schedules(report)
     distributed_optimizer(report)
     tape(report)
-    start_again(report)
-    hvd.shutdown()
-    report.put("end")
-
-
-if __name__ == "__main__":
-    main()

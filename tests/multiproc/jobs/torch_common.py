@@ -1,20 +1,27 @@
-"""What the torch jobs share: a small model and its data, checksums, whole-number training."""
+"""The torch half of the jobs that are for both frameworks: models, data, checksums, training of three kinds."""
 
 from __future__ import annotations
 
+import copy
 import os
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from common import WHOLE_DTYPES, integers, whole_start
+from common import WHOLE_DTYPES, Straggler, integers, whole_start
+from table import Promise
+
+import hvd_async.torch as hvd
+from tests.conformance.cases import CASES
+from tests.conformance.gossip_reference import batch, least_squares
 
 torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("HVD_ASYNC_TEST_DEVICE", "cpu"))
 """Where models and batches are; made on the CPU, so that they are the same everywhere."""
 torch.backends.cudnn.allow_tf32 = False
 torch.backends.cudnn.deterministic = True
+CASE = next(case for case in CASES if case.name == "nesterov")
 
 
 def crc(tensors: Iterable[torch.Tensor]) -> int:
@@ -73,3 +80,76 @@ class Whole:
     def sgd(self) -> Any:
         """Plain SGD with learning rate 1 over the parameters."""
         return torch.optim.SGD(self.parameters, lr=1.0)
+
+
+class WholeTraining(Whole):
+    """Whole numbers trained by an EagerOptimizer with these options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.optimizer = hvd.EagerOptimizer(self.sgd(), **options)
+
+    def step(self, rank: int, step: int) -> None:
+        """A step with that rank's gradient of that step."""
+        self.set_gradients(rank, step)
+        self.optimizer.step()
+
+
+class LeastSquares:
+    """One rank's model of ``gossip_reference``, trained by an optimizer of ours; ``told``: the losses it is told."""
+
+    def __init__(self, wrapper: Any, told: Any = None, **options: Any) -> None:
+        start = least_squares(1, CASE).start[0]
+        self.parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32, device=DEVICE))
+        plain = torch.optim.SGD(
+            [self.parameter], lr=CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov, weight_decay=CASE.weight_decay
+        )
+        self.optimizer = wrapper(plain, [("w", self.parameter)], **options)
+        self._told = told
+
+    def step(self, rank: int, step: int) -> None:
+        """A step on that rank's batch of that step."""
+        weights = self.parameter.detach().double().cpu().numpy()
+        if self._told is not None and (told := self._told(weights, rank, step)) is not None:
+            self.optimizer.record_loss(torch.tensor(told, dtype=torch.float64))
+        inputs, targets = (torch.tensor(part, dtype=torch.float32, device=DEVICE) for part in batch(rank, step))
+        self.optimizer.zero_grad()
+        (0.5 * torch.mean((inputs @ self.parameter - targets) ** 2)).backward()
+        self.optimizer.step()
+
+    def weights(self) -> list[float]:
+        """The weights now."""
+        values: list[float] = self.parameter.detach().double().tolist()
+        return values
+
+    def saved(self) -> Any:
+        """What a script would save."""
+        return copy.deepcopy({"model": self.parameter.detach(), "optimizer": self.optimizer.state_dict()})
+
+    def load(self, saved: Any) -> None:
+        """Take up what was saved."""
+        with torch.no_grad():
+            self.parameter.copy_(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
+    """Momentum, decay and a schedule by every rank's own count, with stragglers: the optimizer, checksums."""
+    model, batches = mlp(seed=1), Batches(hvd.rank())
+    optimizer = hvd.EagerOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+        named_parameters=model.named_parameters(),
+        quorum=case.quorum,
+        max_staleness=case.max_staleness,
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    straggler = Straggler(case.inject, hvd.rank(), hvd.size(), seed=3)
+    history = []
+    for _ in range(case.steps):
+        batches.backward(model)
+        straggler.compute()
+        optimizer.step()
+        schedule.step()
+        history.append((optimizer.stats().rounds, crc([*model.parameters(), *state_tensors(optimizer)])))
+    optimizer.drain()
+    return optimizer, {"history": history, "weights": crc(model.parameters()), "state": crc(state_tensors(optimizer))}

@@ -7,8 +7,8 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
-from common import Report
-from table import EQUALITIES, Equality
+from common import Part, Report
+from table import Equality, equalities
 from torch_common import DEVICE, crc
 
 import hvd_async.torch as hvd
@@ -83,10 +83,9 @@ def farthest(one: Any, other: Any) -> float:
     return max(float((a.cpu() - b.cpu()).abs().max().detach()) for a, b in zip(one, other, strict=True))
 
 
-def main() -> None:
-    hvd.init()
-    report = Report(hvd.rank())
-    for case in EQUALITIES:
+def run(_: Any, report: Report, part: Part) -> None:
+    """All cases, or a few."""
+    for case in equalities(part.share):
         # (Horovod cannot go by way of the CPU where it was built with NCCL, and NCCL takes a GPU once)
         place = DEVICE if hvd.size() == 1 else torch.device("cpu")
         theirs, _, _ = train(case, horovod.DistributedOptimizer, case.theirs, place)
@@ -103,9 +102,3 @@ def main() -> None:
             buckets=len(optimizer._async.replica.layout),
             sent=optimizer.stats().bytes_sent / optimizer.stats().rounds,
         )
-    hvd.shutdown()
-    report.put("end")
-
-
-if __name__ == "__main__":
-    main()

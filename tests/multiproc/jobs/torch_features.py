@@ -7,15 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as horovod
 import torch
-from common import Baton, Report, integers, staleness, whole_expected
+from common import Baton, Part, Report, integers, staleness, whole_expected
 from torch_common import Batches, Whole, crc, mlp
 
 import hvd_async.torch as hvd
 
 SETS = ((0, 2), (1, 3))
-ROUNDS, COMPUTE, SLOWER, STALENESS = 60, 0.04, 5, 8
+ROUNDS, COMPUTE, SLOWER, STALENESS = 40, 0.04, 5, 8
 SMALL = 1e-4
 """MiB: about every parameter has a bucket of its own."""
 
@@ -31,7 +30,7 @@ def set_expected(ranks: tuple[int, ...], steps: int) -> list[list[float]]:
     """As ``whole_expected``, over some of the ranks."""
     ends = []
     for index, parameter in enumerate(Whole().parameters):
-        start = parameter.detach().double().numpy()
+        start = parameter.detach().double().cpu().numpy()
         grads = [integers(start.shape, r, s, index) for r in ranks for s in range(1, steps + 1)]
         ends.append((start - sum(grads) / len(ranks)).ravel().tolist())
     return ends
@@ -166,10 +165,9 @@ def interrupted(report: Report, steps: tuple[int, ...], cap: float) -> None:
     report.put(f"resumed {len(steps)} {cap}", weights=crc(model.parameters()), rounds=optimizer.rounds)
 
 
-def main() -> None:
-    sets = [horovod.ProcessSet(ranks) for ranks in SETS]
-    hvd.init(process_sets=sets)
-    report = Report(hvd.rank())
+def run(_: Any, report: Report, part: Part) -> None:
+    """All cases."""
+    sets = [hvd.add_process_set(list(ranks)) for ranks in SETS]
     process_sets(report, sets)
     pace(report, "pace even", -1, "rounds")
     pace(report, "pace rounds", 1, "rounds")
@@ -178,9 +176,3 @@ def main() -> None:
     for cap in (25.0, SMALL):
         interrupted(report, (12,), cap)
         interrupted(report, (5, 4, 3), cap)
-    hvd.shutdown()
-    report.put("end")
-
-
-if __name__ == "__main__":
-    main()

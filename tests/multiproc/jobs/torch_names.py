@@ -1,4 +1,4 @@
-"""The names of ``hvd_async.torch`` that are ours, wrong use of it, and starting again after ``shutdown()``."""
+"""The names of ``hvd_async.torch`` that are ours, and wrong use of it: the part of ``names.py`` that only torch has."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ import warnings
 from typing import Any
 
 import torch
-from common import Baton, Report, Straggler, whole_expected
+from common import Report, Straggler, raised, whole_expected
 from torch_common import Batches, Whole, crc, mlp, state_tensors
 
 import hvd_async.torch as hvd
-
-
-def raised(call: Any) -> dict[str, str]:
-    """What a call raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  it is the result
-        return {"kind": type(error).__name__, "text": str(error)}
-    return {"kind": "", "text": ""}
 
 
 def different_weights(report: Report) -> None:
@@ -95,19 +86,6 @@ def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
     for step in range(first + 1, first + steps + 1):
         whole.set_gradients(hvd.rank(), step)
         optimizer.step()
-
-
-def join(report: Report) -> None:
-    """Drains; rank 1 comes last."""
-    whole = Whole()
-    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo")
-    whole_steps(optimizer, whole, 0, 3 - 2 * hvd.rank())
-    here = Baton("join")
-    if hvd.rank() == 0:
-        here.lay_when_done(0)
-    else:
-        here.wait()
-    report.put("join", last=hvd.join(), weights=whole.weights(), expected=whole_expected([3, 1]))
 
 
 def two_optimizers(report: Report) -> None:
@@ -197,52 +175,15 @@ def buffers(report: Report, policy: str) -> None:
     report.put(f"buffers {policy}", own=own, agreed=agreed)
 
 
-def start_again(report: Report) -> None:
-    """shutdown() and init() in one process: a new optimizer works, and one from before goes on."""
-    old, new = Whole(), Whole()
-    before = hvd.EagerOptimizer(old.sgd(), quorum="solo")
-    whole_steps(before, old, 0, 3)
-    hvd.shutdown()
-    after_shutdown = old.weights()
-    hvd.init()
-    after = hvd.EagerOptimizer(new.sgd(), quorum="majority")
-    whole_steps(after, new, 0, 4)
-    after.drain()
-    whole_steps(before, old, 3, 2)
-    before.drain()
-    report.put(
-        "start again",
-        after_shutdown=after_shutdown,
-        after_shutdown_expected=whole_expected([3, 3]),
-        new=new.weights(),
-        new_expected=whole_expected([4, 4]),
-        old=old.weights(),
-        old_expected=whole_expected([5, 5]),
-    )
-
-
-def main() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    too_early = raised(lambda: hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=0.1)))
-    hvd.init()
-    report = Report(hvd.rank())
-    report.put("too early", **too_early)
-    report.put("quorum", **raised(lambda: hvd.EagerOptimizer(torch.optim.SGD([parameter], lr=0.1), quorum=9)))
+def run(report: Report) -> None:
+    """All cases."""
     different_weights(report)
     for kind in ("sgd", "adam"):
         for steps in ((3, 2), (2, 0), (0, 2), (0, 0)):
             broadcast_state(report, kind, steps)
     broadcast_channels_last(report)
-    join(report)
     two_optimizers(report)
     transform(report)
     synchronize(report)
     for policy in ("average", "root", "local"):
         buffers(report, policy)
-    start_again(report)
-    hvd.shutdown()
-    report.put("end")
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "leader": hvd_async.LeaderOptimizer,
     "centre": functools.partial(hvd_async.LeaderOptimizer, algorithm="easgd", global_period=2),
 }
+KINDS = {"eager": ("momentum", "adam"), "gossip": ("adam",), "leader": ("momentum",), "centre": ("momentum",)}
+"""Optimizers that are wrapped."""
 
 
 def classifier(seed: int) -> torch.nn.Sequential:
@@ -359,7 +361,7 @@ def main() -> None:
     case("by name", lambda: imported_by_name(report))
     case("unnamed", lambda: unnamed(report))
     for family in FAMILIES:
-        for kind in ("momentum", "adam"):
+        for kind in KINDS[family]:
             case(family, lambda family=family, kind=kind: script(report, family, kind))  # type: ignore[misc]
         case("elastic", lambda family=family: elastic_state(report, family))  # type: ignore[misc]
     for kind in SPARSE:

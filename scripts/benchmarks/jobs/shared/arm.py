@@ -76,8 +76,8 @@ class Arm:
     Args:
         name: of the arm.
         model: the same on all ranks.
-        optimizer: of the model's parameters; not wrapped.
         job: this rank.
+        optimizer: of the model's parameters; not wrapped. None: SGD with momentum that hardly changes them.
         own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
 
     Attributes:
@@ -87,8 +87,9 @@ class Arm:
     """
 
     def __init__(
-        self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, **own: Any
+        self, name: str, model: torch.nn.Module, job: Job, optimizer: torch.optim.Optimizer | None = None, **own: Any
     ) -> None:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         self.name, self.model, self.gossip = name, model, gossip_of(name)
         base, compression = compression_of(name)
         self.ours, self._base = base not in (*RIVALS, PLAIN), base

@@ -10,7 +10,7 @@ import torch
 
 import hvd_async.torch as hvd
 
-from .rank import Job, RunBlock
+from .rank import Job
 
 POLL = 0.0005
 """Seconds between two looks at what Horovod has done: its own waiting keeps a core busy, which others need here."""
@@ -24,11 +24,6 @@ def run(work: Callable[[Job], None]) -> None:
     work(job)
     job.finish()
     hvd.shutdown()
-
-
-def run_blocks(run_block: RunBlock) -> None:
-    """Run a job's program that does nothing but one block of its plan after the other."""
-    run(lambda job: job.each_block(run_block))
 
 
 def barrier() -> None:

@@ -40,7 +40,7 @@ class Training:
         model = resnet() if block["model"] == "resnet" else plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9, weight_decay=5e-4)
         name = block.get("algorithm", block["arm"])
-        self.arm = Arm(name, model, optimizer, job, **_own(name, block))
+        self.arm = Arm(name, model, job, optimizer, **_own(name, block))
         self.clock, self.steps = Clock(), 0
         self.train, self.test = fold(block["fold"])
         self._job, self._images, self._labels = job, digits()[0], torch.from_numpy(digits()[1])

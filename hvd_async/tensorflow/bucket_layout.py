@@ -1,0 +1,204 @@
+"""Where each variable's gradient lies in the buckets: gradients into flat vectors, rounds out of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_async.algorithms.eager.bucketing import by_number, by_size
+from hvd_async.tensorflow.variables import raw, signature
+
+
+def accumulated(variable: Any) -> tf.DType:
+    """In which dtype a variable's gradients are added up: half precision in float32."""
+    return tf.float64 if raw(variable).dtype == tf.float64 else tf.float32
+
+
+def has_gradients(variable: Any) -> bool:
+    """Whether a variable can have any: integers, such as counters, are left alone."""
+    dtype = raw(variable).dtype
+    return not (dtype.is_integer or dtype.is_bool)
+
+
+class Bucket(NamedTuple):
+    """Variables whose gradients travel together.
+
+    Attributes:
+        dtype: of the flat vector.
+        indices: of the variables, ascending, as they lie in the vector.
+        sizes: how many elements each of them has.
+    """
+
+    dtype: tf.DType
+    indices: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence[Sequence[Any]] | None) -> list[Bucket]:
+    """Which variables share a bucket, all in one dtype; the bucket that backward fills first comes first.
+
+    Args:
+        variables: in the order of the forward pass.
+        cap_bytes: at which a bucket is full, unless ``groups`` says what is in it. A larger variable has its own.
+        groups: Horovod's: a number of groups of about equally many variables, or lists of variables; variables in no
+            list are put together as without groups. None: buckets by size.
+
+    Raises:
+        ValueError: a list names a variable that is not there, or one twice.
+    """
+    backwards = range(len(variables) - 1, -1, -1)
+    if groups is None:
+        parts = _by_size(variables, backwards, cap_bytes)
+    elif isinstance(groups, int):
+        parts = [list(part) for part in by_number(len(variables), groups)]
+    else:
+        listed = [[_place(v, variables) for v in group] for group in groups]
+        flat = [i for part in listed for i in part]
+        if len(flat) != len(set(flat)):
+            raise ValueError("groups: a variable is listed twice; each can be in one group only")
+        parts = listed + _by_size(variables, [i for i in backwards if i not in flat], cap_bytes)
+    buckets = []
+    for part in parts:
+        by_dtype: dict[tf.DType, list[int]] = {}
+        for index in part:
+            if has_gradients(variables[index]):
+                by_dtype.setdefault(accumulated(variables[index]), []).append(index)
+        for dtype, indices in by_dtype.items():
+            ordered = tuple(sorted(indices))
+            buckets.append(Bucket(dtype, ordered, tuple(int(variables[i].shape.num_elements()) for i in ordered)))
+    return sorted(buckets, key=lambda bucket: -min(bucket.indices))
+
+
+def _place(variable: Any, variables: Sequence[Any]) -> int:
+    for index, one in enumerate(variables):
+        if one is raw(variable):
+            return index
+    raise ValueError(f"groups: {signature(variable)} is not among the optimizer's variables: list trainable ones only")
+
+
+def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -> list[list[int]]:
+    kinds = [accumulated(variables[index]) for index in order]
+    sizes = [(kind, variables[i].shape.num_elements() * kind.size) for kind, i in zip(kinds, order, strict=True)]
+    return [[order[place] for place in part] for part in by_size(sizes, cap_bytes)]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of a layout beside the variables.
+
+    Attributes:
+        before, after: factors of a gradient before and of a sum after the ranks' gradients are added up.
+        slots, slot: elements that count gradients at a vector's end, and this rank's among them.
+        device: where vectors are put together ("": wherever TensorFlow likes).
+    """
+
+    before: float = 1.0
+    after: float = 1.0
+    slots: int = 1
+    slot: int = 0
+    device: str = ""
+
+
+class Layout:
+    """Where each variable's gradient lies in the buckets.
+
+    Args:
+        variables: in the same order on all ranks.
+        buckets: of these.
+        terms: see there.
+    """
+
+    def __init__(self, variables: Sequence[Any], buckets: Sequence[Bucket], terms: Terms) -> None:
+        self._variables = [raw(v) for v in variables]
+        self.buckets, self._terms = list(buckets), terms
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """Dtypes of the buckets, in order."""
+        return [bucket.dtype for bucket in self.buckets]
+
+    @property
+    def elements(self) -> list[int]:
+        """Elements of each bucket's vector."""
+        return [sum(bucket.sizes) + self._terms.slots for bucket in self.buckets]
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of each bucket's vector."""
+        return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
+
+    def specs(self) -> list[tf.TensorSpec]:
+        """Shape and dtype of each bucket's vector."""
+        return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
+
+    def zeros(self, bucket: int) -> tf.Tensor:
+        """A vector of bucket ``bucket`` that holds no gradient."""
+        return tf.zeros([self.elements[bucket]], self.dtypes[bucket])
+
+    def has_any(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> bool:
+        """Whether a variable of the bucket has a gradient."""
+        return any(index in gradients for index in self.buckets[bucket].indices)
+
+    def flatten(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """A bucket's gradients (by the variable's index), copied once; a missing one counts as zero.
+
+        Returns:
+            Shape (elements,); the last ``slots`` count one gradient.
+        """
+        dtype, indices, sizes = self.buckets[bucket]
+        with tf.device(self._terms.device or None):
+            parts = []
+            for index, size in zip(indices, sizes, strict=True):
+                part = tf.zeros([size], dtype)
+                if index in gradients:
+                    part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
+                    part = part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype)
+                parts.append(part)
+            return tf.concat([*parts, self._tail(dtype)], axis=0)
+
+    def nothing(self, bucket: int) -> tf.Tensor:
+        """A vector of one gradient that is zero."""
+        return self.flatten(bucket, {})
+
+    def recounted(self, bucket: int, vector: tf.Tensor, factor: float) -> tf.Tensor:
+        """``vector`` x ``factor`` as one gradient, however many it counts."""
+        dtype = self.dtypes[bucket]
+        gradients = vector[: -self._terms.slots] * tf.constant(factor, dtype)
+        return tf.concat([gradients, self._tail(dtype)], axis=0)
+
+    def _tail(self, dtype: tf.DType) -> tf.Tensor:
+        return tf.one_hot(self._terms.slot, self._terms.slots, dtype=dtype)
+
+    def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """A round's sums, with zeros in place of the gradients of these variables."""
+        changed = []
+        for vector, bucket in zip(sums, self.buckets, strict=True):
+            left_out = np.repeat(np.isin(bucket.indices, indices), bucket.sizes)
+            if left_out.any():
+                mask = np.append(left_out, np.zeros(self._terms.slots, bool))
+                vector = tf.where(mask, tf.zeros([], bucket.dtype), vector)
+            changed.append(vector)
+        return changed
+
+    def averages(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Read a round's sums over the ranks: a gradient for each variable that can have one, in their order,
+        shapes and dtypes."""
+        gradients: dict[int, tf.Tensor] = {}
+        for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
+            flat, after = tf.reshape(vector, [sum(sizes) + self._terms.slots]), self._terms.after
+            starts = itertools.accumulate(sizes, initial=0)
+            for index, start, size in zip(indices, starts, sizes, strict=False):
+                # A slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it.
+                part = tf.slice(flat, [start], [size])
+                part = part if after == 1.0 else part * tf.constant(after, dtype)
+                variable = self._variables[index]
+                gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
+        return [gradients[i] for i in sorted(gradients)]

@@ -1,0 +1,385 @@
+"""Ranks that follow a leader, one interface for all bindings: least squares on two parameters, an optimizer by case."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import functools
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import horovod.tensorflow
+import horovod.torch
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import hvd_async.tensorflow.keras
+import hvd_async.torch
+from hvd_async.algorithms.leader.worker import LeaderWorker
+from hvd_async.testing import Cluster
+from tests.conformance import gossip_reference, keras_ranks, leader_drive, torch_ranks
+from tests.conformance.cases import CASES, Case
+from tests.conformance.gossip_reference import Problem
+from tests.conformance.leader_drive import Seen
+from tests.conformance.leader_reference import Following
+from tests.conformance.reference import Array
+
+SGD, MOMENTUM = CASES[0], CASES[1]
+
+
+@functools.cache
+def _normal_equations(rank: int, step: int) -> tuple[Array, Array]:
+    inputs, targets = gossip_reference.batch(rank, step)
+    return inputs.T @ inputs / len(inputs), inputs.T @ targets / len(inputs)
+
+
+def _gradient(z: Array, rank: int, step: int) -> Array:
+    square, linear = _normal_equations(rank, step)
+    return np.asarray(square @ z - linear)
+
+
+def values(state: Any) -> Any:
+    """A saved state with lists in place of arrays and tensors, which compare."""
+    if isinstance(state, dict):
+        return {name: values(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [values(value) for value in state]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+class LeaderRank(abc.ABC):
+    """One rank; each framework's subclass makes the model and takes a step.
+
+    Args:
+        problem: its weights, data and optimizer: of ``least_squares``.
+        rank: its place among the ranks that share the optimizer.
+        following: whom it follows, and how.
+        make: makes another optimizer than the problem's, of the parameters (Keras' has no use for them).
+        normed: whether it has batch-norm statistics of two features; see ``forward``.
+        wrapper: another one than ``LeaderOptimizer``.
+        options: others of the wrapper.
+
+    Attributes:
+        framework, graph: the binding's, and whether a step is a graph.
+        hvd, horovod: modules.
+        process_set: makes a set of ranks.
+        opt: wrapped.
+        path: the weights after each step.
+    """
+
+    framework: ClassVar[str]
+    graph: ClassVar[bool] = False
+    hvd: ClassVar[Any]
+    horovod: ClassVar[Any]
+    process_set: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        problem: Problem,
+        rank: int,
+        following: Following,
+        make: Callable[[Any], Any] | None = None,
+        normed: bool = False,
+        wrapper: str = "LeaderOptimizer",
+        **options: Any,
+    ) -> None:
+        leads = wrapper == "LeaderOptimizer"
+        self.problem, self.rank = problem, rank
+        self.following = following if leads else dataclasses.replace(following, told=lambda *_: None)
+        self.path: list[Array] = []
+        given = following.options() if leads else {}
+        self.opt = self._wrap(make, normed, getattr(self.hvd, wrapper), {**given, **options})
+        self.assign(problem.start[rank])
+
+    @classmethod
+    def least_squares(cls, size: int, case: Case = MOMENTUM) -> Problem:
+        """The reference's problem for this binding, with what it computes of the data kept."""
+        return dataclasses.replace(gossip_reference.least_squares(size, case, cls.framework), gradient=_gradient)
+
+    @classmethod
+    def raised(cls, kind: type[Exception]) -> type[Exception]:
+        """The class under which an error of a step comes to its caller."""
+        return tf.errors.OpError if cls.graph else kind
+
+    @classmethod
+    def run(
+        cls,
+        following: Following,
+        steps: int | Sequence[int],
+        cluster: Cluster,
+        case: Case = MOMENTUM,
+        *,
+        together: bool = False,
+        behind: Sequence[int] = (),
+        **options: Any,
+    ) -> tuple[Problem, list[Seen]]:
+        """Train as ``leader_drive.run`` does; ``options`` of the ranks. Returns the problem too."""
+        problem = cls.least_squares(cluster.size, case)
+        seen = leader_drive.run(lambda rank: cls(problem, rank, following, **options), steps, cluster, together, behind)
+        return problem, seen
+
+    # -- what a framework supplies ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
+        """Make the model and its wrapped optimizer."""
+
+    @classmethod
+    @abc.abstractmethod
+    def plain(cls) -> Any:
+        """An optimizer that is not wrapped, of a small model."""
+
+    @abc.abstractmethod
+    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
+        """Take a step.
+
+        Args:
+            gradient: flat.
+            loss: to record; None: none.
+            mean: of a normed rank's batch; the running mean is set to it, the variance to ten times as much.
+        """
+
+    @abc.abstractmethod
+    def weights(self) -> Array:
+        """Flat, float64."""
+
+    @abc.abstractmethod
+    def assign(self, weights: Any) -> None:
+        """Set the weights."""
+
+    @abc.abstractmethod
+    def statistics(self) -> Array:
+        """A normed rank's mean and variance."""
+
+    @abc.abstractmethod
+    def set_statistics(self, mean: Any, variance: Any) -> None:
+        """Set them."""
+
+    @abc.abstractmethod
+    def state(self) -> dict[str, Any]:
+        """The optimizer's."""
+
+    @abc.abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Take back what ``state`` gave."""
+
+    @abc.abstractmethod
+    def through_a_file(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as it comes back from a file without pickled code."""
+
+    @abc.abstractmethod
+    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
+        """Adam's first and second ones in a state, flat as the weights."""
+
+    # -- one interface ------------------------------------------------------------------------------------------
+
+    def forward(self) -> Array:
+        """What a normed rank's next step makes the running mean, where the test gives none."""
+        return self.statistics()[:2] + np.array([2.0**self.rank, 0.25 * (len(self.path) + 1)])
+
+    def step(self, mean: Any = None) -> None:
+        """One; ``mean`` as of ``take``."""
+        before, number = self.weights(), len(self.path) + 1
+        if mean is None and len(self.statistics()):
+            mean = self.forward()
+        loss = self.following.told(before, self.rank, number)
+        self.take(self.problem.gradient(before, self.rank, number), loss, mean)
+        self.path.append(self.weights())
+
+    def train(self, steps: int) -> Self:
+        """Several."""
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def worker(self) -> LeaderWorker:
+        """The optimizer's; the first call meets the other ranks."""
+        worker: LeaderWorker = self.opt._async.worker_now()
+        return worker
+
+    def bits(self) -> bytes:
+        """Weights and statistics."""
+        return self.weights().tobytes() + self.statistics().tobytes()
+
+    def saved(self) -> tuple[dict[str, Any], Array, Array]:
+        """What a script would save: the optimizer's state, weights and statistics."""
+        return self.through_a_file(self.state()), self.weights(), self.statistics()
+
+    def resume(self, saved: tuple[dict[str, Any], Array, Array], done: int = 0) -> Self:
+        """Take up what was saved after so many steps."""
+        state, weights, statistics = saved
+        self.assign(weights)
+        if len(self.statistics()):
+            self.set_statistics(statistics[:2], statistics[2:])
+        self.load(state)
+        self.path = [np.empty(0)] * done
+        return self
+
+
+class TorchRank(LeaderRank):
+    """A rank in torch.
+
+    Args:
+        arguments: of ``LeaderRank``.
+        dtype: of the parameters.
+    """
+
+    framework = "torch"
+    hvd, horovod = hvd_async.torch, horovod.torch
+    process_set = torch_ranks.ProcessSet
+
+    def __init__(self, *arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2,), (2, 2))]
+        self.norm = torch.nn.BatchNorm1d(2)
+        self._counted: list[torch.Tensor] = []
+        super().__init__(*arguments, **options)
+
+    def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
+        if normed:
+            self._counted = [self.norm.running_mean, self.norm.running_var]
+            options = {"named_buffers": self.norm.named_buffers()} | options
+        plain = torch_ranks.plain(self.problem.case, self.parameters) if make is None else make(self.parameters)
+        return wrapper(plain, **options)
+
+    @classmethod
+    def plain(cls) -> Any:
+        return torch.optim.SGD(torch_ranks.conv_model().parameters(), lr=0.1)
+
+    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
+        parts = torch.as_tensor(gradient).split((2, 4))
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        if mean is not None:
+            self.set_statistics(mean, 10 * np.asarray(mean))
+        if loss is not None:
+            self.opt.record_loss(loss)
+        self.opt.step()
+
+    def weights(self) -> Array:
+        return torch_ranks.flat(self.parameters)
+
+    def assign(self, weights: Any) -> None:
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters, torch.as_tensor(weights).split((2, 4)), strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    def statistics(self) -> Array:
+        return torch_ranks.flat(self._counted) if self._counted else np.zeros(0)
+
+    def set_statistics(self, mean: Any, variance: Any) -> None:
+        for tensor, value in zip(self._counted, (mean, variance), strict=True):
+            tensor.copy_(torch.as_tensor(value))
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.opt.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.opt.load_state_dict(copy.deepcopy(state))  # (torch keeps the tensors it is given)
+
+    def through_a_file(self, state: dict[str, Any]) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        read: dict[str, Any] = torch.load(file, weights_only=True)
+        return read
+
+    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
+        first, second = (torch_ranks.flat(state["state"][i][f"exp_avg{kind}"] for i in (0, 1)) for kind in ("", "_sq"))
+        return first, second
+
+
+class KerasRank(LeaderRank):
+    """A rank in Keras."""
+
+    framework = "keras"
+    hvd, horovod = hvd_async.tensorflow.keras, horovod.tensorflow
+    process_set = keras_ranks.ranks
+
+    def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
+        shapes = ((2, 2), (2,))
+        self.variables = [keras.Variable(np.zeros(shape, np.float32), name=f"x{len(shape)}") for shape in shapes]
+        self._counted: list[Any] = []
+        if normed:
+            self.model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+            self._counted = [self.model.layers[0].moving_mean, self.model.layers[0].moving_variance]
+            options = {"model": self.model} | options
+        opt = wrapper(keras_ranks.plain(self.problem.case) if make is None else make(self.variables), **options)
+        opt.build(self.variables)
+        self._apply = tf.function(self._take) if self.graph else self._take
+        return opt
+
+    def _take(self, loss: Any, mean: Any, *gradients: tf.Tensor) -> None:
+        if mean is not None:
+            self._counted[0].assign(mean)  # as a forward pass does
+            self._counted[1].assign(10.0 * mean)
+        if loss is not None:
+            self.opt.record_loss(loss)
+        self.opt.apply(gradients, self.variables)
+
+    @classmethod
+    def plain(cls) -> Any:
+        return keras.optimizers.SGD(0.1)
+
+    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
+        told = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
+        moved = None if mean is None else tf.constant(mean, tf.float32, [2])
+        self._apply(told, moved, *map(tf.constant, _split(gradient)))
+
+    def weights(self) -> Array:
+        return keras_ranks.flat(self.variables)
+
+    def assign(self, weights: Any) -> None:
+        for variable, part in zip(self.variables, _split(weights), strict=True):
+            variable.assign(part)
+
+    def statistics(self) -> Array:
+        return keras_ranks.flat(self._counted) if self._counted else np.zeros(0)
+
+    def set_statistics(self, mean: Any, variance: Any) -> None:
+        for variable, value in zip(self._counted, (mean, variance), strict=True):
+            variable.assign(np.broadcast_to(value, 2))
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.opt.get_state()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.opt.set_state(state)
+
+    def through_a_file(self, state: dict[str, Any]) -> dict[str, Any]:
+        file = io.BytesIO()
+        np.savez(file, **state)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
+        first, second = (
+            np.concatenate([state[f"{name}_{kind}"].astype(np.float64).ravel() for name in ("x2", "x1")])
+            for kind in ("momentum", "velocity")
+        )
+        return first, second
+
+
+class KerasGraphRank(KerasRank):
+    """A rank in Keras whose step is a ``tf.function``."""
+
+    graph = True
+
+
+def _split(flat: Any) -> list[Array]:
+    """A vector as Keras' variables."""
+    one, other = np.split(np.asarray(flat, np.float32), [4])
+    return [one.reshape(2, 2), other]
+
+
+TORCH, KERAS = pytest.param(TorchRank, id="torch"), pytest.param(KerasRank, id="keras")
+KERAS_GRAPH = pytest.param(KerasGraphRank, id="keras-graph")
+BINDINGS = pytest.mark.parametrize("binding", [TORCH, KERAS])
+WITH_GRAPH = pytest.mark.parametrize("binding", [TORCH, KERAS, KERAS_GRAPH])

@@ -1,0 +1,165 @@
+"""The weights are those of the reference on the same rounds, or of a plain optimizer fed with averages, in either
+binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_async.testing import Cluster
+from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case, Script
+from tests.conformance.drive import check_late_rank, with_late_rank
+from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, SGD, TINY, TORCH, Binding, all_modes, both
+from tests.conformance.keras_ranks import KerasTrainer, apply_plainly, conv_model, flat
+from tests.conformance.reference import replay
+
+EVERY_SCRIPT = Script("all", tuple(step for script in SCRIPTS for step in script.steps))
+NESTEROV = CASES[5]
+
+
+def by_case(binding: Binding, name: str, cases: list[Case]) -> list[Any]:
+    return [pytest.param(binding, case, id=f"{name}-{case.name}") for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("binding", "case"),
+    by_case(TORCH, "torch", CASES) + by_case(KERAS, "keras", CASES) + by_case(KERAS_GRAPH, "keras-graph", CASES[5::2]),
+)
+def test_scripted_rounds(binding, case):
+    """None, one or several rounds a step, empty ones among them: these move neither weights nor momentum."""
+    trainer, worker = binding.scripted(case, EVERY_SCRIPT, 4)
+    before = trainer.weights()
+    for step in range(len(EVERY_SCRIPT.steps)):
+        gradient = trainer.gradient(0, step)
+        trainer.step()
+        assert worker.handed[-1].tolist() == [*gradient, 1.0]
+        expected = replay(binding.framework, case, before, worker.applied, 4)
+        np.testing.assert_allclose(trainer.weights(), expected, rtol=0, atol=1e-5)
+        if binding is TORCH:
+            assert flat(p.grad for p in trainer.parameters).tolist() == gradient.tolist(), "not put back"
+    if binding is not TORCH:
+        assert int(trainer.opt.iterations) == sum(one.sums[-1] > 0 for one in worker.applied)
+
+
+@all_modes
+@pytest.mark.parametrize(("schedule", "case"), [(SCHEDULES[0], NESTEROV), (SCHEDULES[1], ADAM)], ids=["solo", "two"])
+def test_rounds_of_a_cluster_with_a_late_rank(binding, schedule, case, tapes):
+    outcomes = with_late_rank(schedule, lambda rank: binding.trainer(case, quorum=schedule.quorum))
+    check_late_rank(
+        binding.framework, lambda x, rounds: replay(binding.framework, case, x, rounds, schedule.size), outcomes, tapes
+    )
+
+
+@both
+@pytest.mark.parametrize(("case", "size"), [(SGD, 1), (NESTEROV, 2), (ADAM, 3)], ids=["sgd-1", "nesterov-2", "adam-3"])
+def test_quorum_all_equals_averaging_by_hand(binding, case, size):
+    def train(rank: int) -> np.ndarray:
+        trainer = binding.trainer(case, quorum="all")
+        trainer.train(rank, range(5))
+        trainer.opt.drain()
+        return trainer.weights()
+
+    expected = binding.averaged(case, [size] * 5)
+    for weights in Cluster(size).run(train):
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
+
+
+@all_modes
+def test_several_buckets_give_the_same_bits_as_one(binding):
+    def train(rank: int) -> list[Any]:
+        outcomes = []
+        for options in ({}, {"bucket_cap_mb": TINY}, {"bucket_cap_mb": 2.3e-4}, {"groups": 2}):
+            trainer = binding.trainer(ADAM, quorum="all", **options)
+            trainer.train(rank, range(3))
+            trainer.opt.drain()
+            outcomes.append((trainer.state(), len(trainer.opt._async.replica.layout)))
+        return outcomes
+
+    for outcomes in Cluster(2).run(train):
+        assert [buckets for _, buckets in outcomes] == [1, 4, 2, 2]
+        assert all(state == outcomes[0][0] for state, _ in outcomes)
+
+
+@all_modes
+def test_late_gradients_in_many_buckets_are_all_applied(binding):
+    def train(rank: int) -> tuple[Any, Any, Any]:
+        trainer = binding.trainer(SGD, bucket_cap_mb=TINY, max_staleness=3)
+        before, gradients = trainer.weights(), []
+        for step in range(4 + 3 * rank):
+            gradients.append(trainer.gradient(rank, step))
+            trainer.step()
+        trainer.opt.drain()
+        stats = trainer.opt.stats()
+        assert stats.gradients_applied == stats.total_produced == 11
+        return before, trainer.weights(), sum(gradients)
+
+    outcomes = Cluster(2, jitter=0.002).run(train)
+    expected = outcomes[0][0] - 0.1 / 2 * (outcomes[0][2] + outcomes[1][2])
+    for _, after, _ in outcomes:
+        assert after.tobytes() == outcomes[0][1].tobytes()
+        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5)
+
+
+# -- Keras' own features --------------------------------------------------------------------------------------
+
+
+class Signs(keras.optimizers.Optimizer):
+    """Somebody's own: moves by the sign of an averaged gradient."""
+
+    def build(self, variables: list[Any]) -> None:
+        super().build(variables)
+        self.smooth = self.add_optimizer_variables(variables, "smooth")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        smooth = self.smooth[self._get_variable_index(variable)]
+        self.assign(smooth, 0.5 * smooth + gradient)
+        self.assign_sub(variable, keras.ops.sign(smooth) * keras.ops.cast(learning_rate, variable.dtype))
+
+
+sgd = keras.optimizers.SGD
+FEATURES: dict[str, Callable[[], Any]] = {
+    "clipnorm": lambda: sgd(0.1, momentum=0.9, clipnorm=0.05),
+    "global_clipnorm": lambda: sgd(0.1, global_clipnorm=0.1),
+    "clipvalue": lambda: sgd(0.1, clipvalue=0.01),
+    "ema": lambda: sgd(0.1, use_ema=True, ema_momentum=0.5),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "own": lambda: Signs(0.01),
+    "ema-overwriting": lambda: sgd(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, weight_decay=0.1),
+    "schedule": lambda: sgd(keras.optimizers.schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 0.2])),
+    "callable": lambda: sgd(lambda: 0.07),
+    "constant-scale": lambda: sgd(0.1, momentum=0.9, loss_scale_factor=8.0),
+}
+IN_A_STEP = ["accumulating", "schedule", "callable", "constant-scale"]
+"""Features in which the step that hands over has a part, and not only the update, which is a graph in either mode."""
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    [*((name, False) for name in FEATURES), *((name, True) for name in IN_A_STEP)],
+    ids=lambda value: value if isinstance(value, str) else ("eager", "graph")[value],
+)
+def test_what_a_keras_optimizer_has_of_its_own_does_what_it_does_without_us(name, graph):
+    make, steps = FEATURES[name], 6
+
+    def train(rank: int) -> Any:
+        trainer = KerasTrainer(lambda _: make(), graph, quorum="all")
+        trainer.train(rank, range(steps))
+        trainer.opt.drain()
+        return flat(v.numpy() for v in [*trainer.parameters, *trainer.opt.variables])
+
+    reader = KerasTrainer.__new__(KerasTrainer)
+    reader.model = conv_model()
+    reader.parameters = reader.model.trainable_variables
+    plain = make()
+    plain.build(reader.parameters)
+    for step in range(steps):
+        apply_plainly(plain, reader.parameters, (reader.gradient(0, step) + reader.gradient(1, step)) / 2)
+    expected = flat(v.numpy() for v in [*reader.parameters, *plain.variables])
+    outcomes = Cluster(2).run(train)
+    assert outcomes[0].tobytes() == outcomes[1].tobytes()
+    np.testing.assert_allclose(outcomes[0], expected, rtol=1e-5, atol=2e-6)

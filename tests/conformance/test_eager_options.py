@@ -1,0 +1,311 @@
+"""The parameters that Horovod's wrappers have too, in either binding, against averages in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import hvd_async.tensorflow.collectives
+import hvd_async.torch.collectives
+from hvd_async.algorithms.eager.gradient_format import largest_summand
+from hvd_async.runtime.process_sets import SingleRank
+from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
+from tests.conformance.eager_ranks import KERAS, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import ProcessSet
+
+SIZES, STEPS = (6, 4, 1), 5
+ELEMENTS = sum(SIZES)
+
+
+def gradient(rank: int, step: int) -> Array:
+    """Whole numbers from -8 to 8, which even bfloat16 holds and adds exactly for a few ranks."""
+    return np.random.default_rng([rank, step]).integers(-8, 9, ELEMENTS).astype(np.float64)
+
+
+def trained(
+    binding: Binding, rank: int, options: dict[str, Any], steps: int = STEPS, passes: int = 1, dtype: str = "float32"
+) -> tuple[Array, Any]:
+    """One rank's weights after plain SGD with learning rate 1, and its optimizer."""
+    one = binding.vectors(SIZES, UNIT, dtypes=[dtype] * len(SIZES), **options)
+    for step in range(steps):
+        parts = [np.split(gradient(rank, step * passes + part), [6, 10]) for part in range(passes)]
+        one.take_passes(parts)
+    one.opt.drain()
+    return one.weights(), one.opt
+
+
+def expected(ranks: Sequence[int], factor: float, steps: int = STEPS) -> Array:
+    """Minus ``factor`` times the sum of the ranks' gradients."""
+    total: Array = -factor * sum(gradient(rank, step) for rank in ranks for step in range(steps))
+    return total
+
+
+def check(weights: Array, exact: Array, tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(weights, exact, rtol=0, atol=tolerance)
+
+
+def slots(opt: Any) -> int:
+    """Elements of a vector that count gradients."""
+    replica = opt._async.replica
+    return int(getattr(replica, "codec", replica).slots)
+
+
+# -- factors --------------------------------------------------------------------------------------------------
+
+
+@all_modes
+def test_op_and_predivide(binding):
+    hvd = binding.hvd
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({}, 1 / 3),
+        ({"op": hvd.Sum}, 1.0),
+        ({"op": hvd.Average, "quorum": "solo"}, 1 / 3),
+        ({"gradient_predivide_factor": 4.0}, 1 / 3),
+        ({"gradient_predivide_factor": 0.5, "op": hvd.Average}, 1 / 3),
+    ]
+
+    def train(rank: int) -> list[Array]:
+        return [trained(binding, rank, {"quorum": "all", **options})[0] for options, _ in cases]
+
+    for outcomes in Cluster(3).run(train):
+        for weights, (_, factor) in zip(outcomes, cases, strict=True):
+            check(weights, expected(range(3), factor))
+
+
+@both
+def test_predivide_divides_before_the_sum(binding):
+    """Sums that would not fit into float16 do once they are divided first."""
+    options = {"compression": binding.hvd.Compression.fp16, "gradient_predivide_factor": 4.0, "max_staleness": 2}
+
+    def train(rank: int) -> list[float]:
+        one = binding.vectors([1], UNIT, quorum="all", **options)
+        one.take([60000.0])
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(4).run(train) == [[pytest.approx(-60000.0, rel=1e-3)]] * 4
+
+
+# -- buckets --------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.filterwarnings("ignore:num_groups")
+def test_groups_travel_together_and_change_no_number(binding):
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 1),
+        ({"bucket_cap_mb": TINY}, 3),
+        ({"groups": 1, "bucket_cap_mb": TINY}, 1),
+        ({"groups": 2}, 2),
+        ({"groups": 9}, 3),
+        ({"num_groups": 2}, 2),
+        ({"groups": lambda ps: [[ps[2], ps[0]]]}, 2),
+        ({"groups": lambda ps: [[ps[1]], [ps[0]], [ps[2]]]}, 3),
+        ({"groups": lambda ps: [[ps[1], ps[2]]], "bucket_cap_mb": TINY}, 2),
+        ({"groups": lambda ps: [list(ps)], "bucket_cap_mb": TINY}, 1),
+    ]
+
+    def train(rank: int) -> list[tuple[Array, int]]:
+        ends = [trained(binding, rank, {"quorum": "solo", **options}, steps=3 + rank) for options, _ in cases]
+        return [(weights, len(opt._async.replica.layout)) for weights, opt in ends]
+
+    exact = expected([0], 1 / 2, 3) + expected([1], 1 / 2, 4)
+    for outcomes in Cluster(2).run(train):
+        for (weights, buckets), (options, count) in zip(outcomes, cases, strict=True):
+            check(weights, exact)
+            assert buckets == count, options
+
+
+@both
+def test_num_groups_says_that_it_is_old(binding):
+    with scripted_engine(2), pytest.warns(DeprecationWarning, match="groups="):
+        binding.vectors(SIZES, UNIT, num_groups=2)
+    with scripted_engine(2), warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        binding.vectors(SIZES, UNIT, groups=2)
+
+
+# -- compression ----------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compression_halves_what_travels_and_keeps_whole_numbers(binding, dtype):
+    kinds = ("none", "fp16", "bf16")
+
+    def train(rank: int) -> list[tuple[Array, Any]]:
+        options = {"quorum": "solo", "max_staleness": 3}
+        return [
+            trained(binding, rank, {**options, "compression": getattr(binding.hvd.Compression, kind)}, dtype=dtype)
+            for kind in kinds
+        ]
+
+    for outcomes in Cluster(3).run(train):
+        for (weights, opt), kind in zip(outcomes, kinds, strict=True):
+            check(weights, expected(range(3), 1 / 3))
+            width = {"none": 8 if dtype == "float64" else 4}.get(kind, 2)
+            assert opt.stats().bytes_sent == opt.stats().rounds * (ELEMENTS + slots(opt)) * width
+
+
+@all_modes
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_compression_rounds_what_travels(binding, kind, dtype):
+    values = torch.tensor([1.0 + 2.0**-9, 3.14159265, -1e-3, 2.0**-20, 1000.5])
+
+    def train(rank: int) -> Array:
+        one = binding.vectors([5], UNIT, quorum="all", compression=getattr(binding.hvd.Compression, kind))
+        one.take(((rank + 1) * values).numpy())
+        one.opt.drain()
+        weights: Array = one.weights()
+        return weights
+
+    exact = -(values.to(dtype) + (2 * values).to(dtype)).float().numpy() / 2
+    assert not np.array_equal(exact, -1.5 * values.numpy())
+    for weights in Cluster(2).run(train):
+        np.testing.assert_array_equal(weights, exact)
+
+
+@both
+def test_what_float16_cannot_hold_is_cut_off_where_the_sum_could_be_infinite(binding):
+    values, limit = [1e5, -1e5, 6e4, 3e4, 1.0], largest_summand(2)
+
+    def train(rank: int) -> Array:
+        one = binding.vectors([5], UNIT, quorum="all", compression=binding.hvd.Compression.fp16, max_staleness=4)
+        one.take(values)  # on both ranks: 6e4 + 6e4 is no float16
+        one.opt.drain()
+        assert one.opt.stats().gradients_skipped == 0
+        weights: Array = one.weights()
+        return weights
+
+    for weights in Cluster(2).run(train):
+        np.testing.assert_allclose(weights, -np.clip(values, -limit, limit), rtol=1e-3)
+
+
+class TorchEighth:
+    """A compression of one's own: sends an eighth, as float64."""
+
+    compress = staticmethod(lambda tensor: (tensor.double() / 8, (8, tensor.dtype)))
+    decompress = staticmethod(lambda tensor, ctx: (tensor * ctx[0]).to(ctx[1]))
+
+
+class KerasEighth:
+    """The same."""
+
+    compress = staticmethod(lambda tensor: (tf.cast(tensor, tf.float64) / 8, (8, tensor.dtype)))
+    decompress = staticmethod(lambda tensor, ctx: tf.cast(tensor * ctx[0], ctx[1]))
+
+
+@pytest.mark.parametrize(("binding", "eighth"), [(TORCH, TorchEighth), (KERAS, KerasEighth)], ids=["torch", "keras"])
+def test_a_compression_of_ones_own(binding, eighth):
+    for weights, opt in Cluster(2).run(lambda rank: trained(binding, rank, {"compression": eighth, "quorum": "all"})):
+        check(weights, expected(range(2), 1 / 2))
+        assert opt.stats().bytes_sent == STEPS * 8 * (ELEMENTS + 1)
+
+
+@both
+def test_a_narrow_dtype_counts_far_enough(binding):
+    """bfloat16 counts to 256: with a bound of 100 rounds a slot is good for two ranks."""
+    options = {"compression": binding.hvd.Compression.bf16, "max_staleness": 100, "quorum": "all"}
+    for weights, opt in Cluster(3).run(lambda rank: trained(binding, rank, options)):
+        check(weights, expected(range(3), 1 / 3), 1e-4)
+        assert slots(opt) == 2
+        assert opt.stats().gradients_applied == 3 * STEPS
+
+
+# -- backward passes ------------------------------------------------------------------------------------------
+
+
+@all_modes
+@pytest.mark.parametrize("passes", [1, 3])
+def test_backward_passes_add_up(binding, passes):
+    options = {"backward_passes_per_step": passes, "quorum": "solo", "bucket_cap_mb": TINY}
+    for weights, opt in Cluster(2).run(lambda rank: trained(binding, rank, options, passes=passes)):
+        check(weights, expected(range(2), 1 / 2, STEPS * passes))
+        assert opt.stats().gradients_produced == STEPS
+
+
+@both
+def test_a_pass_in_which_a_parameter_has_no_gradient(binding):
+    def train(rank: int) -> list[float]:
+        one = binding.vectors([1, 1], UNIT, quorum="all", backward_passes_per_step=2, bucket_cap_mb=TINY)
+        one.take_passes([[1.0, None], [2.0, 4.0]])
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(2).run(train) == [[-3.0, -4.0]] * 2
+
+
+# -- process sets ---------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_process_sets_average_over_their_ranks_alone(binding, quorum):
+    """Ranks 0 and 2 together, 1 and 3 together, and then all four in one."""
+    sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
+
+    def train(rank: int) -> tuple[Array, Array, Any]:
+        own, opt = trained(binding, rank, {"quorum": quorum, "process_set": sets[rank % 2]}, steps=3 + rank % 2)
+        assert opt.consensus_distance() == 0.0
+        every, _ = trained(binding, rank, {"quorum": quorum, "process_set": binding.hvd.global_process_set})
+        return own, every, opt.stats()
+
+    for rank, (own, every, stats) in enumerate(Cluster(4).run(train)):
+        check(own, expected(sets[rank % 2].ranks, 1 / 2, 3 + rank % 2))
+        check(every, expected(range(4), 1 / 4))
+        assert len(stats.held_s) == 2
+        assert max(stats.contributors) <= 2
+
+
+@pytest.mark.parametrize(
+    ("binding", "quorum", "kind"),
+    [
+        pytest.param(TORCH, "all", "none", id="torch-all"),
+        pytest.param(TORCH, "auto", "none", id="torch-auto"),
+        pytest.param(TORCH, "solo", "bf16", id="torch-solo-bf16"),
+        pytest.param(TORCH, 2, "none", id="torch-2"),  # (of the process set)
+        pytest.param(KERAS, "solo", "bf16", id="keras-solo-bf16"),
+        pytest.param(KERAS, 2, "none", id="keras-2"),
+    ],
+)
+def test_a_rank_outside_the_process_set_steps_by_itself(binding, quorum, kind):
+    options = {"quorum": quorum, "process_set": ProcessSet(1, 2), "max_staleness": 4}
+    options["compression"] = getattr(binding.hvd.Compression, kind)
+
+    def train(rank: int) -> tuple[Array, int]:
+        weights, opt = trained(binding, rank, options, steps=3 + 2 * rank)
+        return weights, opt.rounds
+
+    (alone, rounds), *pairs = Cluster(3).run(train)
+    check(alone, expected([0], 1.0, 3))
+    assert rounds == 3
+    for weights, _ in pairs:
+        check(weights, expected([1], 1 / 2, 5) + expected([2], 1 / 2, 7))
+
+
+@pytest.mark.parametrize(
+    ("collectives", "tensor"),
+    [
+        (hvd_async.torch.collectives.HorovodCollectives, torch.tensor),
+        (hvd_async.tensorflow.collectives.HorovodCollectives, tf.constant),
+    ],
+    ids=["torch", "keras"],
+)
+def test_horovods_collectives_leave_a_lonely_rank_alone(collectives: type[Any], tensor: Callable[[Any], Any]):
+    one = object.__new__(collectives)  # (nothing of Horovod is needed for one rank)
+    given = tensor([1.0, 2.0])
+    halved = one.allreduce_sum(given, "mine", SingleRank(3), keep=True, scale=0.5)
+    assert halved.done()
+    assert halved.result().numpy().tolist() == [0.5, 1.0]
+    assert given.numpy().tolist() == [1.0, 2.0]
+    if tensor is torch.tensor:  # it is going to be changed
+        assert one.allreduce_sum(given, "mine", SingleRank(3), keep=True).result() is not given
+    assert one.broadcast(given, 3, "mine", SingleRank(3)).result().numpy().tolist() == [1.0, 2.0]

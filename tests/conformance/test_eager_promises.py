@@ -1,0 +1,316 @@
+"""What a user of either binding can rely on: what differs is refused, whose rate a round has, what an end leaves."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.cases import SCHEDULES
+from tests.conformance.drive import with_late_rank
+from tests.conformance.eager_ranks import (
+    ADAM,
+    KERAS,
+    MOMENTUM,
+    NAN,
+    SGD,
+    TINY,
+    TORCH,
+    UNIT,
+    Binding,
+    all_modes,
+    both,
+)
+from tests.conformance.reference import Array, replay
+
+RAISED = (ReplicaMismatchError, tf.errors.UnknownError)
+"""What a step raises where the ranks differ, in a graph too."""
+
+
+# -- the ranks meet -------------------------------------------------------------------------------------------
+
+
+@both
+def test_construction_does_not_communicate(binding):
+    """It may stand under ``if rank == 0``: the other ranks never hear of it."""
+
+    def train(rank: int) -> int:
+        kept = [binding.trainer(SGD)] if rank == 0 else []
+        trainer = binding.trainer(SGD, quorum="all")
+        trainer.train(rank, range(2))
+        trainer.opt.drain()
+        return len(kept) + trainer.opt.stats().rounds
+
+    assert Cluster(2).run(train) == [3, 2]
+
+
+@all_modes
+def test_different_weights_name_the_parameter_and_the_call_that_mends_it(binding):
+    gate = threading.Barrier(2)
+    name, call = r"3\.bias \(3,\) float32", r"hvd\.broadcast_parameters\(model\.state_dict\(\), root_rank=0\)"
+    if binding is not TORCH:
+        name, call = r"model/dense/bias \(3,\) float32", r"hvd\.broadcast_variables\(model\.variables, root_rank=0\)"
+
+    def train(rank: int) -> tuple[Array, str]:
+        trainer = binding.trainer(SGD)
+        place = next(i for i, p in enumerate(trainer.parameters) if p.shape == (3,))
+        trainer.assign(place, float(rank))
+        with pytest.raises(RAISED, match=f"rank 1 from rank 0, first in '{name}'") as told:
+            trainer.train(rank, range(1))
+        trainer.assign(place, 0.0)  # (as broadcasting does)
+        gate.wait(30)
+        trainer.train(rank, range(3))
+        trainer.opt.drain()
+        assert trainer.opt.stats().gradients_applied == 6
+        told.match(call)
+        return trainer.weights()
+
+    one, other = Cluster(2).run(train)
+    assert np.array_equal(one, other)
+
+
+keras_sgd, decayed = keras.optimizers.SGD, keras.optimizers.schedules.ExponentialDecay
+
+
+def excluding(rank: int) -> Any:
+    """An optimizer whose exclusions from decay are a rank's own."""
+    plain = keras_sgd(0.1, weight_decay=0.1)
+    plain.exclude_from_weight_decay(var_names=["own0" if rank else "other"])
+    return plain
+
+
+def adam_or_sgd(rank: int) -> Any:
+    return lambda ps: (torch.optim.Adam if rank else torch.optim.SGD)(ps, lr=0.1)
+
+
+DIFFERING = {
+    "torch-class": (TORCH, adam_or_sgd, lambda rank: {}),
+    "torch-buckets": (TORCH, lambda rank: UNIT, lambda rank: {"bucket_cap_mb": 25.0 if rank else TINY}),
+    "torch-op": (TORCH, lambda rank: UNIT, lambda rank: {"op": TORCH.hvd.Sum if rank else TORCH.hvd.Average}),
+    "torch-quorum": (TORCH, lambda rank: UNIT, lambda rank: {"quorum": 1 + rank}),
+    "keras-class": (KERAS, lambda rank: lambda _: (keras_sgd, keras.optimizers.RMSprop)[rank](0.1), lambda rank: {}),
+    "keras-momentum": (KERAS, lambda rank: lambda _: keras_sgd(0.1, momentum=0.9 - 0.1 * rank), lambda rank: {}),
+    "keras-decay": (KERAS, lambda rank: lambda _: keras_sgd(0.1, weight_decay=0.1 * rank), lambda rank: {}),
+    "keras-excluded": (KERAS, lambda rank: lambda _: excluding(rank), lambda rank: {}),
+    "keras-schedule": (KERAS, lambda rank: lambda _: keras_sgd(decayed(0.1, 10 + rank, 0.5)), lambda rank: {}),
+    "keras-rate-or-schedule": (
+        KERAS, lambda rank: lambda _: keras_sgd(decayed(0.1, 10, 0.5) if rank else 0.1), lambda rank: {}
+    ),
+    "keras-buckets": (KERAS, lambda rank: UNIT, lambda rank: {"bucket_cap_mb": 25.0 if rank else TINY}),
+    "keras-op": (KERAS, lambda rank: UNIT, lambda rank: {"op": KERAS.hvd.Sum if rank else KERAS.hvd.Average}),
+}  # fmt: skip
+"""A binding, a rank's optimizer and a rank's options."""
+
+
+@pytest.mark.parametrize(("binding", "case", "options"), DIFFERING.values(), ids=DIFFERING)
+def test_ranks_with_other_settings_are_refused_at_the_first_step(binding, case, options):
+    def train(rank: int) -> None:
+        binding.vectors([1, 2], case(rank), **options(rank)).take(1.0, [1.0, 1.0])
+
+    for outcome in Cluster(2).outcomes(train):
+        assert isinstance(outcome, ReplicaMismatchError)
+        assert "Pass the same arguments on every rank" in str(outcome) or "differ" in str(outcome)
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------
+
+
+@all_modes
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["solo", "two"])
+def test_every_round_has_its_leaders_learning_rate(binding, schedule, tapes):
+    """Rank r begins at 0.01 (r + 1) and multiplies its rate by 0.5 + 0.1 r in every step."""
+
+    def make(rank: int) -> Any:
+        trainer = binding.trainer(MOMENTUM, quorum=schedule.quorum)
+        done, factor = trainer.step, 0.5 + 0.1 * rank
+        trainer.set_rate(0.01 * (rank + 1))
+
+        def step() -> None:
+            done()
+            assert trainer.rate() == pytest.approx(0.01 * (rank + 1) * factor ** taken[rank])  # its own again
+            taken[rank] += 1
+            trainer.set_rate(trainer.rate() * factor)
+
+        trainer.step = step
+        return trainer
+
+    taken = [0] * schedule.size
+    outcomes = with_late_rank(schedule, make)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.after.tobytes() == outcomes[0].after.tobytes()
+        expected = replay(binding.framework, MOMENTUM, outcome.before, tapes[rank].applied, schedule.size)
+        np.testing.assert_allclose(outcome.after, expected, atol=1e-5)
+        for index, one in enumerate(tapes[rank].applied[:3]):
+            leaders = [0.01 * (r + 1) * (0.5 + 0.1 * r) ** index for r in range(schedule.size - 1)]
+            assert any(one.lr == pytest.approx(lr) for lr in leaders), "the late rank led a round it was not in"
+
+
+def clipping(binding: Binding, seen: list[float]) -> Any:
+    """A ``round_transform`` that notes the sum of a round's gradients, and clips their norm to 0.1."""
+    if binding is TORCH:
+
+        def clip(parameters: Any) -> None:
+            seen.append(float(sum(p.grad.sum() for p in parameters)))
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+        return clip
+
+    def clipped(gradients: list[tf.Tensor]) -> Any:
+        total = tf.add_n([tf.reduce_sum(g) for g in gradients])
+        with tf.control_dependencies([tf.py_function(lambda x: seen.append(float(x)), [total], [])]):
+            return tf.clip_by_global_norm([tf.identity(g) for g in gradients], 0.1)[0]
+
+    return clipped
+
+
+@all_modes
+def test_round_transform_sees_every_round_in_step_and_in_drain(binding, tapes):
+    seen: dict[int, list[float]] = {0: [], 1: []}
+    outcomes = with_late_rank(
+        SCHEDULES[0], lambda rank: binding.trainer(SGD, round_transform=clipping(binding, seen[rank]))
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.stats.rounds_applied == len(seen[rank]) >= 3
+        assert seen[rank] == pytest.approx([a.sums[:-1].sum() / 2 for a in tapes[rank].applied if a.sums[-1]], abs=1e-5)
+        moved = np.linalg.norm(outcome.after - outcome.before)
+        assert moved <= 0.1 * SGD.lr * len(seen[rank]) * 1.001
+        assert outcome.after.tobytes() == outcomes[0].after.tobytes()
+
+
+@both
+def test_a_round_that_could_not_be_applied_stops_the_rank_for_good(binding):
+    def fail(_: Any) -> Any:
+        raise FloatingPointError("nan")
+
+    why = "FloatingPointError: nan" if binding is TORCH else "it was broken off"  # (Keras applies in several calls)
+    said = f"round 1 could not be applied: {why}.*restart from a checkpoint"
+
+    def train(rank: int) -> None:
+        trainer = binding.trainer(MOMENTUM, round_transform=fail)
+        with pytest.raises(FloatingPointError):
+            trainer.train(0, range(1))
+        calls = [trainer.step, trainer.opt.drain, trainer.opt.consensus_distance]
+        for call in [*calls, trainer.opt.synchronize] if binding is TORCH else calls:
+            with pytest.raises(ReplicaStateError, match=said):
+                call()
+
+    Cluster(1).run(train)
+
+
+# -- ends -----------------------------------------------------------------------------------------------------
+
+
+class Norm:
+    """A model of batch norm alone, whose statistics are a rank's own."""
+
+    def __init__(self, binding: Binding, values: list[float], **options: Any) -> None:
+        if binding is TORCH:
+            model: Any = torch.nn.BatchNorm1d(2)
+            model.running_mean.copy_(torch.tensor(values))
+            model.num_batches_tracked.fill_(5 + int(values[1]))
+            self.mean, self.count = model.running_mean, model.num_batches_tracked
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            named = {"named_buffers": model.named_buffers()}
+        else:
+            model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+            self.mean, optimizer, named = model.layers[0].moving_mean, keras_sgd(0.1), {"model": model}
+            self.mean.assign(values)
+        self.opt = binding.hvd.EagerOptimizer(optimizer, **named | options)
+
+
+@both
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("average", [2.0, 2.0, 2.0]), ("root", [1.0, 1.0, 1.0]), ("local", [1.0, 2.0, 3.0])]
+)
+def test_batch_norm_statistics_after_drain(binding, policy, expected):
+    def train(rank: int) -> float:
+        one = Norm(binding, [1.0, 1.0 + rank], buffers=policy)
+        one.opt.drain()
+        if binding is TORCH:  # an integer, of which rank 0's goes
+            assert one.count.dtype == torch.int64
+            assert one.count.item() == 6 + (rank if policy == "local" else 0)
+        return float(one.mean[1])
+
+    assert Cluster(3).run(train) == expected
+
+
+@both
+def test_batch_norm_statistics_of_a_rank_that_saw_nan_have_no_say(binding):
+    def train(rank: int) -> list[float]:
+        one = Norm(binding, [NAN, 1.0] if rank == 1 else [2.0 * rank, 4.0])
+        one.opt.drain()
+        return [float(one.mean[index]) for index in range(2)]
+
+    assert Cluster(3).run(train) == [[2.0, 4.0]] * 3
+
+
+def test_buffers_are_left_alone_if_not_named():
+    def train(rank: int) -> float:
+        one = Norm(TORCH, [0.0, 1.0 + rank], named_buffers=None)
+        one.opt.drain()
+        return float(one.mean[1])
+
+    assert Cluster(2).run(train) == [1.0, 2.0]
+
+
+@both
+def test_in_consensus_all_ranks_hold_the_same_weights_and_the_distance_is_numpys(binding):
+    def train(rank: int) -> tuple[Array, Array, float]:
+        trainer = binding.trainer(SGD)
+        trainer.train(rank, range(3 - rank))
+        with trainer.opt.consensus():
+            together = trainer.weights()
+        assert trainer.opt.consensus_distance() == 0.0
+        random = np.random.default_rng(rank)
+        for index, parameter in enumerate(trainer.parameters):
+            trainer.assign(index, random.normal(size=tuple(parameter.shape)))
+        return together, trainer.weights(), trainer.opt.consensus_distance()
+
+    outcomes = Cluster(3).run(train)
+    weights = np.stack([weights for _, weights, _ in outcomes])
+    expected = np.sqrt(np.mean(np.sum((weights - weights.mean(axis=0)) ** 2, axis=1)))
+    for together, _, apart in outcomes:
+        assert together.tobytes() == outcomes[0][0].tobytes()
+        assert apart == pytest.approx(expected, rel=1e-6)
+
+
+def spoil_state(binding: Binding, one: Any) -> None:
+    """Change a number of Adam's state."""
+    if binding is TORCH:
+        one.opt.state[one.parameters[0]]["exp_avg"][0] += 1e-6
+    else:
+        one.opt._momentums[0].assign_add([1e-6, 0.0, 0.0])
+
+
+@both
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_a_replica_that_was_changed_on_one_rank_is_found_at_the_drain_and_at_the_start(binding, what):
+    def train(rank: int) -> list[str]:
+        one = binding.vectors([3], ADAM, quorum="all")
+        one.take([1.0, 1.0, 1.0])
+        one.opt.drain()
+        one.take([1.0, 1.0, 1.0])
+        if rank == 1 and what == "weights":
+            one.assign(0, one.weights() + 1e-6)
+        elif rank == 1:
+            spoil_state(binding, one)
+        with pytest.raises(ReplicaMismatchError, match=r"replicas differ after drain\(\): rank 1 from rank 0") as told:
+            one.opt.drain()
+        again = binding.vectors([3], ADAM, quorum="all")
+        again.load(one.saved())
+        with pytest.raises(ReplicaMismatchError, match="rank 1 from rank 0") as refused:
+            again.take([1.0, 1.0, 1.0])
+        return [str(told.value), str(refused.value)]
+
+    state = "exp_avg" if binding is TORCH else "own0_momentum"
+    for messages in Cluster(3).run(train):
+        for message in messages:
+            assert (state in message) == (what == "state")
+            assert "broadcast" in message

@@ -1,0 +1,300 @@
+"""States saved after drain() and cut() in either binding, taken back by as many ranks or others: no gradient is lost.
+
+Most gradients are whole numbers, so that every one that is lost shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
+from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, MOMENTUM, SGD, TINY, TORCH, UNIT, Binding, both
+
+
+def trained(
+    binding: Binding, case: Any, steps: Sequence[range], states: Sequence[Any] = (), end: str = "drain", **options: Any
+) -> list[tuple[Any, Any, Any]]:
+    """For each rank what was saved after its steps, the bits of weights and optimizer, and its optimizer.
+
+    Args:
+        steps: of each rank.
+        states: each rank's, or one for all, to begin with.
+        end: how it ends.
+    """
+
+    def train(rank: int) -> tuple[Any, Any, Any]:
+        trainer = binding.trainer(case, **options)
+        if states:
+            trainer.load(states[rank % len(states)])
+        trainer.train(rank, steps[rank])
+        if end != "nothing":
+            getattr(trainer.opt, end)()
+        saved, bits = trainer.saved(), trainer.state()
+        trainer.opt.drain()
+        return saved, bits, trainer.opt
+
+    return Cluster(len(steps)).run(train)
+
+
+@functools.cache
+def unbroken(binding: Binding) -> list[Any]:
+    """The bits of a job that nobody has broken off."""
+    return [bits for _, bits, _ in trained(binding, ADAM, [range(6)] * 2, quorum="all", bucket_cap_mb=TINY)]
+
+
+@pytest.mark.parametrize(
+    ("binding", "end"),
+    [
+        *(pytest.param(TORCH, end, id=f"torch-{end}") for end in ("drain", "cut", "nothing")),
+        *(pytest.param(KERAS, end, id=f"keras-{end}") for end in ("drain", "cut", "nothing")),
+        pytest.param(KERAS_GRAPH, "cut", id="keras-graph-cut"),
+    ],
+)
+def test_a_synchronous_job_that_is_resumed_ends_with_the_same_bits(binding, end):
+    options = {"quorum": "all", "bucket_cap_mb": TINY}
+    first = trained(binding, ADAM, [range(3)] * 2, end=end, **options)
+    states = [saved for saved, _, _ in first]
+    second = trained(binding, ADAM, [range(3, 6)] * 2, states if end == "cut" else states[:1], **options)
+    assert [bits for _, bits, _ in second] == unbroken(binding)
+    assert [(opt.rounds, opt.stats().rounds) for _, _, opt in second] == [(6, 3)] * 2
+
+
+@both
+@pytest.mark.parametrize(("quorum", "size"), [("all", 1), ("all", 3), ("solo", 3)])
+def test_rank_0s_drained_state_resumes_at_any_size(binding, quorum, size):
+    counts = (3, 3) if quorum == "all" else (2, 3)
+    first = trained(binding, MOMENTUM, [range(count) for count in counts], quorum=quorum)
+    second = trained(binding, MOMENTUM, [range(3, 6)] * size, [first[0][0]], quorum=quorum)
+    assert all(bits == second[0][1] for _, bits, _ in second)
+    for (weights, _), _, opt in second:
+        assert opt.stats().gradients_applied == 3 * size
+        assert opt.rounds - opt.stats().rounds == first[0][2].rounds
+        if quorum == "all":
+            flat = np.concatenate([np.asarray(w).reshape(-1) for w in weights])
+            expected = binding.averaged(MOMENTUM, [2, 2, 2, size, size, size])
+            np.testing.assert_allclose(flat, expected, rtol=0, atol=1e-6)
+
+
+# -- gradients of whole numbers -------------------------------------------------------------------------------
+
+
+def whole(rank: int, step: int) -> list[Any]:
+    """A gradient for vectors of 2 and 3 elements."""
+    drawn = np.random.default_rng([rank, step]).integers(-8, 9, 5).astype(np.float32)
+    return [drawn[:2], drawn[2:]]
+
+
+def vectors(binding: Binding, **options: Any) -> Any:
+    """A rank with these."""
+    return binding.vectors([2, 3], UNIT, **{"bucket_cap_mb": TINY, **options})
+
+
+def whole_run(
+    binding: Binding, steps: Sequence[range], states: Sequence[Any], end: str, slow: int | None = None, **options: Any
+) -> list[tuple[list[float], Any, Any]]:
+    """For each rank weights, what was saved, and its optimizer.
+
+    Args:
+        slow: this rank takes its first step when all others have taken their last: its gradients are all late.
+    """
+    taken = [threading.Event() for _ in steps]
+
+    def train(rank: int) -> tuple[list[float], Any, Any]:
+        one = vectors(binding, **options)
+        if states:
+            one.load(states[rank])
+        one.opt._async.worker_now()
+        for other, event in enumerate(taken):
+            assert rank != slow or other == slow or event.wait(60)
+        for step in steps[rank]:
+            one.take(*whole(rank, step))
+        taken[rank].set()
+        getattr(one.opt, end)()
+        return one.weights().tolist(), one.saved(), one.opt
+
+    return Cluster(len(steps), jitter=0.002).run(train)
+
+
+def total(counts: Sequence[int]) -> list[float]:
+    """The weights once every rank's first so many gradients are applied."""
+    every = [np.concatenate(whole(rank, step)) for rank, count in enumerate(counts) for step in range(count)]
+    return [float(x) for x in -sum(every) / len(counts)]
+
+
+def pending(saved: Any) -> list[int]:
+    """How many gradients a state holds in each bucket."""
+    state = saved[1]
+    if "hvd_async" in state:
+        return [len(versions) for versions in state["hvd_async"]["versions"]]
+    return [len(state.get(f"hvd_async.versions.{bucket}", ())) for bucket in range(len(state["hvd_async.nbytes"]))]
+
+
+@functools.cache
+def cut_with_two_pending(binding: Binding, slow: int = 1, compression: str = "none") -> list[Any]:
+    """States of two ranks that cut after 6 steps, and the slow one after 2, which are both pending."""
+    options = {"compression": getattr(binding.hvd.Compression, compression)}
+    steps = [range((6, 2)[rank == slow]) for rank in range(2)]
+    ends = whole_run(binding, steps, (), "cut", slow, **options)
+    assert [pending(saved) for _, saved, _ in ends] == [[2, 2] if rank == slow else [0, 0] for rank in range(2)]
+    assert [opt.rounds for _, _, opt in ends] == [6, 6]
+    return [saved for _, saved, _ in ends]
+
+
+@both
+@pytest.mark.parametrize(
+    ("quorum", "slow", "again", "compression"),
+    [("solo", 1, False, "none"), ("majority", 0, True, "none"), ("all", 1, True, "none"), ("solo", 1, True, "bf16")],
+)
+def test_a_cut_and_a_resumed_job_lose_no_gradient(binding, quorum, slow, again, compression):
+    options = {"quorum": quorum, "compression": getattr(binding.hvd.Compression, compression)}
+    counts = [(6, 2)[rank == slow] for rank in range(2)]
+    states = cut_with_two_pending(binding, slow, compression)
+    if again:  # cut at once: what was pending still is
+        states = [saved for _, saved, _ in whole_run(binding, [range(0)] * 2, states, "cut", **options)]
+    ends = whole_run(binding, [range(count, count + 4) for count in counts], states, "drain", **options)
+    for rank, (weights, _, opt) in enumerate(ends):
+        assert weights == total([count + 4 for count in counts])
+        stats = opt.stats()
+        assert stats.gradients_applied == stats.total_produced == 8 + 2
+        assert stats.gradients_produced == (6 if rank == slow else 4)
+        assert opt.rounds == 6 + stats.rounds
+
+
+@both
+def test_what_was_pending_goes_out_in_a_drain_without_any_step(binding):
+    """A state may be loaded again; and where the ranks' rates differ, a round has one of them."""
+    states = cut_with_two_pending(binding)
+    for weights, _, opt in whole_run(binding, [range(0)] * 2, states, "drain", quorum="all"):
+        assert weights == total([6, 2])
+        assert opt.stats().steps == 0
+
+    def train(rank: int) -> list[float]:
+        one = vectors(binding)
+        one.load(states[rank])
+        one.set_rate(1.0 + rank)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    first, other = Cluster(2).run(train)
+    assert first == other
+
+
+@both
+def test_what_was_pending_survives_a_mismatch_that_is_mended(binding):
+    states = cut_with_two_pending(binding)
+
+    def train(rank: int) -> list[float]:
+        one = vectors(binding)
+        one.load(states[rank])
+        right = np.asarray(states[rank][0][0])
+        one.assign(0, right + rank)
+        with pytest.raises(ReplicaMismatchError):
+            one.opt.drain()
+        one.assign(0, right)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(2).run(train) == [total([6, 2])] * 2
+
+
+@both
+def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_buckets_only(binding):
+    saved = cut_with_two_pending(binding)[1]
+
+    def told(size: int, **options: Any) -> list[str]:
+        """What each rank is told when it loads it."""
+
+        def load(rank: int) -> str:
+            try:
+                vectors(binding, **options).load(saved)
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        return Cluster(size).run(load)
+
+    said = r"rank 1 of 2 after cut\(\), with 2 gradient\(s\) pending; on rank {} of {} they .*save after drain\(\)"
+    assert told(2)[1] == ""
+    for size, rank in ((1, 0), (2, 0), (3, 1)):
+        assert re.search(said.format(rank, size), told(size)[rank])
+    assert re.search(
+        r"pending in buckets of .* wrap it with the same bucket_cap_mb, groups", told(2, bucket_cap_mb=25.0)[1]
+    )
+
+
+@both
+def test_training_goes_on_after_a_cut_in_one_job(binding):
+    def train(rank: int) -> tuple[list[float], int]:
+        one = vectors(binding)
+        for end in (one.opt.cut, one.opt.cut, one.opt.drain):
+            for _ in range(3 + rank):
+                one.take(*whole(rank, one.opt.stats().steps))
+            end()
+        return one.weights().tolist(), one.opt.stats().gradients_applied
+
+    assert Cluster(2, jitter=0.002).run(train) == [(total([9, 12]), 21)] * 2
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [({}, False), ({"quorum": 1}, False), ({"quorum": "all"}, True), ({"max_staleness": 0}, True)],
+)
+def test_a_state_in_mid_training(binding, options, allowed):
+    def train(rank: int) -> None:
+        trainer = binding.trainer(SGD, **options)
+        fresh = trainer.saved()
+        trainer.train(rank, range(3))
+        if allowed:
+            assert not any(pending(trainer.saved()))
+        else:
+            with pytest.raises(ReplicaStateError, match=r"would be lost.*[Cc]all drain\(\).*cut\(\)"):
+                trainer.saved()
+            with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
+                trainer.load(fresh)
+        trainer.opt.drain()
+        trainer.saved()
+
+    Cluster(2).run(train)
+
+
+@both
+def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have_some(
+    binding,
+):
+    late = threading.Event()
+
+    def train(rank: int) -> str:
+        one = binding.vectors([1], SGD)
+        worker = one.opt._async.worker_now()
+        if rank == 0:
+            one.take(1.0)
+            late.set()
+        else:
+            assert late.wait(60)
+            worker.engine.wait(lambda: worker._inbox.has_round())
+            one.take(1.0)  # it comes too late for round 1, and nobody starts another
+        with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*cut\(\)") as caught:
+            one.saved()
+        one.opt.drain()
+        return str(caught.value)
+
+    texts = Cluster(2).run(train)
+    assert "other ranks may have some, which would be lost" in texts[0]
+    assert "1 of this rank's would be lost" in texts[1]
+
+
+def test_a_state_of_another_keras_optimizer_is_refused():
+    with scripted_engine(2):
+        momentum, adam = KERAS.vectors([1], MOMENTUM), KERAS.vectors([1], ADAM)
+        with pytest.raises(ValueError, match="of another optimizer"):
+            adam.load(momentum.saved())

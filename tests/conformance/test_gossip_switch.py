@@ -1,0 +1,191 @@
+"""Gossip of every binding that goes on with other settings in the middle of training, by switch() and by epoch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async import topology
+from hvd_async.testing import Cluster
+from tests.conformance import gossip_ranks as ranks
+from tests.conformance.drive import scripted_engine
+from tests.conformance.gossip_ranks import MOMENTUM, NESTEROV, STAR, TORCH, Binding, Seen, also_graph, both
+from tests.conformance.gossip_reference import Problem
+
+STEPS = 6
+COMPLETE = np.full((4, 4), 0.25)
+
+
+def segments(binding: Binding, problem: Problem, changes: Sequence[Any], **options: Any) -> list[list[Seen]]:
+    """For each segment what each rank did in it; ``changes`` are called with the optimizer, before each."""
+    together = threading.Barrier(len(problem.start))
+
+    def work(rank: int) -> list[Seen]:
+        trainer, parts = binding.make(problem, rank, **options), list[Seen]()
+        for change in changes:
+            change(trainer.opt)
+            if parts:
+                parts[-1].drained = trainer.weights()
+            parts.append(ranks.watch(trainer))
+            together.wait(30)
+            ranks.train(trainer, parts[-1], STEPS)
+            together.wait(30)  # (who is done is sent less)
+        ranks.drain(trainer, parts[-1])
+        return parts
+
+    return [list(part) for part in zip(*Cluster(len(problem.start)).run(work), strict=True)]
+
+
+def check_segments(problem: Problem, parts: Sequence[Sequence[Seen]], settings: Sequence[dict[str, Any]]) -> None:
+    """Each segment begins at the average that the one before ended with."""
+    for options, seen in zip(settings, parts, strict=True):
+        outcome = ranks.expected(problem, seen, options)
+        ranks.check(outcome, seen)
+        problem = problem.after(outcome)
+
+
+@also_graph
+def test_one_algorithm_after_the_other(binding):
+    """From the average of all ranks, with momentum of their own; a step that is a graph is traced once."""
+    chain: list[dict[str, Any]] = [
+        STAR, {"topology": "ring"}, {"algorithm": "adpsgd"}, {"algorithm": "allreduce"},
+        {"algorithm": "dpsgd", "topology": "star", "mixing": "metropolis"},
+        {"algorithm": "osgp", "max_staleness": 1}, {"topology": "exponential", "peers": 2, "mixing": "uniform"},
+        {"algorithm": "sgp", "mixing": COMPLETE},
+    ]  # fmt: skip
+    late = {"algorithm": "osgp", "max_staleness": 1}
+    settings = [
+        STAR, {"topology": "ring"}, {"algorithm": "adpsgd"}, {"algorithm": "allreduce"},
+        chain[4], late | {"topology": "star", "mixing": "metropolis"}, late | {"topology": "exponential", "peers": 2},
+        {"mixing": [COMPLETE]},
+    ]  # fmt: skip
+    problem = binding.problem(4, NESTEROV)
+    changes = [lambda opt, one=one: opt.switch(**one) for one in chain]
+    parts = segments(binding, problem, changes, topology="complete")
+    check_segments(problem, parts, settings)
+    stats = [own.stats for own in parts[-1]]
+    assert {one.steps for one in stats} == {STEPS * len(chain)}
+    settled = sum(one.messages_taken + one.messages_left for one in stats)
+    assert sum(one.messages_sent for one in stats) == settled > 4 * STEPS
+    assert all(one.averagings > STEPS and len(one.waited_for) == 4 for one in stats)
+
+
+@both
+def test_a_schedule_and_peers_by_epoch(binding):
+    problem, counts = binding.problem(5, MOMENTUM), list[int]()
+
+    def enter(epoch: int) -> Any:
+        def change(opt: Any) -> None:
+            worker = opt._async.worker
+            opt.set_epoch(epoch)
+            assert (opt._async.worker is worker) == (epoch < 2)  # nothing changes in epoch 1, nor is said
+            counts.append(opt.stats().steps)
+
+        return change
+
+    schedule, peers = {0: "allreduce", 2: "sgp", 4: "dpsgd"}, {0: 1, 3: 2, 4: 1}
+    parts = segments(binding, problem, list(map(enter, range(5))), schedule=schedule, peers=peers)
+    for own in parts[0]:  # (the worker of epoch 0 is that of epoch 1, where it has all ranks' average)
+        own.drained = own.path[-1]
+    average, sgp = {"algorithm": "allreduce"}, {"topology": "exponential"}
+    dpsgd = {"algorithm": "dpsgd", "topology": "bipartite-exponential"}
+    check_segments(problem, parts, [average, average, sgp, sgp | {"peers": 2}, dpsgd])
+    assert sorted(counts) == [STEPS * epoch for epoch in range(5) for _ in range(5)]
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+@both
+def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
+    def change(opt: Any, epoch: int) -> None:
+        if epochs:
+            opt.set_epoch(epoch)
+        elif epoch:
+            opt.switch(topology="ring")
+
+    def work(rank: int) -> bytes:
+        trainer = binding.make(binding.problem(3), rank, schedule={1: "osgp"})
+        change(trainer.opt, 0)
+        trainer.train(0 if rank == 1 else 3)
+        change(trainer.opt, 1)
+        trainer.train(2).opt.drain()
+        return trainer.weights().tobytes()
+
+    ranks.alike(work)
+
+
+REFUSED = [
+    ({"algo": "sgp"}, r"does not know algo: take algorithm, topology, peers, mixing"),
+    ({"compression": "fp16", "lr": 1}, r"does not know compression, lr"),
+    ({"algorithm": "local"}, r"'local' is not known: take one of 'sgp'"),
+    ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
+    ({"algorithm": "dpsgd", "topology": "star"}, "take mixing='metropolis'"),
+    ({"peers": 3}, r"peers=3 at 3 ranks"),
+    ({"max_staleness": 1}, r"never late; take 'osgp'"),
+    ({"average_every": -1}, r"take 0 or more"),
+    ({"algorithm": "adpsgd", "max_local_steps": 0}, r"take 1 or more"),
+]
+
+
+@both
+def test_settings_that_cannot_be_change_nothing(binding):
+    def work(rank: int) -> tuple[Any, int]:
+        trainer = binding.make(binding.problem(3), rank)
+        for steps in (0, 2):  # before and after the first step
+            trainer.train(steps)
+            held = trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes()
+            for changes, hint in REFUSED:
+                with pytest.raises(ValueError, match=hint):
+                    trainer.opt.switch(**changes)
+            for epoch in (-1, 1.0, True, "1"):
+                with pytest.raises(ValueError, match="is not the number of an epoch"):
+                    trainer.opt.set_epoch(epoch)
+            assert held == (trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes())
+        trainer.train(2).opt.drain()
+        return trainer.weights().tobytes(), trainer.opt.stats().messages_sent
+
+    assert ranks.alike(work)[1] == 4
+
+
+# -- what the driver makes of settings, whatever the framework ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ({"hierarchical": 2}, [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 0, 3, 2)]),
+        ({"average_every": 10}, [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 1), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 1)]),
+    ],
+    ids=["hierarchical", "average_every"],
+)
+def test_each_algorithm_of_a_schedule_takes_what_is_its_own(more, settings):
+    options = {"schedule": {0: "allreduce", 1: "dpsgd", 2: "adpsgd", 3: "osgp"}, "mixing": "metropolis", **more}
+
+    def work(rank: int) -> list[Any]:
+        opt = TORCH.make(TORCH.problem(4), rank, topology="ring", max_staleness=3, **options).opt
+        found = []
+        for epoch in range(4):
+            opt.set_epoch(epoch)
+            config = opt._async.plan.config
+            found.append((config.algorithm, config.average_every, config.max_staleness, config.local_size))
+        return found
+
+    assert ranks.alike(work, 4) == settings
+
+
+def test_compression_is_of_the_epochs_whose_algorithm_has_it():
+    with scripted_engine(4):
+        opt = TORCH.make(TORCH.problem(4), 0, schedule={0: "allreduce", 5: "sgp"}, compression="int8").opt
+        assert opt._async.plan.config.compression == "none"
+        opt.set_epoch(5)
+        assert opt._async.plan.config.compression == "int8"
+
+
+def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
+    with scripted_engine(4):
+        opt = TORCH.make(TORCH.problem(4), 0, schedule={0: "allreduce", 3: "sgp"}, peers={3: 3}).opt
+        opt.set_epoch(7)  # before the first step: nobody else hears of it
+        assert (opt._async.plan.max_messages, len(opt._async.plan.matrices)) == (3, 1)

@@ -1,0 +1,184 @@
+"""Keras: ``fit()`` under partial allreduce: uneven data, moving averages, frozen layers, saving, ending by rounds."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.testing import Cluster
+from tests.conformance.cases import Case
+from tests.conformance.drive import scripted_engine
+from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
+from tests.conformance.reference import replay
+
+MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
+sgd = keras.optimizers.SGD
+
+
+def compiled(opt: Any, **options: Any) -> keras.Model:
+    """A model that is trained with it."""
+    model = conv_model()
+    model.compile(optimizer=opt, loss=LOSS, jit_compile=False, **options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("quorum", "batches", "run_eagerly"), [("all", (3, 3), False), ("solo", (4, 1), False), (2, (2, 3, 1), True)]
+)
+def test_fit_ends_with_identical_replicas(quorum, batches, run_eagerly, tapes):
+    """Also with uneven data: the callback drains where fit() ends."""
+
+    def train(rank: int) -> tuple[Any, Any, Any]:
+        opt = hvd.EagerOptimizer(sgd(0.05, momentum=0.9), quorum=quorum, max_staleness=2)
+        model = compiled(opt, metrics=["accuracy"], run_eagerly=run_eagerly)
+        before = flat(model.trainable_variables)
+        images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(batches[rank])), strict=True))
+        schedule = hvd.callbacks.LearningRateScheduleCallback(0.05, 0.5, momentum_correction=False)
+        history = model.fit(images, labels, batch_size=4, epochs=2, verbose=0, callbacks=[schedule])
+        assert model.optimizer is opt
+        assert len(history.history["loss"]) == 2
+        stats = opt.stats()
+        assert stats.steps == 2 * batches[rank]
+        assert stats.gradients_applied == stats.total_produced == 2 * sum(batches)
+        return before, flat(model.trainable_variables), history.history["lr"]
+
+    outcomes = Cluster(len(batches)).run(train)
+    for rank, (before, after, rates) in enumerate(outcomes):
+        assert after.tobytes() == outcomes[0][1].tobytes()
+        expected = replay("keras", MOMENTUM, before, tapes[rank].applied, len(batches))
+        np.testing.assert_allclose(after, expected, atol=1e-5)
+        assert rates == pytest.approx([0.05, 0.025])
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+def test_a_saved_model_loads_with_a_plain_optimizer_and_with_a_wrapped_one(tmp_path: pathlib.Path):
+    def train(rank: int) -> tuple[Any, Any, int]:
+        model = compiled(hvd.EagerOptimizer(sgd(0.05, momentum=0.9)))
+        model.fit(*batch(rank, 0), batch_size=2, epochs=1, verbose=0)
+        model.optimizer.drain()
+        if rank == 0:
+            model.save(path)
+        return flat(model.trainable_variables), flat(model.optimizer.momentums), model.optimizer.rounds
+
+    path = tmp_path / "model.keras"
+    (weights, momentums, rounds), _ = Cluster(2).run(train)
+    loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is sgd
+    assert loaded.optimizer.momentum == 0.9
+    assert flat(loaded.trainable_variables).tolist() == weights.tolist()
+    assert flat(loaded.optimizer.momentums).tolist() == momentums.tolist()
+    with scripted_engine(2):
+        again = hvd.load_model(path, quorum="all")
+    assert isinstance(again.optimizer, sgd)
+    assert again.optimizer.settings["quorum"] == "all"
+    assert again.optimizer._async.replica.model is again
+    assert flat(again.optimizer.momentums).tolist() == momentums.tolist()
+    assert int(again.optimizer.iterations) == again.optimizer.rounds == rounds
+
+
+def test_a_rank_with_no_batch_only_drains():
+    def train(rank: int) -> Any:
+        model = conv_model()
+        opt = hvd.EagerOptimizer(sgd(0.1), model=model)
+        if rank == 0:
+            model.compile(optimizer=opt, loss=LOSS, run_eagerly=True, jit_compile=False)
+            model.fit(*batch(0, 0), verbose=0)
+        opt.drain()
+        return flat(model.trainable_variables).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+def test_fit_puts_the_moving_average_in_place_on_all_ranks():
+    def train(rank: int) -> tuple[Any, Any]:
+        model = compiled(hvd.EagerOptimizer(sgd(0.1, use_ema=True, ema_momentum=0.5)))
+        model.fit(*batch(rank, 0), batch_size=2 - rank, verbose=0)
+        averages = model.optimizer._model_variables_moving_average
+        return flat(model.trainable_variables), flat(v.numpy() for v in averages)
+
+    (one, average), (other, _) = Cluster(2).run(train)
+    assert one.tobytes() == other.tobytes() == average.tobytes()
+
+
+def test_a_model_is_compiled_anew_with_a_layer_frozen():
+    """Keras' way: fit, freeze, compile with the same optimizer, fit."""
+
+    def train(rank: int) -> Any:
+        opt = hvd.EagerOptimizer(sgd(0.1, momentum=0.9, weight_decay=0.1))
+        model, ends = conv_model(), []
+        conv = model.get_layer("conv")
+        for trainable in (True, False, True):
+            conv.trainable = trainable
+            model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+            model.fit(*batch(rank, 0), batch_size=1 + rank, verbose=0)
+            opt.drain()
+            ends.append((flat(conv.variables), flat(model.variables)))
+        return ends
+
+    one, other = Cluster(2).run(train)
+    for (_, mine), (_, theirs) in zip(one, other, strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+    assert np.array_equal(one[0][0], one[1][0])
+    assert not np.array_equal(one[1][0], one[2][0])
+
+
+# -- ending by rounds -----------------------------------------------------------------------------------------
+
+
+class Turns(keras.callbacks.Callback):
+    """Rank 1 takes a step for every three of rank 0, as long as that one trains."""
+
+    progress, over = 0, False
+    condition = threading.Condition()
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.own = rank, 0
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.own += 1
+        with self.condition:
+            if self.rank:
+                assert self.condition.wait_for(lambda: Turns.over or Turns.progress >= 3 * self.own, 60)
+            else:
+                Turns.progress += 1
+                self.condition.notify_all()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        with self.condition:
+            Turns.over = True
+            self.condition.notify_all()
+
+
+def test_a_job_ends_by_its_rounds():
+    Turns.progress, Turns.over = 0, False
+
+    def train(rank: int) -> Any:
+        model = compiled(opt := hvd.EagerOptimizer(sgd(0.02), pace="rounds", max_staleness=8))
+        opt.build(model.trainable_variables)
+        opt._async.worker_now()  # all ranks meet here, so nobody is late before that
+        data = tf.data.Dataset.from_tensor_slices(batch(rank, 0)).batch(2).repeat()
+        stop = hvd.callbacks.StopAtRounds(15)
+        model.fit(data, steps_per_epoch=1000, shuffle=False, verbose=0, callbacks=[Turns(rank), stop])
+        return flat(model.trainable_variables).tobytes(), opt.rounds, opt.stats()
+
+    (one, rounds, fast), (other, again, slow) = Cluster(2).run(train)
+    assert one == other
+    assert rounds == again
+    assert 15 <= rounds <= 17
+    assert fast.steps >= 14
+    assert 1 <= slow.steps <= 7
+    assert fast.gradients_applied == fast.total_produced == fast.steps + slow.steps
+
+
+def test_stop_at_rounds_wants_a_number_of_rounds():
+    with pytest.raises(ValueError, match="take 1 or more"):
+        hvd.callbacks.StopAtRounds(0)

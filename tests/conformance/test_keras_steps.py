@@ -1,0 +1,230 @@
+"""Keras: a step with what only Keras has: schedules, settings in graphs, averaged passes, devices, errors in graphs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.bucket_layout import Layout, Terms, partition
+from hvd_async.tensorflow.gradient_feed import Feed
+from hvd_async.tensorflow.gradient_step import _py
+from hvd_async.testing import Cluster
+from tests.conformance.cases import SCHEDULES, SCRIPTS
+from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, with_late_rank
+from tests.conformance.eager_ranks import MOMENTUM, SGD, UNIT
+from tests.conformance.keras_ranks import KerasTrainer, KerasVectors
+from tests.conformance.reference import Applied, replay
+
+both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+
+
+# -- rates and settings ---------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_a_learning_rate_schedule_is_evaluated_at_the_version(graph, tapes):
+    decay = keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.5)
+    outcomes = with_late_rank(SCHEDULES[0], lambda rank: KerasTrainer(lambda _: keras.optimizers.SGD(decay), graph))
+    for rank, outcome in enumerate(outcomes):
+        carried = [a for a in tapes[rank].applied if a.sums[-1]]
+        at_version = [Applied(a.sums, 0.2 * 0.5**index) for index, a in enumerate(carried)]
+        np.testing.assert_allclose(outcome.after, replay("keras", SGD, outcome.before, at_version, 2), atol=1e-5)
+        assert outcome.after.tobytes() == outcomes[0].after.tobytes()
+
+
+@both_modes
+def test_momentum_correction_follows_the_rounds_rate(graph):
+    """With it Keras' velocity, which has the rate inside, moves as torch's, which has not."""
+    with scripted_engine(4):
+        trainer = KerasTrainer(MOMENTUM, graph)
+        worker = attach(trainer.opt, ScriptedWorker(SCRIPTS[0], 4, trainer.weights().size, 0.05, tf.constant))
+        trainer.opt._async.replica.momentum_correction = True
+        before = trainer.weights()
+        for step, lr in enumerate([0.05, 0.1, 0.1, 0.02]):
+            worker.lr = lr
+            trainer.train(0, range(step, step + 1))
+    np.testing.assert_allclose(trainer.weights(), replay("torch", MOMENTUM, before, worker.applied, 4), atol=1e-5)
+
+
+def halving() -> KerasVectors:
+    """A rank with a weight whose velocity halves."""
+    return KerasVectors([1], lambda _: keras.optimizers.SGD(1.0, momentum=0.5), quorum="all")
+
+
+def test_settings_change_on_all_ranks_after_a_drain():
+    def train(rank: int) -> list[float]:
+        one = halving()
+        one.take(1.0)
+        one.opt.drain()
+        one.opt.momentum = 0.25
+        one.take(0.0)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(2).run(train) == [[-1.25]] * 2
+
+
+def test_settings_changed_on_one_rank_are_noticed_with_a_hint():
+    def train(rank: int) -> None:
+        one = halving()
+        one.take(1.0)
+        if rank:
+            one.opt.momentum = 0.25
+        one.take(1.0)
+        one.opt.drain()
+
+    outcomes = [str(outcome) for outcome in Cluster(2).outcomes(train)]
+    assert any("change anything else on every rank after a drain()" in outcome for outcome in outcomes)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_a_graph_warns_of_nothing_and_uses_its_threads_engine(caplog):
+    """TensorFlow runs it in threads of its own; AutoGraph says when it cannot convert a function of ours."""
+
+    def train(rank: int) -> bool:
+        one = KerasVectors([1], UNIT, graph=True)
+        one.take(1.0)
+        one.opt.drain()
+        return one.opt._async.worker.engine is local_engine()
+
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        assert Cluster(2).run(train) == [True, True]
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [r.getMessage() for r in caplog.records if "AutoGraph" in r.getMessage()] == []
+
+
+@pytest.mark.parametrize(("average", "graph"), [(False, True), (True, False), (True, True)])
+def test_backward_passes_may_be_averaged(average, graph):
+    def train(rank: int) -> Any:
+        options = {"backward_passes_per_step": 3, "average_aggregated_gradients": average}
+        one = KerasVectors([1], UNIT, graph=graph, quorum="all", **options)
+        after = []
+        for step in range(7):
+            one.take([2.0**step * (1 + rank)])
+            after += one.weights().tolist()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one.opt.drain()
+        texts = [str(one.message) for one in caught]
+        return after, one.opt.stats(), int(one.opt.iterations), texts
+
+    (outcome,) = Cluster(1).run(train)
+    first, second = (sum(2.0**s for s in steps) / (3 if average else 1) for steps in ((0, 1, 2), (3, 4, 5)))
+    after, stats, iterations, texts = outcome
+    expected = [0.0, 0.0, -first, -first, -first, -first - second, -first - second]  # the seventh waits for two more
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
+    assert (stats.steps, stats.gradients_applied, iterations) == (2, 2, 2)
+    assert ["1 backward pass(es) short of a step of 3" in text for text in texts] == [True]
+
+
+def test_vectors_and_dense_copies_are_made_where_the_devices_say():
+    with scripted_engine(2):
+        table = keras.Variable(np.zeros((4, 2), np.float32))
+        opt = hvd.EagerOptimizer(
+            keras.optimizers.SGD(), device_dense="/cpu:1", device_sparse="/cpu:2", sparse_as_dense=True
+        )
+        opt.build([table])
+        attach(opt, ScriptedWorker(SCRIPTS[0], 2, 8, 0.1, tf.constant))
+
+        def step(values: tf.Tensor) -> None:
+            opt.apply([tf.IndexedSlices(values, tf.constant([1, 1, 3]), tf.constant([4, 2]))])
+
+        graph = tf.function(step).get_concrete_function(tf.TensorSpec((3, 2))).graph
+    devices = {op.type: op.device for op in graph.get_operations()}
+    assert devices["UnsortedSegmentSum"].endswith("CPU:2")
+    assert devices["ConcatV2"].endswith("CPU:1")
+
+
+# -- broken off -----------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_was_not_begun_is_applied_by_the_next_step():
+    """Ctrl-C between waiting for a round and applying it."""
+
+    def train(rank: int) -> tuple[list[float], int]:
+        one = KerasVectors([1], UNIT)
+        fetch, strikes = one.opt._async.replica.fetch, iter([False, True, False, False])
+
+        def fetch_or_not(*arguments: Any) -> Any:
+            if next(strikes):
+                raise KeyboardInterrupt
+            return fetch(*arguments)
+
+        one.opt._async.replica.fetch = fetch_or_not
+        one.take(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            one.take(10.0)
+        assert one.weights().tolist() == [-1.0]
+        one.take(100.0)  # ends the step before; its own gradient was of weights without it
+        one.take(1000.0)
+        one.opt.drain()
+        return one.weights().tolist(), one.opt.stats().gradients_applied
+
+    assert Cluster(1).run(train) == [([-1011.0], 3)]
+
+
+class Recorder:
+    """Stands for the worker: what a step hands over, early or in the end."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[int, Any]] = []
+        self.early: dict[int, Any] = {}
+
+    def hand_over(self, bucket: int, vector: Any) -> None:
+        assert bucket not in self.early
+        self.early[bucket] = vector
+
+    @property
+    def gone(self) -> frozenset[int]:
+        return frozenset(self.early)
+
+    def finish_step(self, vectors: dict[int, Any], hyper: Any) -> list[Any]:
+        everything = {**self.early, **vectors}
+        self.steps.append({b: None if v is None else v.numpy().tolist() for b, v in sorted(everything.items())})
+        self.early = {}
+        return []
+
+
+def test_a_step_that_is_broken_off_half_way_is_handed_over_once():
+    """An op of the graph failed after the first bucket had gone: the next pass brings the others."""
+    two, worker = [tf.Variable([0.0]), tf.Variable([0.0])], Recorder()
+    layout = Layout(two, partition(two, 1, None), Terms())
+    feed = Feed(layout, passes=1, average=False, nonfinite="skip")
+
+    def give(bucket: int, value: float) -> None:
+        feed.give(bucket, tf.constant([value, 1.0]), worker, scaled=False)  # type: ignore[arg-type]
+
+    give(0, 1.0)
+    give(0, 2.0)
+    give(1, 3.0)
+    feed.take(lambda: worker, [], scaled=False)  # type: ignore[arg-type,return-value]
+    give(0, 4.0)
+    feed.take(lambda: worker, [], scaled=False)  # type: ignore[arg-type,return-value]
+    assert worker.steps == [{0: [1, 1], 1: [3, 1]}, {0: [4, 1], 1: [0, 1]}]
+
+
+def test_horovods_failures_in_a_graph_are_recognisable_for_elastic():
+    """horovod.tensorflow.elastic looks for UnknownError whose text has the word."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    def fail() -> Any:
+        raise HorovodInternalError("rank 1 on host b is gone")
+
+    @tf.function
+    def step() -> Any:
+        return _py(fail, [], tf.int32)
+
+    with pytest.raises(tf.errors.UnknownError, match="HorovodAllreduce: rank 1 on host b is gone"):
+        step()

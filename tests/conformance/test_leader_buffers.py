@@ -1,0 +1,260 @@
+"""Batch-norm statistics of ranks that follow: averaged by pulls and at ends, or each rank's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.testing import Cluster
+from tests.conformance.leader_cases import leads
+from tests.conformance.leader_drive import TIMEOUT, in_step, wait_for_pulls
+from tests.conformance.leader_ranks import BINDINGS, SGD, WITH_GRAPH, KerasGraphRank, LeaderRank, TorchRank
+from tests.conformance.leader_reference import ALL, Following, several
+from tests.conformance.reference import Array
+
+PAIRS = Following("lsgd", several(4, 2), 3, 8)
+ELASTIC = Following("easgd", global_period=3)
+EACH_STEP = Following("easgd", global_period=1)
+ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd", "easgd"])
+NAN = float("nan")
+
+
+def normed(binding: Any, size: int, rank: int, following: Following, **options: Any) -> LeaderRank:
+    rank_: LeaderRank = binding(binding.least_squares(size, SGD), rank, following, normed=True, **options)
+    return rank_
+
+
+def mean(one: LeaderRank) -> list[float]:
+    """The mean that a rank holds; the variance is ten times as much."""
+    first, second = np.split(one.statistics(), 2)
+    np.testing.assert_allclose(second, 10.0 * first, rtol=1e-6)
+    return [float(value) for value in first]
+
+
+def set_mean(one: LeaderRank, value: float) -> None:
+    one.set_statistics(np.full(2, value), np.full(2, 10.0 * value))
+
+
+class SpiedLog(list[Any]):
+    """A receiver's log that keeps the statistics that each pull was sent with, and those that steps took up."""
+
+    def __init__(self, receiver: Any) -> None:
+        super().__init__()
+        self.receiver, self.sent, self.taken = receiver, dict[int, Array](), list[tuple[int, Array]]()
+        settle = receiver.merge_statistics
+
+        def spied(own: Any, step: int, clip: Any) -> Any:
+            averages: list[Any] = []
+
+            def seen(vector: Any, one: Any, other: Any) -> Any:
+                averages.append(other)
+                return clip(vector, one, other)
+
+            settled = settle(own, step, seen)
+            if settled is not None:
+                averaged = averages[0] if averages else settled
+                self.taken.append((step, averaged.double().numpy().copy()))
+            return settled
+
+        receiver.merge_statistics = spied
+
+    def append(self, entry: Any) -> None:
+        if entry[0] == "sent":
+            self.sent[entry[1]] = self.receiver._statistics.double().numpy().copy()
+        super().append(entry)
+
+
+# -- at pulls -------------------------------------------------------------------------------------------------
+
+
+@WITH_GRAPH
+@ALGORITHMS
+def test_in_step_each_pull_averages_over_its_ranks_and_the_next_step_takes_it_up(binding, following):
+    """By hand: the group's at its pulls, all ranks' at theirs."""
+    steps = 23 if binding is TorchRank else 10
+
+    def train(rank: int) -> list[Any]:
+        one, path = normed(binding, 4, rank, following), []
+        for _ in range(steps):
+            in_step(one, 1)
+            path.append(mean(one))
+        return path
+
+    paths = Cluster(4).run(train)
+    means, come = np.zeros((4, 2)), list[Any]([None] * 4)
+    for step in range(1, steps + 1):
+        for rank in range(4):
+            moved = np.array([2.0**rank, 0.25 * step])
+            own = means[rank] + moved
+            if come[rank] is not None:  # with this step's move, but not beyond what it would have been
+                own = np.clip(come[rank] + moved, np.minimum(own, come[rank]), np.maximum(own, come[rank]))
+            means[rank], come[rank] = own, None
+            np.testing.assert_allclose(paths[rank][step - 1], own, rtol=1e-6, err_msg=f"rank {rank}, step {step}")
+        local = [group for group in following.groups if following is PAIRS and step % 3 == 0]
+        for ranks in [*local, *([(0, 1, 2, 3)] if step % following.global_period == 0 else [])]:
+            for rank in ranks:
+                come[rank] = means[list(ranks)].mean(axis=0)
+
+
+@WITH_GRAPH
+def test_statistics_that_are_not_finite_are_left_out(binding):
+    """Of a rank whose batch held NaN; where no rank's are finite each keeps its own."""
+
+    def train(rank: int) -> list[list[float]]:
+        one, path = normed(binding, 3, rank, EACH_STEP), []
+        for number, means in enumerate([(NAN,) * 3, (1.0, NAN, 4.0), (2.0, 3.0, NAN), (NAN,) * 3, (7.0, 8.0, 9.0)], 1):
+            one.step(mean=means[rank])
+            path.append(mean(one))
+            wait_for_pulls(one.worker(), number)
+        return path
+
+    for rank, path in enumerate(Cluster(3).run(train)):
+        # in the third step all go on with (1 + 4) / 2, which is what they send then too
+        expected = [NAN, (1.0, NAN, 4.0)[rank], 2.5, 2.5, (7.0, 8.0, 9.0)[rank]]
+        np.testing.assert_allclose(path, [[value, value] for value in expected], rtol=1e-6)
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("sick", [(), (0, 1)], ids=str)
+def test_whatever_comes_late_a_step_takes_up_what_a_pull_has_averaged(following, sick):
+    """Over the ranks whose statistics were finite when they sent them: NaN of a rank goes nowhere."""
+    together = threading.Barrier(4)
+
+    def train(rank: int) -> SpiedLog:
+        one = normed(TorchRank, 4, rank, following)
+        log = one.worker().receiver.log = SpiedLog(one.worker().receiver)
+        together.wait(TIMEOUT)
+        for step in range(1, 41):
+            one.step(mean=[NAN, 1.0] if rank in sick and step % 3 else None)
+            if step % 5 == 0:  # 20 steps of all have made one more due
+                together.wait(TIMEOUT)
+                wait_for_pulls(one.worker(), step // 5)
+        one.opt.drain()
+        assert np.isfinite(one.statistics()).all()
+        return log
+
+    logs = Cluster(4, jitter=0.002).run(train)
+    for rank, log in enumerate(logs):
+        parts = {pull: sum(other.sent[pull] for other in logs if pull in other.sent) for pull in log.sent}
+        known = [(pull, total[:-1] / total[-1]) for pull, total in parts.items() if total[-1]]
+        assert log.taken
+        assert [step for step, _ in log.taken] == [entry[1] for entry in log if entry[0] == "averaged"]
+        for step, taken in log.taken:
+            sent = [entry[1] for entry in log[: log.index(("averaged", step))] if entry[0] == "sent"]
+            fits = [pull for pull, average in known if pull in sent and np.allclose(average, taken, rtol=1e-6)]
+            assert fits, f"rank {rank} takes up at step {step} what no pull has averaged"
+        if rank not in sick:
+            assert all(part[-1] == 1.0 for part in log.sent.values())
+
+
+@pytest.mark.parametrize("steps", [(9, 9, 9, 0), (0, 0, 30, 0)], ids=str)
+@ALGORITHMS
+def test_a_rank_without_a_batch_holds_no_average_up(following, steps):
+    """Its statistics are what they were at first; it takes part all the same."""
+
+    def train(rank: int) -> tuple[bytes, int]:
+        one = normed(TorchRank, 4, rank, following).train(steps[rank])
+        one.opt.drain()
+        return one.bits(), one.opt.stats().pulls
+
+    ends = Cluster(4).run(train, timeout=20)
+    assert len({bits for bits, _ in ends}) == 1
+    assert max(pulls for _, pulls in ends) > 0
+
+
+@WITH_GRAPH
+def test_pulls_after_an_end_average_what_is_held_by_then(binding):
+    """A rank that has not stepped since gives what the end has left it; what was on its way before a cut comes."""
+    together = threading.Barrier(2)
+
+    def train(rank: int) -> list[float]:
+        one, seen = normed(binding, 2, rank, EACH_STEP), []
+        set_mean(one, 1.0)
+        for number, end in enumerate((one.opt.drain, one.opt.cut), 1):
+            worker = one.worker()
+            together.wait(TIMEOUT)
+            if rank == 0:
+                for _ in range(2):
+                    one.step(mean=10.0 * number)
+            wait_for_pulls(worker, number)
+            together.wait(TIMEOUT)
+            end()
+            seen.append(mean(one)[0])
+        one.step(mean=5.5 if rank else 20.0)
+        return [*seen, mean(one)[0]]
+
+    # of 10 and 1, twice; then of 20 and 5.5
+    assert Cluster(2).run(train) == [[5.5, 20.0, 12.75], [5.5, 5.5, 12.75]]
+
+
+@ALGORITHMS
+def test_bytes_of_averages_are_those_of_a_ring_of_the_pulls_ranks(following):
+    """5 numbers: mean and variance of two features, and whether they are finite."""
+
+    def train(rank: int) -> None:
+        one = normed(TorchRank, 4, rank, following)
+        in_step(one, 8)
+        received = 0
+        for _, group, leader in one.opt.stats().history:
+            ranks = 4 if group == ALL else 2
+            received += int(2 * (ranks - 1) / ranks * 5 * 4)
+            received += int(2 * 3 / 4 * 6 * 4) if leader == -1 else 6 * 4 * (leader != rank)
+        assert one.opt.stats().bytes_received == received > 0
+
+    Cluster(4).run(train)
+
+
+# -- at ends --------------------------------------------------------------------------------------------------
+
+
+@BINDINGS
+@pytest.mark.parametrize(
+    ("following", "buffers", "expected"),
+    [
+        (leads(2, PAIRS), "average", [2.5] * 4),
+        (leads(2, PAIRS), "local", [3.0] * 4),
+        (ELASTIC, "average", [2.5] * 4),
+        (ELASTIC, "local", [1.0, 2.0, 3.0, 4.0]),
+    ],
+    ids=["lsgd-average", "lsgd-local", "easgd-average", "easgd-local"],
+)
+def test_ends_show_averages_or_the_leaders_own_or_leave_each_rank_its_own(binding, following, buffers, expected):
+    """In ``consensus()``, which puts back what was there, and after ``drain()``."""
+
+    def train(rank: int) -> tuple[float, ...]:
+        one = normed(binding, 4, rank, following, buffers=buffers)
+        one.step(mean=1.0 + rank)
+        with one.opt.consensus():
+            inside = mean(one)[0]
+        after = mean(one)[0]
+        one.opt.drain()
+        return inside, after, mean(one)[0]
+
+    assert Cluster(4).run(train) == [(value, 1.0 + rank, value) for rank, value in enumerate(expected)]
+
+
+@pytest.mark.parametrize("binding", [TorchRank, KerasGraphRank])
+def test_local_statistics_are_not_touched_by_pulls(binding):
+    def train(rank: int) -> list[float]:
+        one = normed(binding, 2, rank, dataclasses.replace(EACH_STEP, global_period=2), buffers="local")
+        in_step(one, 8)
+        return mean(one)
+
+    assert Cluster(2).run(train) == [[8 * 2.0**rank, 0.25 * 36] for rank in range(2)]
+
+
+@BINDINGS
+def test_nan_of_one_rank_is_left_out_of_what_ends_show(binding):
+    def train(rank: int) -> None:
+        one = normed(binding, 4, rank, PAIRS)
+        one.step(mean=NAN if rank == 1 else float(rank))
+        with one.opt.consensus():
+            assert mean(one) == pytest.approx([5 / 3] * 2)
+        one.opt.drain()
+        assert mean(one) == pytest.approx([5 / 3] * 2)
+
+    Cluster(4).run(train)

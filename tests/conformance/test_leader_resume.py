@@ -1,0 +1,301 @@
+"""Following that goes on in another job, from what was saved after drain() and after cut()."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance import reference
+from tests.conformance.cases import CASES
+from tests.conformance.drive import scripted_engine
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, in_step, renumbered
+from tests.conformance.leader_ranks import (
+    BINDINGS,
+    MOMENTUM,
+    KerasGraphRank,
+    KerasRank,
+    LeaderRank,
+    TorchRank,
+    values,
+)
+from tests.conformance.leader_reference import Following, replay, several
+
+ADAM = CASES[6]
+BY_STEP = Following(
+    "lsgd", several(4, 2), 8, 16, loss_window=3, local_pull=lambda step: 0.9 / step, global_prox=lambda step: step / 100
+)
+ELASTIC = Following("easgd", global_period=8)
+
+
+def go_on(one: LeaderRank, steps: int, first: int = 0) -> list[bytes]:
+    """Steps of ranks in step; ``first`` as of ``in_step``. Returns the weights and statistics after each."""
+    path = []
+    for _ in range(steps):
+        in_step(one, 1, first)
+        path.append(one.bits())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("binding", "following", "normed", "done"),
+    [
+        *((TorchRank, following, True, done) for following in (BY_STEP, ELASTIC) for done in (3, 7, 16, 17)),
+        (KerasRank, ELASTIC, False, 3),
+        (KerasRank, ELASTIC, True, 17),
+        (KerasGraphRank, BY_STEP, True, 16),
+    ],
+    ids=lambda of: of.algorithm if isinstance(of, Following) else getattr(of, "__name__", None),
+)
+def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following, normed, done):
+    """Bit by bit, beside a job that made the cut and went on, and one that made none: before the first pull, right
+    before one is due, when one has come and was not taken up, and when it was. (After the last step none may be due
+    for ranks that are left when others are done.)"""
+    problem, saved = binding.least_squares(4), list[Any]([None] * 4)
+
+    def uncut(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, following, normed=normed)
+        go_on(one, done)
+        return finish(one)
+
+    def whole(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, following, normed=normed)
+        go_on(one, done)
+        one.opt.cut()
+        saved[rank] = one.saved()
+        kept = one.worker().kept()
+        assert kept is not None
+        assert bool(kept.come.fresh) == (done == 16)
+        assert (kept.come.statistics is not None) == (done == 16 and normed)
+        return finish(one)
+
+    def second(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, following, normed=normed).resume(saved[rank], done)
+        assert values(one.saved()) == values(saved[rank])  # what was loaded can be saved again
+        return finish(one, following.pulls(rank, done))
+
+    def finish(one: LeaderRank, first: int = 0) -> tuple[Any, ...]:
+        path = go_on(one, 17, first)
+        mean = one.opt.stats().mean_loss
+        one.opt.drain()
+        return path, mean, one.bits()
+
+    ends = Cluster(4).run(whole)
+    assert Cluster(4).run(second) == ends
+    if binding is TorchRank:
+        assert Cluster(4).run(uncut) == ends
+    assert len({path[10] for path, _, _ in ends}) == 4
+    assert len({drained for _, _, drained in ends}) == 1
+
+
+@pytest.mark.parametrize(("binding", "following"), [(TorchRank, BY_STEP), (KerasRank, ELASTIC)], ids=["lsgd", "easgd"])
+def test_a_cut_state_that_is_drained_at_once_gives_what_a_drain_would_have(binding, following):
+    """The leader's weights, though no loss was told in this job; or the center."""
+    problem, saved = binding.least_squares(4), list[Any]([None] * 4)
+
+    def first(rank: int) -> Any:
+        one = binding(problem, rank, following).train(20 + rank)
+        for _ in range(2):  # (steps that are left may be enough for those that are done last, but for one pull only)
+            one.opt.cut()
+        saved[rank] = one.saved()
+        one.opt.drain()
+        return one.weights().tolist()
+
+    def second(rank: int) -> Any:
+        one = binding(problem, rank, following).resume(saved[rank], 20 + rank)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    ends = Cluster(4).run(first)
+    assert Cluster(4).run(second) == ends
+
+
+@BINDINGS
+@pytest.mark.parametrize(("algorithm", "size"), [("lsgd", 1), ("lsgd", 3), ("easgd", 3)])
+def test_rank_0s_drained_state_resumes_at_any_size(binding, algorithm, size):
+    """With its optimizer's moments, from the weights that all had, also under the other algorithm."""
+
+    def first(rank: int) -> tuple[Any, int]:
+        one = binding(binding.least_squares(2, ADAM), rank, Following("lsgd", several(2, 2), 1, 2)).train(4)
+        one.opt.drain()
+        return one.saved(), one.opt.rounds
+
+    saved, rounds = Cluster(2).run(first)[0]
+    problem, following = binding.least_squares(size, ADAM), Following(algorithm, several(size, 1), 1, 2)
+    moments: list[Any] = []
+
+    def second(rank: int) -> Seen:
+        one = binding(problem, rank, following).resume(saved)
+        assert one.opt.rounds == rounds
+        moments.append(one.moments(saved[0]))
+        seen = Seen(one)
+        in_step(one, 5)
+        seen.drain(one)
+        assert one.opt.rounds == rounds + seen.stats.pulls
+        return seen
+
+    seen = Cluster(size).run(second)
+    state = reference.State(4, *moments[0])
+    resumed = dataclasses.replace(problem, start=np.tile(saved[1], (size, 1)), states=(state,) * size)
+    check(replay(resumed, following, [renumbered(own.log, 4) for own in seen]), seen)
+
+
+@BINDINGS
+def test_wrappers_take_up_what_another_has_drained(binding):
+    """With the optimizer's moments, and counts of what each calls a round."""
+    options: dict[str, dict[str, Any]] = {
+        "LeaderOptimizer": {},
+        "GossipOptimizer": {},
+        "EagerOptimizer": {"quorum": "all"},
+    }
+    together, saved, problem = threading.Barrier(2), list[Any](), binding.least_squares(2, ADAM)
+
+    def train(rank: int) -> None:
+        rounds, one = 0, None
+        for done, kind in enumerate(("Leader", "Gossip", "Leader", "Eager", "Leader")):
+            wrapper = f"{kind}Optimizer"
+            following = Following(groups=several(2, 1), local_period=1, global_period=1)
+            one = binding(problem, rank, following, wrapper=wrapper, **options[wrapper])
+            if done:
+                together.wait(TIMEOUT)
+                one.resume(saved[-1], done)
+                assert one.opt.rounds == rounds
+                assert values(one.moments(one.state())) == values(one.moments(saved[-1][0]))
+            one.train(1).opt.drain()
+            rounds = one.opt.rounds
+            together.wait(TIMEOUT)
+            if rank == 0:
+                saved.append(one.saved())
+
+    Cluster(2).run(train)
+    assert len(saved) == 5
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[[Any, int, int], LeaderRank]] = {
+    "gossip": lambda binding, size, rank: binding(
+        binding.least_squares(size), rank, Following(), wrapper="GossipOptimizer", topology="star"
+    ),
+    "eager": lambda binding, size, rank: binding(
+        binding.least_squares(size), rank, Following(), wrapper="EagerOptimizer"
+    ),
+    "lsgd": lambda binding, size, rank: binding(
+        binding.least_squares(size), rank, Following(groups=several(size, size))
+    ),
+    "alone": lambda binding, size, rank: binding(binding.least_squares(size), rank, Following(groups=several(size, 1))),
+    "easgd": lambda binding, size, rank: binding(binding.least_squares(size), rank, Following("easgd")),
+}
+
+
+def cut_states(binding: Any, kind: str, before: Any = None) -> list[Any]:
+    """What each of three ranks has saved after four steps, or more after a cut ``before``."""
+
+    def train(rank: int) -> Any:
+        one = KINDS[kind](binding, 3, rank)
+        if before is not None:
+            one.resume(before[rank], 4)
+        one.train(4).opt.cut()
+        return one.saved()
+
+    return Cluster(3).run(train)
+
+
+@BINDINGS
+@pytest.mark.parametrize("before", ["gossip", "lsgd", "alone", "easgd"])
+def test_a_cut_state_goes_to_its_own_rank_size_and_kind_only(binding, before):
+    """On the rank that loads it, and nothing has changed."""
+    saved = cut_states(binding, before)[1]
+    for now in KINDS:
+        for size, rank in ((3, 1), (3, 0), (2, 1)):
+            with scripted_engine(size, rank):
+                one = KINDS[now](binding, size, rank)
+                if (now, size, rank) == (before, 3, 1):
+                    one.resume(saved)
+                    continue
+                held = values(one.saved())
+                said = (
+                    rf"rank 1 of 3 after cut.*this is rank {rank} of {size}. Load each rank's.*or save after drain\(\)"
+                )
+                other = now == "eager" or (size, rank) == (3, 1)
+                with pytest.raises(ValueError, match=r"save it after drain\(\)" if other else said):
+                    one.load(saved[0])
+                assert values(one.saved()) == held
+
+
+@BINDINGS
+def test_what_cannot_be_saved_or_loaded_says_what_to_do(binding):
+    def train(rank: int) -> None:
+        one = KINDS["lsgd"](binding, 3, rank)
+        fresh = one.state()
+        one.train(2)
+        with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*rank 0's.*cut\(\)"):
+            one.state()
+        with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
+            one.load(fresh)
+        one.opt.cut()
+        one.state()
+        one.train(1).opt.drain()
+        one.load(one.state())
+        one.train(1).opt.drain()  # the ranks meet anew
+
+    Cluster(3).run(train)
+
+
+def test_states_of_a_cut_on_one_rank_only_or_of_two_cuts_are_told_to_all():
+    """How it stood between the ranks must be the same for all."""
+    early = cut_states(TorchRank, "lsgd")
+    late = cut_states(TorchRank, "lsgd", early)
+
+    def train(rank: int, others: Any) -> None:
+        one = KINDS["lsgd"](TorchRank, 3, rank)
+        saved = early[rank] if rank == 1 else others and others[rank]
+        (one.resume(saved, 4) if saved else one).train(1)
+
+    for others in (None, late):
+        for outcome in Cluster(3).outcomes(lambda rank, others=others: train(rank, others)):
+            assert isinstance(outcome, ReplicaMismatchError)
+
+
+def test_strengths_by_step_go_on_from_a_drained_state():
+    """They are functions of the rank's own step, earlier runs included."""
+    problem, seen, saved = TorchRank.least_squares(2), list[int](), list[Any]()
+    following = Following("lsgd", several(2, 2), 2, 4, local_prox=lambda step: seen.append(step) or 0.1)  # type: ignore[func-returns-value]
+
+    def first(rank: int) -> None:
+        one = TorchRank(problem, rank, following).train(5)
+        one.opt.drain()
+        saved.append(one.saved())
+
+    def second(rank: int) -> int:
+        one = TorchRank(problem, rank, following).resume(saved[0], 5)
+        one.worker()  # (all are made)
+        seen.clear()
+        one.opt.cut()
+        steps: int = one.train(1).opt.stats().steps
+        one.opt.drain()
+        return steps
+
+    Cluster(2).run(first)
+    assert Cluster(2).run(second) == [1, 1]
+    assert set(seen) == {6}
+
+
+def test_a_cut_state_of_another_model_is_refused_before_anything_is_taken_over():
+    def train(rank: int) -> None:
+        one = TorchRank(TorchRank.least_squares(1, MOMENTUM), rank, Following("lsgd", several(1, 1), 1, 1)).train(2)
+        one.opt.cut()
+        state = one.saved()[0]
+        state["hvd_async"]["copies"]["target.-1"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"of another model: target\.-1"):
+            one.load(state)
+        one.train(1).opt.drain()
+
+    Cluster(1).run(train)

@@ -1,0 +1,158 @@
+"""``LeaderOptimizer`` on real ranks: both algorithms, a rank that sleeps, checkpoints, errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from common import Baton, Part, Report
+from leader_table import ASLEEP, PULLS, STEPS, cases, pairs
+
+from tests.conformance.leader_reference import Following
+
+Make = Callable[..., Any]
+"""Makes one rank's model and optimizer: a binding's ``LeastSquares``."""
+
+
+def train(report: Report, rank: int, name: str, following: Following, make: Make) -> None:
+    """A case, with what the test needs to replay it."""
+    trainer = make(told=following.told, **following.options())
+    optimizer = trainer.optimizer
+    worker = optimizer._async.worker_now()
+    log = worker.receiver.log = []
+    optimizer.cut()  # all ranks log from here on
+    for step in range(1, STEPS + 1):
+        trainer.step(rank, step)
+    before = trainer.weights()
+    optimizer.cut()
+    distance = optimizer.consensus_distance()
+    with optimizer.consensus():
+        consensus = trainer.weights()
+    back = trainer.weights()
+    optimizer.drain()
+    stats = optimizer.stats()
+    report.put(
+        name,
+        before=before,
+        log=[_plain(entry) for entry in log],
+        distance=distance,
+        consensus=consensus,
+        back=back,
+        drained=trainer.weights(),
+        pulls=stats.pulls,
+        led=sorted(stats.led),
+        bytes=stats.bytes_received,
+    )
+
+
+def _plain(entry: tuple[Any, ...]) -> list[Any]:
+    """As JSON: dictionaries as pairs."""
+    return [list(part.items()) if isinstance(part, dict) else part for part in entry]
+
+
+def asleep(report: Report, rank: int, size: int, make: Make) -> None:
+    """Rank 1 sleeps between its first and its second step until the others have taken ``ASLEEP``; the pulls go on."""
+    trainer = make(told=lambda x, rank, step: float(rank), algorithm="lsgd", global_period=2, group=size)
+    batons = [Baton(f"asleep.{other}") for other in range(size)]
+    trainer.step(rank, 1)
+    optimizer = trainer.optimizer
+    if rank == 1:
+        for other in range(size):
+            if other != rank:
+                batons[other].wait()
+        worker = optimizer._async.worker_now()
+        worker.engine.wait(lambda: worker.receiver.record.pulls >= PULLS)
+    pulls = optimizer.stats().pulls
+    for step in range(2, ASLEEP + 1):
+        trainer.step(rank, step)
+    waits = optimizer.stats().wait_s
+    if rank != 1:
+        batons[rank].lay()
+    optimizer.drain()
+    report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
+
+
+def resumed(report: Report, rank: int, make: Make) -> None:
+    """Cut, save, go on; then from what was saved once more, with a second optimizer beside the first."""
+    options = {"told": lambda x, rank, step: float(rank), "algorithm": "easgd", "global_period": 10**6}
+    trainer = make(**options)
+    for step in range(1, 6):
+        trainer.step(rank, step)
+    trainer.optimizer.cut()
+    saved = trainer.saved()
+    for step in range(6, 11):
+        trainer.step(rank, step)
+    before = trainer.weights()
+    trainer.optimizer.drain()
+    again = make(**options)
+    again.load(saved)
+    for step in range(6, 11):
+        again.step(rank, step)
+    own = again.weights()
+    again.optimizer.drain()
+    report.put("leaders resumed", straight=before, again=own, ends=[trainer.weights(), again.weights()])
+
+
+def refused(report: Report, rank: int, size: int, make: Make) -> None:
+    """Settings that cannot be, or that differ: an error on every rank, and the job goes on."""
+    told: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
+    errors = {}
+    for name, options in {
+        "period": {"global_period": 0},
+        "local above global": {"local_period": 5, "global_period": 4},
+        "does not divide": {"group": size + 1},
+        "strength": {"global_pull": 1.0},
+        "not lsgd's": {"alpha": 0.1},
+    }.items():
+        try:
+            make(told=told, **options)
+        except ValueError as error:
+            errors[name] = str(error)
+    different = make(told=told, global_period=4 if rank else 8, group=size)
+    try:
+        different.step(rank, 1)
+    except Exception as error:  # noqa: BLE001  (of the binding)
+        errors["different"] = str(error)
+    groups = make(told=told, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
+    try:
+        groups.step(rank, 1)
+    except Exception as error:  # noqa: BLE001
+        errors["groups"] = str(error)
+    silent = make(told=lambda x, rank, step: None, global_period=1, group=size)
+    try:
+        silent.step(rank, 1)
+        worker = silent.optimizer._async.worker_now()
+        worker.engine.wait(lambda: worker.receiver.commanded > 0)
+        silent.step(rank, 2)
+    except Exception as error:  # noqa: BLE001
+        errors["silent"] = str(error)
+    silent.optimizer.record_loss(1.0)
+    silent.step(rank, 2)
+    silent.optimizer.drain()
+    report.put("leaders refused", errors=errors)
+
+
+def no_process_sets(report: Report, rank: int, size: int, make: Make) -> None:
+    """Horovod was started without them: a group of its own is refused with a hint, on every rank of the job."""
+    trainer = make(told=lambda x, rank, step: 1.0, group=pairs(size))
+    try:
+        trainer.step(rank, 1)
+    except Exception as error:  # noqa: BLE001  (of the binding)
+        report.put("no process sets", error=str(error))
+
+
+def run(binding: Any, report: Report, part: Part) -> None:
+    """The cases that go with the process sets of the job; not a few: the others too."""
+    rank, size = binding.hvd.rank(), binding.hvd.size()
+    make = functools.partial(binding.LeastSquares, binding.hvd.LeaderOptimizer)
+    for name, following in cases(size, part.sets).items():
+        train(report, rank, name, following, make)
+    if part.share == "few":
+        return
+    if part.sets == "none":
+        no_process_sets(report, rank, size, make)
+    else:
+        asleep(report, rank, size, make)
+        resumed(report, rank, make)
+        refused(report, rank, size, make)

@@ -1,0 +1,35 @@
+"""Several topics in one job: ``--framework F --topics A,B --cases all|some|few --sets none|dynamic|static``.
+
+Each topic is a module here with a function ``run``; each of its cases is reported as soon as it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import get_args
+
+from common import BINDINGS, Part, Report
+from leader_table import process_sets
+from table import Share
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--framework", choices=tuple(BINDINGS), required=True)
+    parser.add_argument("--topics", required=True)
+    parser.add_argument("--cases", choices=get_args(Share), default="all")
+    parser.add_argument("--sets", choices=("none", "dynamic", "static"), default="none")
+    options = parser.parse_args()
+    binding = importlib.import_module(BINDINGS[options.framework][0])
+    hvd = binding.hvd
+    hvd.init(process_sets=process_sets(options.sets, hvd.ProcessSet))
+    report = Report(hvd.rank())
+    for topic in options.topics.split(","):
+        importlib.import_module(topic).run(binding, report, Part(options.cases, options.sets))
+    hvd.shutdown()
+    report.put("end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The jobs that tests share: one for each framework, number of ranks and transport, which runs once a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.table import Share
+from launch import DEVICE, Job, RunJob
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job of ``jobs/library.py``.
+
+    Attributes:
+        framework: "torch" or "tensorflow".
+        ranks: how many.
+        transport: "gloo" or "mpi".
+        topics: modules of ``jobs/``, in their order.
+        share: how many cases of each topic it has.
+        sets: which process sets it has: "none", "dynamic" or "static".
+    """
+
+    framework: str
+    ranks: int
+    transport: str = "gloo"
+    topics: tuple[str, ...] = ()
+    share: Share = "all"
+    sets: str = "none"
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.ranks}-{self.transport}"
+
+    @property
+    def reference(self) -> str:
+        """What the float64 references call the framework."""
+        return "torch" if self.framework == "torch" else "keras"
+
+    def run(self, job: RunJob) -> Job:
+        """The job, when it is over."""
+        chosen = ("--topics", ",".join(self.topics), "--cases", self.share, "--sets", self.sets)
+        # Horovod fuses what comes together, and adds more than two ranks up in another order then, which shows in the
+        # last bits of what "torch_features" compares.
+        env = {"HOROVOD_FUSION_THRESHOLD": "0"} if "torch_features" in self.topics else {}
+        return job(
+            "library.py", self.ranks, self.transport, ("--framework", self.framework, *chosen), timeout=500.0, env=env
+        )
+
+    def case(self, job: RunJob, name: str) -> list[dict[str, Any]]:
+        """Every rank's result of a case."""
+        return self.run(job).case(name)
+
+
+TORCH = Setting("torch", 3, topics=("torch_equality", "promises", "gossip", "leaders"))
+TORCH_4 = Setting("torch", 4, topics=("gossip", "leaders", "torch_features"), sets="dynamic")
+"""For what takes four ranks: two hosts of two, two process sets of two."""
+TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
+TENSORFLOW = Setting(
+    "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static"
+)
+TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip", "leaders"), "few")
+ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
+"""A rank that has its GPU for itself, on NCCL."""

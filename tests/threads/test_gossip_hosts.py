@@ -1,0 +1,108 @@
+"""Hierarchical gossip of ranks as threads: hosts average inside and gossip as one, also late, uneven, and over cuts."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.algorithms.gossip.hierarchical import GOSSIP, STAGES
+from hvd_async.algorithms.gossip.messages import ExchangeDone
+from hvd_async.algorithms.gossip.worker import PushSumWorker
+from tests.conformance.cases import CASES
+from tests.threads.gossip_workload import GATE_TIMEOUT, check, check_sums, holding, job, run, work
+
+ALGORITHMS = [("sgp", "exponential", 0), ("osgp", "exponential", 2), ("dpsgd", "bipartite-exponential", 0)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "graph", "hosts", "local"),
+    [("sgp", "exponential", 1, 2), ("sgp", "exponential", 4, 2), ("sgp", "exponential", 2, 3), ("sgp", "star", 3, 2),
+     ("sgp", "star", 3, 3), ("dpsgd", "ring", 2, 2), ("dpsgd", "star", 3, 2), ("dpsgd", "ring", 2, 3)],
+)  # fmt: skip
+def test_hosts_gossip(algorithm, graph, hosts, local):
+    """Of 7 weights, which no host can share out evenly."""
+    one = job(
+        [10] * (hosts * local), algorithm, graph, local_size=local, elements=7, case=CASES[hosts],
+        weights="metropolis" if algorithm == "dpsgd" else "uniform",
+    )  # fmt: skip
+    records = run(one)
+    check(one, records)
+    for place, record in enumerate(records):
+        first = records[place - place % local]
+        np.testing.assert_array_equal(record.segments[0].path, first.segments[0].path)
+
+
+@pytest.mark.parametrize("local", [2, 4])
+@pytest.mark.parametrize(
+    "steps", [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((9, 3, 6, 1), (5, 2, 0, 3), (0, 4, 1, 1))]
+)
+@pytest.mark.parametrize(("algorithm", "graph", "late"), ALGORITHMS)
+def test_late_messages_uneven_steps_and_cuts_lose_nothing(algorithm, graph, late, steps, local):
+    for cuts in (frozenset(range(len(steps) - 1)), frozenset[int]()):
+        one = job(steps, algorithm, graph, max_staleness=late, local_size=local, cuts=cuts, saves=False)
+        check_sums(one, run(one, jitter=0.001))
+
+
+def test_what_another_host_sent_late_survives_a_cut():
+    """Host 0's message of step 2 is on its way when host 1 is told that all are done; after the cut host 0 is a step
+    ahead, and its next message of that number comes before host 1 takes that step."""
+    step_2, told, released = 2 * STAGES + GOSSIP, set[int](), set[int]()
+    behind, ahead = threading.Barrier(4), threading.Barrier(4)
+    received: dict[int, list[int]] = {place: [] for place in range(4)}
+    one = job(((2,) * 4, (2,) * 4), "osgp", max_staleness=1, local_size=2, cuts=frozenset({0}), saves=False)
+
+    def lands(worker: Any, keys: list[int]) -> bool:
+        if step_2 in keys and worker._place >= 2 and worker._place not in released:
+            if worker._place not in told:  # (as if its first message had gone to another rank, which has it)
+                told.add(worker._place)
+                worker.engine.send(ExchangeDone(worker._opened_number(), worker._mail.completed + 1))
+            if worker._inbox.drained is None:
+                return False
+            released.add(worker._place)
+        return True
+
+    def tweak(worker: PushSumWorker) -> None:
+        deliver, own = worker._mail._deliver, received[worker._place]
+
+        def counted(sender: int, key: int, weight: float, data: Any) -> None:
+            deliver(sender, key, weight, data)
+            own.extend([key] * (key % STAGES == GOSSIP))
+
+        worker._mail._deliver = counted
+
+    def before_step(place: int, step: int, worker: PushSumWorker) -> None:
+        if place < 2 and step == 2:
+            behind.wait(GATE_TIMEOUT)  # (what is held up must be all that an exchange brings)
+        if place >= 2 and step == 4:
+            ahead.wait(GATE_TIMEOUT)
+            worker.engine.wait(lambda: len(received[place]) == 4)
+
+    def before_end(place: int, worker: PushSumWorker) -> None:
+        if place >= 2 and not worker._before:
+            behind.wait(GATE_TIMEOUT)
+        if place < 2 and worker._before:
+            ahead.wait(GATE_TIMEOUT)
+
+    train = work(one, before_step=before_step, tweak=tweak, before_end=before_end)
+    check_sums(one, holding(4, lands, at_ends=True).run(train))
+    assert released == {2, 3}
+
+
+def test_a_state_after_a_cut_is_the_ranks_own_whatever_another_host_does_meanwhile():
+    def tweak(worker: PushSumWorker) -> None:
+        kept = worker.kept
+
+        def late() -> Any:
+            if worker._place >= 2 and worker._inbox.drained is None and not worker._together:
+                worker.engine.wait(lambda: bool(worker._letters.received))  # of the other host's next step
+            return kept()
+
+        worker.kept = late  # type: ignore[method-assign]
+
+    one = job(((2,) * 4, (1,) * 4), local_size=2, cuts=frozenset({0}))
+    records = run(one, tweak=tweak)
+    check_sums(one, records)
+    assert all(record.saved[0] is not None for record in records)
