@@ -50,7 +50,7 @@ class Binding:
     make: Callable[..., Rank]
 
     def problem(self, size: int, case: Case = MOMENTUM) -> Problem:
-        """What so many ranks train."""
+        """Return the training problem of so many ranks."""
         return reference.least_squares(size, case, self.framework)
 
 
@@ -79,7 +79,7 @@ def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
 
 @dataclass
 class Seen:
-    """What happened on one rank.
+    """Record of one rank.
 
     Attributes:
         path: what the model held after each step.
@@ -152,7 +152,7 @@ def run(
 
 
 def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) -> Outcome:
-    """What the reference makes of the messages that a run took in; ``options`` of ``GossipOptimizer``."""
+    """Replay by the reference the messages that a run took in; ``options`` of ``GossipOptimizer``."""
     algorithm, steps = options.get("algorithm", "sgp"), len(seen[0].path)
     if algorithm == "allreduce":
         return reference.allreduce(problem, steps)
@@ -188,7 +188,7 @@ def check(outcome: Outcome, seen: Sequence[Seen]) -> None:
 
 
 def check_mean(start: Array, seen: Sequence[Seen]) -> None:
-    """What the ranks end with is what they began with, and all that local updates did to it; nothing is lost."""
+    """Check that the ranks end with what they began with and all that local updates did to it: nothing is lost."""
     moved = sum((sum(own.moved) for own in seen if own.moved), np.zeros(start.shape[1]))
     np.testing.assert_allclose(seen[0].drained, start.mean(axis=0) + moved / len(seen), rtol=0, atol=2e-5)
     assert len({own.drained.tobytes() for own in seen}) == 1
@@ -198,7 +198,7 @@ def check_mean(start: Array, seen: Sequence[Seen]) -> None:
 
 
 def alike(work: Callable[[int], Any], size: int = 3) -> Any:
-    """What all ranks of a new cluster return; it must be the same."""
+    """Return the result of all ranks of a new cluster, which must be the same."""
     first, *others = Cluster(size).run(work)
     assert others == [first] * (size - 1)
     return first

@@ -50,7 +50,7 @@ Log = Sequence[Sequence[Sequence[Any]]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What the ranks train.
+    """Training problem of all ranks.
 
     Attributes:
         start: the weights, a row a rank.
@@ -70,7 +70,7 @@ class Problem:
         return UPDATES[self.framework](self.case, x, g, state, self.case.lr)
 
     def after(self, outcome: Outcome) -> Problem:
-        """What is left after a drain: all at the average, steps counted from 1 again; data and optimizers go on."""
+        """Rest of the problem after a drain: all at the average, steps from 1 again; data and optimizers go on."""
         done = [len(own) for own in outcome.path]
         return dataclasses.replace(
             self,
@@ -105,7 +105,7 @@ class Outcome:
         return np.asarray(self.x / self.w[:, None])
 
     def drained(self) -> Array:
-        """What all ranks hold after a drain."""
+        """Weights of all ranks after a drain."""
         late_x, late_w = [part for part, _ in self.flying.values()], [part for _, part in self.flying.values()]
         return drain(np.array([*self.x, *late_x]), np.array([*self.w, *late_w]))
 
@@ -299,7 +299,7 @@ def _take(flying: dict[Edge, tuple[Array, float]], taken: set[Edge], edge: Edge,
 def _take_earlier(
     flying: dict[Edge, tuple[Array, float]], taken: set[Edge], takes: Sequence[tuple[int, int]], of: tuple[int, int]
 ) -> tuple[Array | float, float]:
-    """What a rank's messages of earlier steps bring at a step. ``of``: (rank, step)."""
+    """Sum of a rank's messages of earlier steps that it takes in at a step. ``of``: (rank, step)."""
     own, step = of
     parts = [_take(flying, taken, (own, sender, sent), step) for sender, sent in takes if sent < step]
     return sum(part for part, _ in parts), sum(part for _, part in parts)

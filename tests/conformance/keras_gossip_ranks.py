@@ -18,7 +18,7 @@ from tests.conformance.keras_ranks import flat, plain
 from tests.conformance.reference import Array
 
 SHAPES = ((2, 2), (2,))
-"""Of the six weights."""
+"""Shapes of the variables that hold the six weights."""
 least_squares = functools.partial(gossip_reference.least_squares, framework="keras")
 
 
@@ -78,7 +78,7 @@ class GossipTrainer:
         self.opt.apply(given, self.variables)
 
     def given(self, before: Array) -> list[Any]:
-        """What the next step takes: the gradients at the weights ``before``."""
+        """Inputs of the next step: the gradients at the weights ``before``."""
         gradient = self.problem.gradient(before, self.rank, len(self.path) + 1)
         return [tf.constant(part) for part in split(gradient)]
 
@@ -100,7 +100,7 @@ class GossipTrainer:
 
     @property
     def mean(self) -> float:
-        """That of the batch-norm statistics."""
+        """Mean of the batch-norm statistics."""
         return float(self.statistics[0])
 
     @mean.setter
@@ -118,7 +118,7 @@ class GossipTrainer:
         return opt
 
     def saved(self) -> dict[str, Any]:
-        """What a script would save, through a file without pickles."""
+        """Weights and state as a script would save them, through a file without pickles."""
         file = io.BytesIO()
         np.savez(file, weights=self.weights(), **self.opt.get_state())
         file.seek(0)

@@ -19,7 +19,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.gossip_ranks import ADAM, KERAS, LATE, MOMENTUM, NESTEROV, PAIRS, RING, SGD, STAR, both
 from tests.conformance.keras_ranks import flat, plain
 
-STEPS = 20
+STEPS = 12
 
 
 @pytest.mark.parametrize("case", CASES, ids=ranks.name)
@@ -71,7 +71,7 @@ def test_every_algorithm(binding, size, case, options):
 )
 @both
 def test_compressed_messages_keep_the_mean(binding, options, nbytes):
-    """What is left out stays with the sender. (By a name or by ``hvd.Compression``.)"""
+    """The sender keeps the part that is left out. Compression is given by name or by ``hvd.Compression``."""
     problem, given = binding.problem(4, SGD), dict(options)
     if given["algorithm"] != "osgp":
         given["compression"] = getattr(binding.hvd.Compression, given["compression"])

@@ -165,7 +165,7 @@ def test_statistics_that_were_computed_anew_agree_in_consensus(binding):
 
 @both
 def test_a_consensus_that_is_never_left_puts_nothing_back(binding):
-    """As an evaluation that was broken off, after which other weights were loaded."""
+    """An evaluation may be broken off, and other weights loaded after it."""
 
     def work(rank: int) -> bytes:
         trainer = binding.make(binding.problem(2), rank).train(2)
@@ -183,7 +183,7 @@ def test_a_consensus_that_is_never_left_puts_nothing_back(binding):
 @by_options(STAR, RING, PAIRS)
 @both
 def test_weights_that_were_changed_between_steps_stay_changed(binding, options):
-    """As by EarlyStopping(restore_best_weights=True), or by clipping weights: the ranks' mean moves as much."""
+    """EarlyStopping(restore_best_weights=True) does so, and clipping weights: the ranks' mean moves as much."""
     problem = binding.problem(3, STILL)
 
     def work(rank: int) -> list[float]:
@@ -234,7 +234,7 @@ def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, v
 
 @also_graph
 def test_no_step_between_a_broken_drain_and_its_repetition(binding):
-    """As Ctrl-C would, HVD_ASYNC_TIMEOUT ends a wait. A step before that is refused, and moves nothing."""
+    """HVD_ASYNC_TIMEOUT ends a wait, as Ctrl-C would. A step before that is refused, and moves nothing."""
     stalled = threading.Event()
 
     def work(rank: int) -> bytes:
@@ -262,7 +262,7 @@ def test_no_step_between_a_broken_drain_and_its_repetition(binding):
 
 @both
 def test_two_optimizers_of_a_process_do_not_touch_each_other(binding):
-    """As in a GAN: each one ends where it ends alone, also where a step of one of them is a graph."""
+    """Each one ends where it ends alone, also where a step of one of them is a graph."""
     options = (STAR | {"compression": "int8"}, RING)
 
     def make(which: int, rank: int) -> Rank:

@@ -20,7 +20,7 @@ from tests.conformance.gossip_ranks import ADAM, PAIRS, RING, STAR, Binding, Ran
 
 @functools.cache
 def states(binding: Binding, algorithm: str = "sgp", end: str = "cut") -> list[dict[str, Any]]:
-    """What each of three ranks has saved after four steps."""
+    """States that three ranks have saved after four steps."""
 
     def work(rank: int) -> dict[str, Any]:
         options = PAIRS if algorithm == "adpsgd" else STAR
@@ -97,7 +97,7 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, s
 
 @both
 def test_adpsgd_goes_on_from_each_ranks_own_state(binding):
-    """As the reference does from the same weights and moments, in the order that the ranks have recorded."""
+    """The reference does the same from the same weights and moments, in the order that the ranks have recorded."""
     problem, together, saved = binding.problem(3), threading.Barrier(3), states(binding, "adpsgd")
 
     def work(rank: int) -> tuple[Any, Any, Seen]:

@@ -76,7 +76,7 @@ def test_double_precision_is_mixed_in_double_precision():
 
 
 def test_several_steps_in_one_graph_are_mixed_in_order():
-    """As with ``steps_per_execution``; the gradients depend on nothing that would order them."""
+    """``steps_per_execution`` makes such graphs; the gradients depend on nothing that would order them."""
 
     def train(rank: int) -> float:
         several, one = (scalar(sgd(1.0, momentum=0.5), topology="star") for _ in range(2))
@@ -190,7 +190,7 @@ def test_hyperparameters_and_state_are_each_ranks_own():
 
 @both_modes
 def test_a_step_that_is_broken_off_ends_this_ranks_training(graph):
-    """By an op of the step itself: in a graph no Python of ours sees it fail."""
+    """An op of the step itself fails: in a graph no Python of ours sees it."""
 
     class Breaking(sgd):
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

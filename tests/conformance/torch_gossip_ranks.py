@@ -91,7 +91,7 @@ class GossipTrainer:
 
     @property
     def mean(self) -> float:
-        """That of the batch-norm statistics."""
+        """Mean of the batch-norm statistics."""
         return float(self.statistics.running_mean[0])  # type: ignore[index]
 
     @mean.setter
@@ -107,7 +107,7 @@ class GossipTrainer:
         return hvd.EagerOptimizer(plain(self.problem.case, self.parameters))
 
     def saved(self) -> dict[str, Any]:
-        """What a script would save, through a file's format."""
+        """Weights and state as a script would save them, through a file's format."""
         return saved(self)
 
     def resumed(self, state: dict[str, Any], done: int) -> Self:
@@ -119,7 +119,7 @@ T = TypeVar("T", bound=GossipTrainer)
 
 
 def saved(trainer: GossipTrainer) -> dict[str, Any]:
-    """What a script would save, through a file's format."""
+    """Weights and state as a script would save them, through a file's format."""
     file = io.BytesIO()
     torch.save({"model": [p.detach() for p in trainer.parameters], "opt": trainer.opt.state_dict()}, file)
     file.seek(0)

@@ -32,7 +32,7 @@ MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do.
+    """Job of all ranks.
 
     Attributes:
         steps: for each end, for each rank, how many steps come before it.
@@ -72,7 +72,7 @@ class Job:
 
 
 def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **options: Any) -> Job:
-    """Of so many steps of each rank (before each end, if they are several); ``options`` of the plan and of ``Job``."""
+    """Return a job of so many steps of each rank, or so many before each end; ``options`` of plan and ``Job``."""
     segments = [steps] if isinstance(steps[0], int) else steps
     own = {name: options.pop(name) for name in ("cuts", "elements", "sharers", "case", "saves") if name in options}
     plan = make_plan(len(segments[0]), algorithm, None if algorithm == "allreduce" else graph, **options)
@@ -81,7 +81,7 @@ def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **opt
 
 @dataclass
 class Segment:
-    """What one rank did between two ends.
+    """Record of one rank between two ends.
 
     Attributes:
         path: what its model held after each step.
@@ -111,7 +111,7 @@ class Saved:
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """Record of one rank."""
 
     segments: list[Segment] = field(default_factory=list)
     stats: GossipStats = field(default_factory=GossipStats)
@@ -126,7 +126,7 @@ def work(
     resumed: Sequence[Saved | None] = (),
     before_end: Callable[[int, PushSumWorker], None] = lambda place, worker: None,
 ) -> Callable[[int], Record]:
-    """What ``Cluster.run`` calls for a rank.
+    """Return the function that ``Cluster.run`` calls for a rank.
 
     Args:
         before_step: called with a rank's place, its step (from 1, never counted anew) and its worker.
@@ -176,7 +176,7 @@ def work(
 
 
 def _watch(worker: PushSumWorker) -> dict[int, list[int]]:
-    """To whom a worker sends, by step, from now on."""
+    """Receivers that a worker sends to, by step, from now on."""
     sends: dict[int, list[int]] = {}
     offer = worker._mail.offer
 
@@ -264,7 +264,7 @@ def _pair_log(log: Sequence[Any]) -> list[Any]:
 
 
 def _encoder(one: Job, begin: Array) -> Encode | None:
-    """What receivers make of messages; with differences, from the weights that all ranks begin with."""
+    """Return how receivers decode messages; with differences, from the weights that all ranks begin with."""
     if one.plan.config.compression == "none":
         return None
     post = make_post(one.elements, np.float64, one.plan.config.compression, 1)
@@ -313,7 +313,7 @@ class Watch:
         self._inside: dict[int, PushSumWorker] = {}
 
     def tweak(self, worker: PushSumWorker) -> None:
-        """Of a rank that is watched."""
+        """Watch a rank."""
         waits = worker._await
 
         def watched(ready: Callable[[], bool], *told: Any) -> None:

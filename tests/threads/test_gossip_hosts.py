@@ -23,7 +23,7 @@ ALGORITHMS = [("sgp", "exponential", 0), ("osgp", "exponential", 2), ("dpsgd", "
      ("sgp", "star", 3, 3), ("dpsgd", "ring", 2, 2), ("dpsgd", "star", 3, 2), ("dpsgd", "ring", 2, 3)],
 )  # fmt: skip
 def test_hosts_gossip(algorithm, graph, hosts, local):
-    """Of 7 weights, which no host can share out evenly."""
+    """The 7 weights cannot be shared out evenly in a host."""
     one = job(
         [10] * (hosts * local), algorithm, graph, local_size=local, elements=7, case=CASES[hosts],
         weights="metropolis" if algorithm == "dpsgd" else "uniform",

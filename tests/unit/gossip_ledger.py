@@ -1,4 +1,4 @@
-"""What gossip's coordinator has been told and has commanded, kept apart from it, and checked against its laws."""
+"""Ledger of all that gossip's coordinator was told and has commanded, apart from it, and checked against its laws."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from tests.unit.simulation import snapshot
 
 @dataclass(frozen=True)
 class Job:
-    """What is simulated.
+    """Job that is simulated.
 
     Attributes:
         steps: for each end, for each rank, how many steps it takes before it.

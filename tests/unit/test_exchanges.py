@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async import topology
 from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
@@ -358,11 +357,26 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     assert machine.deadline() is None
 
 
-def test_ranks_that_gossip_differently_are_refused():
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({}, {"algorithm": "osgp", "max_staleness": 0}),
+        ({}, {"graph": "ring"}),
+        ({}, {"peers": 3}),
+        ({}, {"compression": "fp16"}),
+        ({}, {"average_every": 5}),
+        ({}, {"local_size": 2}),
+        ({"graph": "star"}, {"graph": "star", "weights": "metropolis"}),
+        ({"algorithm": "osgp"}, {"algorithm": "osgp", "max_staleness": 2}),
+        ({"algorithm": "adpsgd"}, {"algorithm": "adpsgd", "max_local_steps": 5}),
+        ({"algorithm": "adpsgd"}, {"algorithm": "adpsgd", "graph": "star"}),
+    ],
+    ids=str,
+)
+def test_ranks_that_gossip_differently_are_refused(own, other):
     machine = GossipStateMachine(7, range(2))
-    machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
-    other = make_plan(2, graph=topology.ring(2)).config
-    (refused,) = machine.handle(1, Registered(7, other, ["w"], [1]), 0.0)
+    machine.handle(0, Registered(7, make_plan(4, **own).config, ["w"], [1]), 0.0)
+    (refused,) = machine.handle(1, Registered(7, make_plan(4, **other).config, ["w"], [1]), 0.0)
     assert isinstance(refused, Rejected)
     assert "wrapped their optimizers differently" in refused.problem
     assert machine.handle(0, MessageQueued(7, 1), 0.0) == []  # on its way when the refusal went out
