@@ -60,7 +60,7 @@ def test_fit_ends_with_identical_replicas(quorum, batches, run_eagerly, tapes):
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_a_saved_model_loads_with_a_plain_optimizer_and_with_a_wrapped_one(tmp_path: pathlib.Path):
     def train(rank: int) -> tuple[Any, Any, int]:
-        model = compiled(hvd.EagerOptimizer(sgd(0.05, momentum=0.9)))
+        model = compiled(hvd.EagerOptimizer(sgd(0.05, momentum=0.9), quorum="all"))
         model.fit(*batch(rank, 0), batch_size=2, epochs=1, verbose=0)
         model.optimizer.drain()
         if rank == 0:
