@@ -48,7 +48,7 @@ def distance_to_leader(optimizer: Any) -> float | None:
     Returns:
         None where this rank knows no leader of all ranks, or leads itself.
     """
-    pulls = optimizer._async.worker.receiver
+    pulls = optimizer._async.worker.executor
     leader = pulls.pending_results().targets.get(ALL_RANKS)
     return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
 

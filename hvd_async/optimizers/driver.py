@@ -28,7 +28,7 @@ class Driver(abc.ABC):
 
     Args:
         lifecycle: of the binding.
-        sharers: the ranks that share the optimizer; ``size`` of them, of which this one is number ``index``.
+        rank_group: the ranks that share the optimizer; ``size`` of them, of which this one is number ``index``.
         replica: the binding's.
 
     Attributes:
@@ -41,10 +41,10 @@ class Driver(abc.ABC):
 
     worker: Any
 
-    def __init__(self, lifecycle: Lifecycle, sharers: RankGroup, replica: Replica) -> None:
+    def __init__(self, lifecycle: Lifecycle, rank_group: RankGroup, replica: Replica) -> None:
         self.lifecycle, self.replica = lifecycle, replica
         self.engine = local_engine()
-        self.sharers, self.size, self.index = sharers, sharers.size, sharers.index
+        self.rank_group, self.size, self.index = rank_group, rank_group.size, rank_group.index
         self.worker = None
         self.broken: str | None = None
         self.discarded = False
@@ -151,7 +151,7 @@ class Driver(abc.ABC):
     def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
         """Tell whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
         other = self.is_registered or self.discarded or self.engine not in (None, engine)
-        if other or list(self.sharers.members) != asked.members:
+        if other or list(self.rank_group.members) != asked.members:
             return False
         return self.names() == asked.names or None
 

@@ -63,7 +63,7 @@ class EagerDriver(Driver):
     """The driver of an ``EagerOptimizer``.
 
     Args:
-        lifecycle, sharers, replica: as ``Driver``.
+        lifecycle, rank_group, replica: as ``Driver``.
         buffers: how batch-norm statistics agree: "average", "local", or "root".
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
@@ -79,13 +79,13 @@ class EagerDriver(Driver):
     def __init__(
         self,
         lifecycle: Lifecycle,
-        sharers: RankGroup,
+        rank_group: RankGroup,
         replica: GradientReplica,
         buffers: str,
         config: dict[str, Any],
         late_cap_mb: float,
     ) -> None:
-        super().__init__(lifecycle, sharers, replica)
+        super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.config = buffers, config
         self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
@@ -174,7 +174,7 @@ class EagerDriver(Driver):
         self.replica.finish(worker, flush)
         if flush:
             if self.buffers != "local":
-                unify_buffers(worker, self.replica.buffers(), self.buffers, self.sharers.ranks[0])
+                unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

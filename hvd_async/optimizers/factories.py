@@ -25,7 +25,7 @@ from hvd_async.optimizers.horovod_options import (
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.process_sets import RankGroup, sharers_of
+from hvd_async.runtime.process_sets import RankGroup, rank_group_of
 
 Given = Mapping[str, Any]
 """All arguments of a factory, by name."""
@@ -46,9 +46,9 @@ class Binding:
     lifecycle: Lifecycle
     compression: Any
 
-    def sharers(self, given: Given) -> RankGroup:
+    def rank_group(self, given: Given) -> RankGroup:
         """Return the ranks that share the optimizer."""
-        return sharers_of(given["process_set"], self.hvd.global_process_set, *self.lifecycle.world())
+        return rank_group_of(given["process_set"], self.hvd.global_process_set, *self.lifecycle.world())
 
 
 def eager_driver(
@@ -69,17 +69,17 @@ def eager_driver(
     Raises:
         ValueError: an argument that cannot be.
     """
-    hvd, options, sharers = binding.hvd, picked(EagerOptions, given), binding.sharers(given)
-    options.check(sharers.named)
+    hvd, options, rank_group = binding.hvd, picked(EagerOptions, given), binding.rank_group(given)
+    options.check(rank_group.named)
     check_passes(given["backward_passes_per_step"])
     check_compression(given["compression"])
-    factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], sharers.size)
+    factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], rank_group.size)
     groups = given["groups"]
     if given["num_groups"] and groups is None:
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
         groups = given["num_groups"]
-    made = replica(options, sharers, factors, groups)
-    return driver(binding.lifecycle, sharers, made, options.buffers, options.config(), options.late_cap_mb)
+    made = replica(options, rank_group, factors, groups)
+    return driver(binding.lifecycle, rank_group, made, options.buffers, options.config(), options.late_cap_mb)
 
 
 def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:
@@ -93,13 +93,13 @@ def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     Raises:
         ValueError: an argument that cannot be.
     """
-    hvd, options, sharers = binding.hvd, picked(GossipOptions, given), binding.sharers(given)
+    hvd, options, rank_group = binding.hvd, picked(GossipOptions, given), binding.rank_group(given)
     check_local(given, hvd.Average, "gossip")
-    options.check(sharers.named)
+    options.check(rank_group.named)
     known = {name: getattr(binding.compression, name) for name in COMPRESSIONS}
     compression = compression_name(given["compression"], known)
-    local = host_size(options.hierarchical, hvd, sharers.process_set is None)
-    return GossipDriver(binding.lifecycle, sharers, replica(sharers), options, compression, local)
+    local = host_size(options.hierarchical, hvd, rank_group.process_set is None)
+    return GossipDriver(binding.lifecycle, rank_group, replica(rank_group), options, compression, local)
 
 
 def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> LeaderDriver:
@@ -113,13 +113,13 @@ def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     Raises:
         ValueError: an argument that cannot be.
     """
-    hvd, options, sharers = binding.hvd, picked(LeaderOptions, given), binding.sharers(given)
+    hvd, options, rank_group = binding.hvd, picked(LeaderOptions, given), binding.rank_group(given)
     check_local(given, hvd.Average, "LeaderOptimizer")
-    options.check(sharers.named)
+    options.check(rank_group.named)
     if given["compression"] is not binding.compression.none:
         raise ValueError("compression: a leader's weights travel as they are; leave it out")
 
     def ranks_of_a_host() -> int:
-        return local_ranks(hvd, sharers.process_set is None, "group='host'", "pass group=[[0, 1], ...]")
+        return local_ranks(hvd, rank_group.process_set is None, "group='host'", "pass group=[[0, 1], ...]")
 
-    return LeaderDriver(binding.lifecycle, sharers, replica(sharers), options, ranks_of_a_host)
+    return LeaderDriver(binding.lifecycle, rank_group, replica(rank_group), options, ranks_of_a_host)

@@ -26,7 +26,7 @@ class GossipDriver(LocalDriver):
     """The driver of a ``GossipOptimizer``.
 
     Args:
-        lifecycle, sharers, replica: as ``LocalDriver``.
+        lifecycle, rank_group, replica: as ``LocalDriver``.
         options: as the user has given them.
         compression: how messages travel, by name.
         local_size: ranks of a host, which ``options.hierarchical`` asks for.
@@ -47,13 +47,13 @@ class GossipDriver(LocalDriver):
     def __init__(
         self,
         lifecycle: Lifecycle,
-        sharers: RankGroup,
+        rank_group: RankGroup,
         replica: WeightReplica,
         options: GossipOptions,
         compression: str = "none",
         local_size: int = 1,
     ) -> None:
-        super().__init__(lifecycle, sharers, replica, options.buffers, GossipStats())
+        super().__init__(lifecycle, rank_group, replica, options.buffers, GossipStats())
         given = {name: getattr(options, name) for name in ("algorithm", *BY_STEP)}
         given |= {"compression": compression, "hierarchical": local_size if local_size > 1 else False}
         self._peers = _by_epoch("peers", options.peers)
@@ -96,8 +96,8 @@ class GossipDriver(LocalDriver):
 
     def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
         named = {_IN_PLANS.get(name, name): value for name, value in settings.items()}
-        plan = make_plan(self.sharers.named, **{**named, "local_size": settings["hierarchical"] or 1})
-        if self.size == self.sharers.named:
+        plan = make_plan(self.rank_group.named, **{**named, "local_size": settings["hierarchical"] or 1})
+        if self.size == self.rank_group.named:
             return plan
         alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
         return make_plan(self.size, **{name: settings[name] for name in alone})
@@ -162,7 +162,9 @@ class GossipDriver(LocalDriver):
             if config.local_size > 1
             else PushSumWorker
         )
-        post = self.replica.message_format(config.compression, self.plan.max_messages, self.sharers, config.local_size)
+        post = self.replica.message_format(
+            config.compression, self.plan.max_messages, self.rank_group, config.local_size
+        )
         worker: GossipWorker = kind(engine, self.plan, post, finish)
         if self.restored is not None:
             worker.restore(self.restored)

@@ -31,7 +31,7 @@ class LeaderDriver(LocalDriver):
     """The driver of a ``LeaderOptimizer``.
 
     Args:
-        lifecycle, sharers, replica: as ``LocalDriver``.
+        lifecycle, rank_group, replica: as ``LocalDriver``.
         options: as the user has given them.
         host_size: ranks of a host; asked for ``group="host"`` only.
 
@@ -52,25 +52,25 @@ class LeaderDriver(LocalDriver):
     def __init__(
         self,
         lifecycle: Lifecycle,
-        sharers: RankGroup,
+        rank_group: RankGroup,
         replica: WeightReplica,
         options: LeaderOptions,
         host_size: Callable[[], int],
     ) -> None:
-        super().__init__(lifecycle, sharers, replica, options.buffers, LeaderStats())
+        super().__init__(lifecycle, rank_group, replica, options.buffers, LeaderStats())
         given = options.resolved()
         if given.get("alpha", 0.0) is None:
-            given["alpha"] = given["beta"] / sharers.size
+            given["alpha"] = given["beta"] / rank_group.size
         self.given = {name: value for name, value in given.items() if name not in _WHEN}
         self.strengths = Strengths.of(self.given)
         self.window = given.get("loss_window", 1)
-        self.lr_factor = selection.lr_factor(options.lr_spread, sharers.index)
+        self.lr_factor = selection.lr_factor(options.lr_spread, rank_group.index)
         settings = {"lr_spread": options.lr_spread, "loss_window": self.window} | self.given
         told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
-        grouped: Sequence[Sequence[int]] = [range(sharers.size)]
-        alone = isinstance(sharers.process_set, SingleRank)
+        grouped: Sequence[Sequence[int]] = [range(rank_group.size)]
+        alone = isinstance(rank_group.process_set, SingleRank)
         if "group" in given and not alone:
-            grouped = selection.groups(given["group"], sharers.ranks, host_size)
+            grouped = selection.groups(given["group"], rank_group.ranks, host_size)
         self.config = LeaderConfig(
             algorithm=LeaderOptions.algorithm if alone else options.algorithm,  # alone it has no center to go to
             groups=[list(places) for places in grouped],
@@ -122,8 +122,8 @@ class LeaderDriver(LocalDriver):
         """Return a worker; where there are groups, after all ranks have the same."""
         if self.worker is not None:
             self.steps_before = self.worker.steps
-        group_set = self.sharers.process_set
-        groups = [tuple(self.sharers.ranks[place] for place in places) for places in self.config.groups]
+        group_set = self.rank_group.process_set
+        groups = [tuple(self.rank_group.ranks[place] for place in places) for places in self.config.groups]
         if group_set is None:
             self._compare_groups(engine)
         if len(groups) > 1:
@@ -133,7 +133,7 @@ class LeaderDriver(LocalDriver):
             engine,
             self.config,
             self.strengths,
-            self.sharers,
+            self.rank_group,
             group_set,
             self.window,
             finish,
@@ -164,7 +164,7 @@ class LeaderDriver(LocalDriver):
         """End a drain (``flush``) or a cut."""
         super().finish(worker, flush)
         if flush:
-            worker.receiver.publish_statistics(self.replica.statistics())
+            worker.executor.publish_statistics(self.replica.statistics())
 
     @property
     def _centered(self) -> bool:
@@ -189,7 +189,7 @@ class LeaderDriver(LocalDriver):
         """No rank goes on before all have them: a pull of ranks that have not would move centers apart."""
         worker, weights = self.worker_now(), self.replica.read()
         signal = weights[:1] * 0
-        worker.receiver.start_from(weights)
+        worker.executor.start_from(weights)
         worker.sum(signal, "the start from other weights")
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -199,16 +199,16 @@ class LeaderDriver(LocalDriver):
         if kept is None:
             steps = self.steps_before if self.worker is None else self.worker.steps
             return {"copies": {}, "steps": steps}
-        come = kept.come
-        copies = {f"target.{group}": target for group, target in come.targets.items()}
-        copies |= {"force": come.force} if come.force is not None else {}
-        copies |= {"statistics": come.statistics, "sent": come.sent} if come.statistics is not None else {}
+        results = kept.results
+        copies = {f"target.{group}": target for group, target in results.targets.items()}
+        copies |= {"force": results.force} if results.force is not None else {}
+        copies |= {"statistics": results.statistics, "sent": results.sent} if results.statistics is not None else {}
         return {
             "copies": copies,
-            "fresh": [[group, *pull] for group, pull in come.fresh.items()],
+            "fresh": [[group, *pull] for group, pull in results.fresh.items()],
             "losses": kept.losses,
             "steps": kept.steps,
-            "standing": msgspec.json.encode(kept.standing).decode(),
+            "standing": msgspec.json.encode(kept.progress).decode(),
             "follows": self._follows(),
         }
 
@@ -238,9 +238,9 @@ class LeaderDriver(LocalDriver):
             raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        come = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
+        results = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
         standing = msgspec.json.decode(share["standing"], type=PullProgress)
-        return SavedState(come, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
+        return SavedState(results, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
 
 
 def _moves(*strengths: Strength) -> bool:

@@ -49,7 +49,7 @@ class WeightWorker(Protocol):
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """Return the weights to go on with after a drain (``flush``) or a cut."""
 
-    def kept(self) -> Any:
+    def saved_state(self) -> Any:
         """Return what a checkpoint needs beside the weights, after a cut; None: nothing."""
 
     def stats(self) -> Any:
@@ -85,7 +85,7 @@ class LocalDriver(Driver):
     wrapped optimizer's step, ``end_step``.
 
     Args:
-        lifecycle, sharers, replica: as ``Driver``.
+        lifecycle, rank_group, replica: as ``Driver``.
         buffers: how batch-norm statistics agree: "average", "local", or "root".
         nothing: of ``stats``.
 
@@ -100,9 +100,9 @@ class LocalDriver(Driver):
     lr_factor = 1.0
 
     def __init__(
-        self, lifecycle: Lifecycle, sharers: RankGroup, replica: WeightReplica, buffers: str, nothing: Any
+        self, lifecycle: Lifecycle, rank_group: RankGroup, replica: WeightReplica, buffers: str, nothing: Any
     ) -> None:
-        super().__init__(lifecycle, sharers, replica)
+        super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.stats_before = buffers, nothing
         self.restored: Any = None
         self.begun = False
@@ -223,7 +223,7 @@ class LocalDriver(Driver):
     def unify_buffers(self) -> None:
         """Make batch-norm statistics fit the weights that stand for all ranks, by the policy. A collective."""
         if self.buffers != "local":
-            unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.sharers.ranks[0])
+            unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
 
     def united(self, vector: Vector, what: str) -> Vector:
         """Return what stands for all ranks' vectors after a drain: their mean. A collective."""
@@ -294,7 +294,7 @@ class LocalDriver(Driver):
                 "Call drain() on every rank first and save rank 0's state, or call cut() on every rank and save every "
                 "rank's."
             )
-        kept = self.restored if worker is None else worker.kept()
+        kept = self.restored if worker is None else worker.saved_state()
         common = {"size": self.size, "index": self.index, "rounds": self.rounds, "cut": kept is not None}
         return common | self.pack(kept)
 

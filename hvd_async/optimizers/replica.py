@@ -76,7 +76,7 @@ class WeightReplica(Replica):
         """Return names and checksums of what must be the same on all ranks; of ``resumed`` weights, names only."""
 
     @abc.abstractmethod
-    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
+    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
         """Return how vectors of weights travel: at most ``rows`` in one exchange, each one of ``parts`` of a vector."""
 
     @abc.abstractmethod

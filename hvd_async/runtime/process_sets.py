@@ -57,7 +57,7 @@ class RankGroup:
         return () if self.process_set is None else self.ranks
 
 
-def sharers_of(process_set: Any, everyone: Any, rank: int, size: int) -> RankGroup:
+def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> RankGroup:
     """The ranks of a process set; a rank outside of it is on its own, as under Horovod's ``DistributedOptimizer``.
 
     Args:

@@ -100,12 +100,12 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     given = dict(locals())
 
     def replica(
-        options: EagerOptions, sharers: RankGroup, factors: tuple[float, float], groups: Any
+        options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
     ) -> GradientReplica:
-        Codec(compression, [tf.float32], sharers.size, max_staleness)  # raises if it cannot count as far
+        Codec(compression, [tf.float32], rank_group.size, max_staleness)  # raises if it cannot count as far
         _check_optimizer(optimizer)
         return GradientReplica(
-            sharers,
+            rank_group,
             max_staleness,
             scales=factors,
             compression=compression,

@@ -84,5 +84,5 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())
-    driver = gossip_driver(BINDING, given, lambda sharers: weight_replica(given, sharers))
+    driver = gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group))
     return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)

@@ -31,7 +31,7 @@ class GradientReplica(eager.GradientReplica):
     """Variables, their buckets and the wrapped Keras optimizer that applies rounds; Keras does not track it.
 
     Args:
-        sharers: the ranks that share the optimizer.
+        rank_group: the ranks that share the optimizer.
         max_staleness: rounds that a gradient may be late.
         options: see the attributes.
 
@@ -42,8 +42,8 @@ class GradientReplica(eager.GradientReplica):
         put_back: ends the application of the round that the loop has come to: see ``Update.keep``.
     """
 
-    def __init__(self, sharers: RankGroup, max_staleness: int, **options: Any) -> None:
-        self._sharers, self._max_staleness = sharers, max_staleness
+    def __init__(self, rank_group: RankGroup, max_staleness: int, **options: Any) -> None:
+        self._rank_group, self._max_staleness = rank_group, max_staleness
         self.scales: tuple[float, float] = options["scales"]
         self.compression: Any = options["compression"]
         self.cap_bytes: float = options["cap_bytes"]
@@ -102,8 +102,8 @@ class GradientReplica(eager.GradientReplica):
         buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
         before, after = self.scales
-        codec = Codec(self.compression, dtypes, self._sharers.size, self._max_staleness, after)
-        terms = Terms(before, after / codec.scale, codec.slots, self._sharers.index % codec.slots, self.devices[0])
+        codec = Codec(self.compression, dtypes, self._rank_group.size, self._max_staleness, after)
+        terms = Terms(before, after / codec.scale, codec.slots, self._rank_group.index % codec.slots, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
 
@@ -114,7 +114,7 @@ class GradientReplica(eager.GradientReplica):
         finish: Callable[[bool], None],
         apply: Callable[[ReducedRound], None],
     ) -> EagerWorker:
-        layout, codec, sharers = self.prepare(), self.codec, self._sharers
+        layout, codec, rank_group = self.prepare(), self.codec, self._rank_group
         assert codec is not None
         wire = GradientFormat(
             zeros=layout.zeros,
@@ -124,9 +124,9 @@ class GradientReplica(eager.GradientReplica):
             decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
             sent=tuple(n * codec.nbytes(dtype) for n, dtype in zip(layout.elements, layout.dtypes, strict=True)),
             scale=codec.scale,
-            process_set=sharers.process_set,
-            members=sharers.members,
-            process_set_id=sharers.id,
+            process_set=rank_group.process_set,
+            members=rank_group.members,
+            process_set_id=rank_group.id,
         )
         return EagerWorker(engine, config(layout.nbytes), wire, finish, apply)
 

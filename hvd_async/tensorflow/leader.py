@@ -81,5 +81,5 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())
-    driver = leader_driver(BINDING, given, lambda sharers: weight_replica(given, sharers, buffers == "average"))
+    driver = leader_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group, buffers == "average"))
     return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
@@ -139,9 +139,9 @@ class WeightReplica(replica.WeightReplica):
         sums = [0 if resumed else checksum(v) for v in mixed]
         return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
 
-    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
+    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
         flat = self.mixed()
-        return make_post(flat.elements, flat.dtype.as_numpy_dtype, compression, rows, sharers, parts)
+        return make_message_format(flat.elements, flat.dtype.as_numpy_dtype, compression, rows, rank_group, parts)
 
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)

@@ -34,12 +34,12 @@ def check_optimizer(optimizer: Any) -> None:
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
 
 
-def weight_replica(given: Mapping[str, Any], sharers: RankGroup, averages_statistics: bool = False) -> WeightReplica:
+def weight_replica(given: Mapping[str, Any], rank_group: RankGroup, averages_statistics: bool = False) -> WeightReplica:
     """Return the replica of an optimizer whose ranks have weights of their own.
 
     Args:
         given: a factory's arguments.
-        sharers: the ranks that share the optimizer.
+        rank_group: the ranks that share the optimizer.
         averages_statistics: whether pulls average batch-norm statistics.
 
     Raises:
@@ -47,7 +47,7 @@ def weight_replica(given: Mapping[str, Any], sharers: RankGroup, averages_statis
     """
     check_optimizer(given["optimizer"])
     return WeightReplica(
-        sharers.size,
+        rank_group.size,
         passes=given["backward_passes_per_step"],
         average_passes=given["average_aggregated_gradients"],
         devices=(given["device_dense"], given["device_sparse"]),

@@ -61,10 +61,10 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     return needed
 
 
-def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: RankGroup) -> GradientFormat:
+def make_wire(layout: Layout, compression: Any, slot_count: int, rank_group: RankGroup) -> GradientFormat:
     """How the layout's vectors travel. float16 is cut off at what as many ranks can add up; its counts are not."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
-    limit = largest_summand(sharers.size)
+    limit = largest_summand(rank_group.size)
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
         with streams.on_engine_stream_after(vector):
@@ -89,7 +89,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, sharers: RankGr
         decode=decode,
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
-        process_set=sharers.process_set,
-        members=sharers.members,
-        process_set_id=sharers.id,
+        process_set=rank_group.process_set,
+        members=rank_group.members,
+        process_set_id=rank_group.id,
     )

@@ -85,11 +85,11 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     given = dict(locals())
 
     def replica(
-        options: EagerOptions, sharers: RankGroup, factors: tuple[float, float], groups: Any
+        options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
     ) -> GradientReplica:
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
         own = {"scales": factors, "groups": 0 if groups is None else groups, "named_buffers": list(named_buffers or [])}
-        return GradientReplica(sharers, names_of(given, "EagerOptimizer"), options.config(), given | own)
+        return GradientReplica(rank_group, names_of(given, "EagerOptimizer"), options.config(), given | own)
 
     return eager_driver(BINDING, given, replica, TorchEagerDriver).attach(wrap(optimizer, EagerMethods))

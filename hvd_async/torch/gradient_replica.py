@@ -36,7 +36,7 @@ class GradientReplica(eager.GradientReplica):
     """Parameters, their buckets and the wrapped torch optimizer that applies rounds.
 
     Args:
-        sharers: the ranks that share the optimizer.
+        rank_group: the ranks that share the optimizer.
         named: parameters' names by id; None if none were given.
         config: as of ``EagerDriver``.
         options: as the user gave them.
@@ -51,9 +51,9 @@ class GradientReplica(eager.GradientReplica):
     """
 
     def __init__(
-        self, sharers: RankGroup, named: dict[int, str] | None, config: dict[str, Any], options: dict[str, Any]
+        self, rank_group: RankGroup, named: dict[int, str] | None, config: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        self.named, self._sharers, self._config = named, sharers, config
+        self.named, self._rank_group, self._config = named, rank_group, config
         self.layout = Layout([])
         self.slots = 1
         self.overlap: Overlap | None = None
@@ -91,8 +91,8 @@ class GradientReplica(eager.GradientReplica):
     def lay_out(self) -> None:
         """Part the parameters into buckets, and hook them."""
         parameters = self.parameters
-        self.slots = slots(self._compression, parameters, self._sharers.size, self._config["max_staleness"])
-        slot = self._sharers.index % self.slots
+        self.slots = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
+        slot = self._rank_group.index % self.slots
         self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.slots, slot)
         if self.overlap is not None:
             self.overlap.remove()
@@ -110,7 +110,7 @@ class GradientReplica(eager.GradientReplica):
         apply: Callable[[ReducedRound], None],
     ) -> EagerWorker:
         self.lay_out()  # groups may have been added since the wrapper was made
-        wire = make_wire(self.layout, self._compression, self.slots, self._sharers)
+        wire = make_wire(self.layout, self._compression, self.slots, self._rank_group)
         return EagerWorker(engine, config(self.layout.nbytes), wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------

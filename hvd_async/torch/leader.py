@@ -72,6 +72,6 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     """
     given = dict(locals())
     driver = leader_driver(
-        BINDING, given, lambda sharers: weight_replica(given, "LeaderOptimizer", buffers == "average")
+        BINDING, given, lambda rank_group: weight_replica(given, "LeaderOptimizer", buffers == "average")
     )
     return driver.attach(wrap(optimizer, LeaderMethods))

@@ -29,14 +29,16 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
 
 
-def make_post(like: torch.Tensor, compression: str, rows: int, sharers: RankGroup, parts: int = 1) -> MessageFormat:
+def make_message_format(
+    like: torch.Tensor, compression: str, rows: int, rank_group: RankGroup, parts: int = 1
+) -> MessageFormat:
     """How torch vectors of weights travel.
 
     Args:
         like: a vector of weights, shape (n,), float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
-        sharers: the ranks that gossip.
+        rank_group: the ranks that gossip.
         parts: a message holds one of so many parts of a vector.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
@@ -90,7 +92,7 @@ def make_post(like: torch.Tensor, compression: str, rows: int, sharers: RankGrou
         join=lambda pieces: torch.cat(list(pieces))[:elements],
         zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
         scalar=lambda value: torch.tensor([value], dtype=torch.float64),
-        process_set=sharers.process_set,
-        members=sharers.members,
-        process_set_id=sharers.id,
+        process_set=rank_group.process_set,
+        members=rank_group.members,
+        process_set_id=rank_group.id,
     )

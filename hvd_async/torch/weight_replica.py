@@ -15,7 +15,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
-from hvd_async.torch.message_format import make_post
+from hvd_async.torch.message_format import make_message_format
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
 MIXED = {torch.float32, torch.float64}
@@ -119,8 +119,8 @@ class WeightReplica(replica.WeightReplica):
             kinds = [f"{sum(t.numel() for t in self._averaged())} batch-norm statistics of named_buffers", kind]
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
-    def message_format(self, compression: str, rows: int, sharers: RankGroup, parts: int) -> MessageFormat:
-        return make_post(self.read(), compression, rows, sharers, parts)
+    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
+        return make_message_format(self.read(), compression, rows, rank_group, parts)
 
     def is_finite(self, weights: torch.Tensor) -> bool:
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)

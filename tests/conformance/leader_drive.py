@@ -47,7 +47,7 @@ class Seen:
 
     Attributes:
         path: what the model held after each step.
-        log: the receiver's.
+        log: the executor's.
         drained: what the model held at the end.
         stats: at the end.
     """
@@ -55,7 +55,7 @@ class Seen:
     def __init__(self, trainer: Trainer) -> None:
         self.path, self.drained, self.stats = trainer.path, np.zeros(0), LeaderStats()
         self.log: list[Any] = []
-        trainer.worker().receiver.log = self.log
+        trainer.worker().executor.log = self.log
 
     def drain(self, trainer: Trainer) -> Seen:
         """End the run by a drain."""
@@ -97,7 +97,7 @@ class Pace:
 
 def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     """Until so many pulls have landed here."""
-    worker.engine.wait(lambda: worker.receiver.record.pulls >= count)
+    worker.engine.wait(lambda: worker.executor.record.pulls >= count)
 
 
 def in_step(trainer: Any, steps: int, first: int = 0) -> None:

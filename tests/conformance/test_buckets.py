@@ -102,8 +102,8 @@ def test_float16_counts_are_exact_however_many_ranks_there_are(size):
     slots = count_slots(size, staleness, "float16")
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert torch_slots(hvd_async.torch.Compression.fp16, [parameter], size, staleness) == slots
-    sharers = RankGroup(None, tuple(range(size)), 0, 0, size)
-    wire = make_wire(Layout([parameter], slots=slots), hvd_async.torch.Compression.fp16, slots, sharers)
+    rank_group = RankGroup(None, tuple(range(size)), 0, 0, size)
+    wire = make_wire(Layout([parameter], slots=slots), hvd_async.torch.Compression.fp16, slots, rank_group)
     codec = Codec(hvd.Compression.fp16, [tf.float32], size, staleness)
     assert codec.slots == slots
     vector = np.zeros(2 + slots, np.float32)

@@ -171,7 +171,7 @@ def test_evaluation_in_fit_sees_the_center(drain):
             assert (evaluated.tobytes() == ended.tobytes()) is drain
             assert np.abs(evaluated - start).max() > 1e-3
         assert opt.stats().pulls == opt.stats().steps == 6
-        center = np.asarray(opt._async.worker_now().receiver.consensus, np.float64)
+        center = np.asarray(opt._async.worker_now().executor.consensus, np.float64)
         assert flat(model.weights).tobytes() == center.tobytes()
         if drain:
             assert watch.evaluated[-1].tobytes() == center.tobytes()
@@ -241,7 +241,7 @@ def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
                 opt.drain()
             ends.append(flat(model.weights).tobytes())
         worker = opt._async.worker_now()
-        assert worker.receiver._statistics is not None
+        assert worker.executor._statistics is not None
         return ends
 
     one, other = Cluster(2).run(train)

@@ -40,12 +40,12 @@ def set_mean(one: LeaderRank, value: float) -> None:
 
 
 class SpiedLog(list[Any]):
-    """A receiver's log that keeps the statistics that each pull was sent with, and those that steps took up."""
+    """A executor's log that keeps the statistics that each pull was sent with, and those that steps took up."""
 
-    def __init__(self, receiver: Any) -> None:
+    def __init__(self, executor: Any) -> None:
         super().__init__()
-        self.receiver, self.sent, self.taken = receiver, dict[int, Array](), list[tuple[int, Array]]()
-        settle = receiver.merge_statistics
+        self.executor, self.sent, self.taken = executor, dict[int, Array](), list[tuple[int, Array]]()
+        settle = executor.merge_statistics
 
         def spied(own: Any, step: int, clip: Any) -> Any:
             averages: list[Any] = []
@@ -60,11 +60,11 @@ class SpiedLog(list[Any]):
                 self.taken.append((step, averaged.double().numpy().copy()))
             return settled
 
-        receiver.merge_statistics = spied
+        executor.merge_statistics = spied
 
     def append(self, entry: Any) -> None:
         if entry[0] == "sent":
-            self.sent[entry[1]] = self.receiver._statistics.double().numpy().copy()
+            self.sent[entry[1]] = self.executor._statistics.double().numpy().copy()
         super().append(entry)
 
 
@@ -126,7 +126,7 @@ def test_whatever_comes_late_a_step_takes_up_what_a_pull_has_averaged(following,
 
     def train(rank: int) -> SpiedLog:
         one = normed(TorchRank, 4, rank, following)
-        log = one.worker().receiver.log = SpiedLog(one.worker().receiver)
+        log = one.worker().executor.log = SpiedLog(one.worker().executor)
         together.wait(TIMEOUT)
         for step in range(1, 41):
             one.step(mean=[NAN, 1.0] if rank in sick and step % 3 else None)

@@ -151,7 +151,7 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
                 if error is not None:
                     raise error
             assert one.weights().tobytes() == own.tobytes()
-        center = np.asarray(worker.receiver.consensus, np.float64)
+        center = np.asarray(worker.executor.consensus, np.float64)
         one.opt.drain()
         drained = one.weights()
         one.train(3).opt.drain()  # training goes on

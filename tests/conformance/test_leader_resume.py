@@ -70,7 +70,7 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following,
         go_on(one, done)
         one.opt.cut()
         saved[rank] = one.saved()
-        kept = one.worker().kept()
+        kept = one.worker().saved_state()
         assert kept is not None
         assert bool(kept.come.fresh) == (done == 16)
         assert (kept.come.statistics is not None) == (done == 16 and normed)

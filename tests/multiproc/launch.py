@@ -120,7 +120,7 @@ class _Folder:
         files = [self.path / f"rank.{rank}.json" for rank in range(self.ranks)]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
-    def kept(self) -> dict[str, str]:
+    def saved_state(self) -> dict[str, str]:
         return {file.name.partition(".")[2]: file.read_text() for file in self.path.glob("keep.*")}
 
     def remove(self) -> None:
@@ -232,7 +232,7 @@ def run_job(
             folder.results(),
             left_behind if returncode is not None else [],
             time.monotonic() - started,
-            folder.kept(),
+            folder.saved_state(),
         )
     finally:
         _sweep(folder.job, 0.0)
@@ -296,7 +296,7 @@ class ForkServer:
                 folder.results(),
                 left_behind if None not in codes else [],
                 time.monotonic() - started,
-                folder.kept(),
+                folder.saved_state(),
                 codes,
                 outputs,
                 ends["exited"],

@@ -14,7 +14,7 @@ from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_exchange import HEADER, OutgoingMessage
-from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.runtime.lifecycle import local_engine
@@ -37,7 +37,7 @@ class Job:
     Attributes:
         steps: for each end, for each rank, how many steps come before it.
         cuts: the ends that are a ``cut()``.
-        sharers: the ranks that gossip, if not all do.
+        rank_group: the ranks that gossip, if not all do.
         elements: of the weights.
         saves: whether a state is saved after each end.
     """
@@ -46,7 +46,7 @@ class Job:
     steps: tuple[tuple[int, ...], ...]
     cuts: frozenset[int] = frozenset()
     case: Case = MOMENTUM
-    sharers: tuple[int, ...] | None = None
+    rank_group: tuple[int, ...] | None = None
     elements: int = 6
     saves: bool = True
 
@@ -60,11 +60,13 @@ class Job:
 
     def worker(self, place: int, finish: Callable[[bool], object]) -> PushSumWorker:
         """One that is not open yet."""
-        engine, ranks, config = local_engine(), self.sharers, self.plan.config
+        engine, ranks, config = local_engine(), self.rank_group, self.plan.config
         assert engine is not None
-        sharers = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
+        rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
         hosts = config.local_size
-        post = make_post(self.elements, np.float64, config.compression, self.plan.max_messages, sharers, hosts)
+        post = make_message_format(
+            self.elements, np.float64, config.compression, self.plan.max_messages, rank_group, hosts
+        )
         pushes = HierarchicalWorker if hosts > 1 else PushSumWorker
         kind: Any = ADPSGDWorker if config.algorithm == "adpsgd" else pushes
         worker: PushSumWorker = kind(engine, self.plan, post, finish)
@@ -74,7 +76,7 @@ class Job:
 def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **options: Any) -> Job:
     """Return a job of so many steps of each rank, or so many before each end; ``options`` of plan and ``Job``."""
     segments = [steps] if isinstance(steps[0], int) else steps
-    own = {name: options.pop(name) for name in ("cuts", "elements", "sharers", "case", "saves") if name in options}
+    own = {name: options.pop(name) for name in ("cuts", "elements", "rank_group", "case", "saves") if name in options}
     plan = make_plan(len(segments[0]), algorithm, None if algorithm == "allreduce" else graph, **options)
     return Job(plan, tuple(tuple(counts) for counts in segments), **own)
 
@@ -136,7 +138,7 @@ def work(
     """
 
     def train(rank: int) -> Record:
-        place = rank if one.sharers is None else one.sharers.index(rank)
+        place = rank if one.rank_group is None else one.rank_group.index(rank)
         problem, record, model = one.problem, Record(), dict[str, Any]()
         worker = one.worker(place, lambda flush: model.update(z=worker.gather(model["z"], flush)))
         saved = resumed[place] if resumed else None
@@ -167,7 +169,7 @@ def work(
             sends.clear()
             segment.z, segment.weight = model["z"].copy(), worker.weight
             record.segments.append(segment)
-            kept = worker.kept() if one.saves else None
+            kept = worker.saved_state() if one.saves else None
             record.saved.append(None if kept is None else Saved(segment.z, kept, state, done))
         record.stats = worker.stats()
         return record
@@ -178,13 +180,13 @@ def work(
 def _watch(worker: PushSumWorker) -> dict[int, list[int]]:
     """Receivers that a worker sends to, by step, from now on."""
     sends: dict[int, list[int]] = {}
-    offer = worker._mail.offer
+    offer = worker._exchanges.offer
 
     def watched(optimizer: int, key: int, letters: list[OutgoingMessage], weight: float) -> None:
         sends[key] = [letter.to for letter in letters if weight]  # (empty ones carry nothing)
         offer(optimizer, key, letters, weight)
 
-    worker._mail.offer = watched  # type: ignore[method-assign]
+    worker._exchanges.offer = watched  # type: ignore[method-assign]
     return sends
 
 
@@ -267,7 +269,7 @@ def _encoder(one: Job, begin: Array) -> Encode | None:
     """Return how receivers decode messages; with differences, from the weights that all ranks begin with."""
     if one.plan.config.compression == "none":
         return None
-    post = make_post(one.elements, np.float64, one.plan.config.compression, 1)
+    post = make_message_format(one.elements, np.float64, one.plan.config.compression, 1)
     copies: dict[tuple[int, int, int], Array] = {}
 
     def encode(x: Array, receiver: int, sender: int, step: int) -> Array:

@@ -65,7 +65,7 @@ def test_a_center_is_the_same_bits_everywhere_and_leaders_are_too(following):
     def train(rank: int) -> list[bytes]:
         own = Follower(least_squares(4, MOMENTUM), following, rank).train(30)
         own.drain(flush=False)
-        come = own.worker().receiver.pending_results()
+        come = own.worker().executor.pending_results()
         return [come.targets[ALL].tobytes()] if following is ELASTIC or ALL in come.targets else []
 
     held = [one for own in Cluster(4, jitter=0.001).run(train) for one in own]
@@ -162,14 +162,14 @@ def test_a_rank_takes_part_in_a_groups_next_pull_when_its_last_is_over_here_too(
     def train(rank: int) -> Seen:
         own = Follower(problem, one, rank)
         seen, worker = Seen(own), own.worker()
-        pull = worker.receiver.pull
+        pull = worker.executor.pull
 
         def watched(command: StartPull) -> None:
             pull(command)
             if command.round == 2:
                 told.set()
 
-        worker.receiver.pull = watched  # type: ignore[method-assign]
+        worker.executor.pull = watched  # type: ignore[method-assign]
         together.wait(TIMEOUT)
         for step in (1, 2):  # (the second pull is due when rank 0 has seen the first)
             own.step()
@@ -198,7 +198,7 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
         seen, worker = Seen(own), own.worker()
         together.wait(TIMEOUT)
         own.step()
-        pull, complete_drain, landed = worker.receiver.pull, worker.complete_drain, [0]
+        pull, complete_drain, landed = worker.executor.pull, worker.complete_drain, [0]
 
         def watched(command: StartPull) -> None:
             pull(command)
@@ -207,14 +207,14 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
                 told.set()
 
         def late() -> None:
-            landed[0] = worker.receiver.record.pulls
+            landed[0] = worker.executor.record.pulls
             if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
                 pass_gate(told)
-                assert worker.receiver._waiting
+                assert worker.executor._waiting
             complete_drain()
 
         if rank == 1:
-            worker.receiver.pull, worker.complete_drain = watched, late  # type: ignore[method-assign]
+            worker.executor.pull, worker.complete_drain = watched, late  # type: ignore[method-assign]
         own.drain()
         if rank == 1:
             worker.complete_drain = complete_drain  # type: ignore[method-assign]
@@ -252,7 +252,7 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
 
     def train(rank: int) -> int:
         own = Follower(least_squares(2, MOMENTUM), dataclasses.replace(PAIRS, groups=((0, 1),)), rank)
-        guarded = own._worker.receiver._flying = Guarded(own._worker.engine.changed)
+        guarded = own._worker.executor._flying = Guarded(own._worker.engine.changed)
         own.train(12).drain(flush=False)
         own.train(1).drain()
         return guarded.looks
@@ -305,8 +305,8 @@ def test_a_snapshot_is_never_changed_by_later_steps():
         own, held = Follower(least_squares(2, MOMENTUM), dataclasses.replace(ELASTIC, global_period=1), rank), []
         for _ in range(30):
             own.step()
-            receiver = own.worker().receiver
-            held += [(vector, vector.copy()) for vector in (receiver.snapshot, receiver.consensus, own.x)]
+            executor = own.worker().executor
+            held += [(vector, vector.copy()) for vector in (executor.snapshot, executor.consensus, own.x)]
         own.drain()
         for vector, was in held:
             np.testing.assert_array_equal(vector, was)

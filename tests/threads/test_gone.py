@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
-from hvd_async.algorithms.gossip.message_format import make_post
+from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import WaitTimeoutError
@@ -30,7 +30,9 @@ class Rank:
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
-        post = make_post(WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size)
+        post = make_message_format(
+            WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size
+        )
         kind = HierarchicalWorker if plan.config.local_size > 1 else PushSumWorker
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
@@ -59,13 +61,13 @@ def test_what_was_given_to_a_rank_before_it_went_is_no_gradient_lost():
         rank = Rank(make_plan(3, "sgp", "ring"))
         rank.engine.drain()
         if number == 1:
-            deliver = rank.worker._letters.deliver
+            deliver = rank.worker._receive_buffer.deliver
 
             def watched(*message: Any) -> None:
                 deliver(*message)
                 given.set()
 
-            rank.worker._letters.deliver = watched  # type: ignore[method-assign]
+            rank.worker._receive_buffer.deliver = watched  # type: ignore[method-assign]
             assert given.wait(GATE)
             rank.worker.delete()
             return None
@@ -132,7 +134,7 @@ def test_a_host_goes_on_when_one_of_its_ranks_is_discarded_with_a_message_of_ano
                 deliver(*message)
                 came.set()
 
-            rank.worker._mail._deliver = watched
+            rank.worker._exchanges._deliver = watched
             assert came.wait(GATE)
             rank.worker.delete()
             deleted.set()

@@ -131,7 +131,7 @@ def test_differences_for_no_step_are_read_after_those_for_one(graph):
     def before_end(place: int, worker: PushSumWorker) -> None:
         if place == 0:
             senders = {sender for sender, _ in worker._into(0, 7)}
-            worker.engine.wait(lambda: all((sender, 7) in worker._letters.received for sender in senders))
+            worker.engine.wait(lambda: all((sender, 7) in worker._receive_buffer.received for sender in senders))
 
     records = run(one, before_end=before_end)
     check(one, records)
@@ -227,7 +227,7 @@ def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(grap
     mean = sum(each.z * each.kept.weight for each in saved if each is not None) / 4
 
     def nothing_of_other_graphs(worker: PushSumWorker) -> None:
-        assert worker._known.kept().keys() <= {SHARED}
+        assert worker._known.saved_state().keys() <= {SHARED}
 
     for other in ("none", "int8"):
         second = job((5, 5, 5, 5), graph=graph, compression=other)
@@ -252,7 +252,7 @@ def test_pairs_are_resumed_with_their_own_weights():
 
 @pytest.mark.parametrize("algorithm", GRAPHS)
 def test_a_process_set_gossips_by_itself(algorithm):
-    one = job(((5, 2, 4), (1, 1, 2)), algorithm, **options(algorithm), sharers=(0, 2, 3))
+    one = job(((5, 2, 4), (1, 1, 2)), algorithm, **options(algorithm), rank_group=(0, 2, 3))
     train = work(one)
     records = Cluster(4).run(lambda rank: None if rank == 1 else train(rank))
     check(one, [record for record in records if record is not None])

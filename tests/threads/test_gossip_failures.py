@@ -45,8 +45,8 @@ def test_other_plans_are_refused_on_all_ranks(capfd):
 def test_weights_that_are_lost_are_noticed_at_the_drain():
     def tweak(worker: PushSumWorker) -> None:
         if worker._place == 1:
-            deliver = worker._mail._deliver
-            worker._mail._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)
+            deliver = worker._exchanges._deliver
+            worker._exchanges._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)
 
     for outcome in Cluster(3).outcomes(work(job([3, 3, 3]), tweak=tweak)):
         assert isinstance(outcome, GradientLossError)

@@ -25,7 +25,7 @@ def steps_of(worker: PushSumWorker) -> int:
 
 def missing(worker: PushSumWorker) -> tuple[int, set[int]]:
     """Its step, and the ranks whose messages it lacks."""
-    return worker._step, worker._letters.missing()
+    return worker._step, worker._receive_buffer.missing()
 
 
 @contextlib.contextmanager
@@ -80,8 +80,8 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
 
         def spied(event: Any) -> None:
             if isinstance(event, WaitingForMessage):
-                assert event.seen == worker._mail.completed
-                assert worker._letters.missing()
+                assert event.seen == worker._exchanges.completed
+                assert worker._receive_buffer.missing()
                 own.append(event.seen)
             send(event)
 
@@ -89,7 +89,7 @@ def test_ranks_that_wait_for_a_message_say_so_and_how_much_they_have_seen():
 
     def stuck(worker: PushSumWorker) -> None:
         watch.until({1: (2, {0}), 2: (2, {0})}, missing)
-        worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._mail.completed])
+        worker.engine.wait(lambda: told[1][-1:] == told[2][-1:] == [worker._exchanges.completed])
 
     one = job([4, 4, 4], "sgp", "complete")
     check(one, run(one, before_step=at(0, 2, stuck), tweak=tweak))
@@ -143,7 +143,7 @@ def test_a_rank_that_is_done_holds_nobody_up():
 def test_a_rank_that_is_done_is_sent_all_messages_of_its_own_steps():
     """Also those of a rank that knows already that it is done: what both ends of an edge know stays the same."""
     one = job(((2, 2, 2), (3, 3, 3)), "osgp", "star", max_staleness=1, compression="int8", cuts=frozenset({0}))
-    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._letters.finished == {1: 2, 2: 2}))
+    before_step = at(0, 2, lambda worker: worker.engine.wait(lambda: worker._receive_buffer.finished == {1: 2, 2: 2}))
     records = run(one, before_step=before_step)
     check_sums(one, records)
     assert records[0].segments[0].sends[:2] == [[1, 2], [1, 2]]
@@ -179,8 +179,8 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
         told, complete_drain, exchange, mail = (
             threading.Event(),
             worker.complete_drain,
-            worker._mail.exchange,
-            worker._mail,
+            worker._exchanges.exchange,
+            worker._exchanges,
         )
 
         def watched(command: StartExchange) -> None:
@@ -210,7 +210,7 @@ def test_what_a_rank_waited_for_is_the_message_that_ended_the_wait():
             worker._wait_s += 4 - len(left)  # 1 s, then 2
             left.pop(0)
 
-        worker._letters.missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
+        worker._receive_buffer.missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
         worker._await_messages()
         assert worker.stats().waited_for == (0.0, 1.0, 2.0)
 
@@ -233,7 +233,7 @@ def test_what_comes_while_messages_are_taken_in_is_not_seen_in_between():
 
     def tweak(worker: PushSumWorker) -> None:
         guarded.append(Guarded(worker))
-        worker._letters.received = guarded[-1]
+        worker._receive_buffer.received = guarded[-1]
 
     one = job([4, 4])
     check(one, run(one, tweak=tweak))

@@ -58,20 +58,20 @@ def test_what_another_host_sent_late_survives_a_cut():
         if step_2 in keys and worker._place >= 2 and worker._place not in released:
             if worker._place not in told:  # (as if its first message had gone to another rank, which has it)
                 told.add(worker._place)
-                worker.engine.send(ExchangeDone(worker._opened_number(), worker._mail.completed + 1))
+                worker.engine.send(ExchangeDone(worker._opened_number(), worker._exchanges.completed + 1))
             if worker._inbox.drained is None:
                 return False
             released.add(worker._place)
         return True
 
     def tweak(worker: PushSumWorker) -> None:
-        deliver, own = worker._mail._deliver, received[worker._place]
+        deliver, own = worker._exchanges._deliver, received[worker._place]
 
         def counted(sender: int, key: int, weight: float, data: Any) -> None:
             deliver(sender, key, weight, data)
             own.extend([key] * (key % STAGES == GOSSIP))
 
-        worker._mail._deliver = counted
+        worker._exchanges._deliver = counted
 
     def before_step(place: int, step: int, worker: PushSumWorker) -> None:
         if place < 2 and step == 2:
@@ -97,7 +97,7 @@ def test_a_state_after_a_cut_is_the_ranks_own_whatever_another_host_does_meanwhi
 
         def late() -> Any:
             if worker._place >= 2 and worker._inbox.drained is None and not worker._together:
-                worker.engine.wait(lambda: bool(worker._letters.received))  # of the other host's next step
+                worker.engine.wait(lambda: bool(worker._receive_buffer.received))  # of the other host's next step
             return kept()
 
         worker.kept = late  # type: ignore[method-assign]

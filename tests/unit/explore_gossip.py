@@ -212,7 +212,7 @@ class GossipWorld(World):
             exchange = rank.held.pop(0)
             assert exchange.round == rank.submitted + 1, "exchanges out of order"
             rank.submitted = exchange.round
-            for key in (key for sender, key in exchange.mail if sender == rank.number):
+            for key in (key for sender, key in exchange.messages if sender == rank.number):
                 assert key in rank.letters, f"message {key} of rank {rank.number} was never offered, or goes twice"
                 self.book.carried.setdefault(exchange.round, []).append((rank.place, key, rank.letters.pop(key)))
                 self.book.carried[exchange.round].sort()
@@ -227,19 +227,19 @@ class GossipWorld(World):
         exchange = next(exchange for exchange in rank.flying if exchange.round == what)
         rank.flying.remove(exchange)
         rank.landed += 1
-        rank.gone += any(sender == rank.number for sender, _ in exchange.mail)
+        rank.gone += any(sender == rank.number for sender, _ in exchange.messages)
         told = False
         for sender, key, receivers in self.book.carried.get(what, []):
             if rank.place not in receivers:
                 continue
-            told |= sender == exchange.mail[0][0]
+            told |= sender == exchange.messages[0][0]
             mine = [one for one in self.book.sent if one[0][1:] == (sender, key) and one[1] == rank.place]
             assert mine, f"message {key} of rank {sender} comes twice"
             self.book.sent.remove(min(mine))
             rank.come.add((sender, key))
             assert rank.deaf or min(mine)[0][0] == rank.ends, "a message of before an end, or of after it"
         rank.local = 0 if any(rank.number in pair for pair in exchange.pairs) else rank.local
-        if told or (not exchange.mail and rank.number == exchange.pairs[0][1]):
+        if told or (not exchange.messages and rank.number == exchange.pairs[0][1]):
             rank.outbox.append(ExchangeDone(0, what))
         if all(exchange not in each.flying and each.submitted >= what for each in self.ranks):
             self.book.carried.pop(what, None)
@@ -257,7 +257,7 @@ class GossipWorld(World):
             return True
         if self.token(rank) != "step" or self.can_go_on(rank):
             return False
-        flies = any(sender == rank.number for exchange in rank.flying for sender, _ in exchange.mail)
+        flies = any(sender == rank.number for exchange in rank.flying for sender, _ in exchange.messages)
         return rank.phase == 2 or (rank.phase == 0 and not flies)
 
     def lands_surely(self, rank: GossipRank) -> bool:
@@ -319,13 +319,13 @@ class GossipWorld(World):
         book = self.book
         book.exchanges += 1
         assert exchange.round == book.exchanges
-        assert exchange.mail or exchange.pairs, "an exchange of nothing"
+        assert exchange.messages or exchange.pairs, "an exchange of nothing"
         assert ending or book.flight is None, "two exchanges at once"
         book.flight = exchange.round
         first = {rank: keys[0] for rank, keys in book.offers.items() if keys}
         earliest = min(first.values(), default=0)
         expected = sorted((rank, key) for rank, key in first.items() if key == earliest)
-        assert sorted(exchange.mail) == expected, f"{exchange.mail} go before {expected}"
+        assert sorted(exchange.messages) == expected, f"{exchange.messages} go before {expected}"
         for rank, _ in expected:
             book.offers[rank].pop(0)
         paired = [rank for pair in exchange.pairs for rank in pair]

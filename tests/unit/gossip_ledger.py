@@ -180,7 +180,7 @@ class GossipLedger:
         all_there = self._there() >= self.active()
         self.exchanges += 1
         assert exchange.round == self.exchanges
-        assert exchange.mail or exchange.pairs, "an exchange of nothing"
+        assert exchange.messages or exchange.pairs, "an exchange of nothing"
         if ending:
             assert self.done == set(self.ranks)
             assert not exchange.pairs
@@ -191,7 +191,7 @@ class GossipLedger:
             self.whole += all_there
             self.partial += not all_there
         expected = [(rank, self.offers[rank][0][0]) for rank in self._group()]
-        assert sorted(exchange.mail) == sorted(expected), "not the first offers that are of the earliest step"
+        assert sorted(exchange.messages) == sorted(expected), "not the first offers that are of the earliest step"
         for rank, key in expected:
             self.offers[rank].popleft()
             self.gone[rank] = max(key, self.gone.get(rank, key))

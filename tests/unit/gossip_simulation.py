@@ -268,7 +268,7 @@ class Simulation:
         exchange = self.random.choice(whole)
         rank.flying.remove(exchange)
         rank.landed += 1
-        rank.gone += any(sender == rank.number for sender, _ in exchange.mail)
+        rank.gone += any(sender == rank.number for sender, _ in exchange.messages)
         for sender, key, receivers in self.carried.get(exchange.round, []):
             if rank.index in receivers:
                 rank.come.append((sender, key))
@@ -281,9 +281,9 @@ class Simulation:
 
     def _tells(self, rank: Rank, exchange: StartExchange) -> bool:
         """Whether this rank says that an exchange has landed: to whom its first rank sends."""
-        if not exchange.mail:
+        if not exchange.messages:
             return rank.number == exchange.pairs[0][1]
-        first = self.job.ranks.index(exchange.mail[0][0])
+        first = self.job.ranks.index(exchange.messages[0][0])
         return any(rank.index in there for sender, _, there in self.carried.get(exchange.round, []) if sender == first)
 
     def _on_command(self, rank: Rank) -> None:
@@ -310,7 +310,7 @@ class Simulation:
         while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
             exchange = rank.held.popleft()
             self.submitted.setdefault(exchange.round, set()).add(rank.index)
-            for key in (key for sender, key in exchange.mail if sender == rank.number):
+            for key in (key for sender, key in exchange.messages if sender == rank.number):
                 self.carried.setdefault(exchange.round, []).append((rank.index, key, rank.letters.pop(key)))
             rank.flying.append(exchange)
 

@@ -33,10 +33,10 @@ class PullLedger:
         self.periods = dict.fromkeys(self.members, config.local_period) | {ALL: config.global_period}
         self.taken: dict[int, list[int]] = {group: [] for group in self.members}
         self.told: dict[int, float] = {}
-        if config.standing is not None:
-            for group, count in zip(self.members, config.standing.steps, strict=True):
+        if config.progress is not None:
+            for group, count in zip(self.members, config.progress.steps, strict=True):
                 self.taken[group] = [-1] * count
-            self.told = {rank: m for rank, m in zip(ranks, config.standing.means, strict=True) if m is not None}
+            self.told = {rank: m for rank, m in zip(ranks, config.progress.means, strict=True) if m is not None}
         self.flights: dict[int, int] = {}
         self.done: set[int] = set()
         self.opened: set[int] = set()

@@ -56,14 +56,14 @@ IDLE = Job(make_plan(3, "adpsgd", "ring"), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.
 def test_laws_hold_under_any_interleaving(job):
     simulation = Simulation(job).run()
     exchanges = [command for command in simulation.log if isinstance(command, StartExchange)]
-    mail = [message for exchange in exchanges for message in exchange.mail]
+    mail = [message for exchange in exchanges for message in exchange.messages]
     if job.plan.config.algorithm in ("adpsgd", "allreduce"):
         assert not mail
     else:
         assert len(mail) == sum(map(len, simulation.offered))
         of_all = {key for _, key in mail}
         assert all(job.plan.moves(key) for key in of_all), "an exchange of a step without edges"
-    assert all(exchange.mail or exchange.pairs for exchange in exchanges)
+    assert all(exchange.messages or exchange.pairs for exchange in exchanges)
     for index, number in enumerate(job.ranks):
         keys = [key for sender, key in mail if sender == number]
         assert keys == simulation.offered[index]

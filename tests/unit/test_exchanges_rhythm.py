@@ -67,10 +67,10 @@ class Rhythm:
     def land(self, now: float) -> None:
         exchange = self.exchanges[self.landed]
         self.landed += 1
-        for sender, key in exchange.mail:
+        for sender, key in exchange.messages:
             self.gone[sender] = key
             self.come[(sender + 2 ** ((key - 1) % 3)) % RANKS].add(key)
-        self.go(self.machine.handle(exchange.mail[0][0], ExchangeDone(7, exchange.round), now), now)
+        self.go(self.machine.handle(exchange.messages[0][0], ExchangeDone(7, exchange.round), now), now)
         for rank in range(RANKS):
             step = self.step[rank]
             if self.gone[rank] == step and step in self.come[rank]:
@@ -85,5 +85,7 @@ class Rhythm:
 @pytest.mark.parametrize("compute", [0.2, 0.6, 0.9, 1.1, 2.0, 4.0])
 def test_ranks_that_an_exchange_has_parted_meet_again(compute, late):
     exchanges = Rhythm(compute, wire=1.0, late=late).run()
-    settled = [exchange for exchange in exchanges if exchange.mail[0][1] > STEPS // 2]
-    assert [sorted(rank for rank, _ in exchange.mail) for exchange in settled] == [list(range(RANKS))] * (STEPS // 2)
+    settled = [exchange for exchange in exchanges if exchange.messages[0][1] > STEPS // 2]
+    assert [sorted(rank for rank, _ in exchange.messages) for exchange in settled] == [list(range(RANKS))] * (
+        STEPS // 2
+    )

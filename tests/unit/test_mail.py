@@ -16,14 +16,14 @@ NOBODY = (-1,) * RANKS
 def told(own, exchange, receivers):
     """What a rank tells in an exchange in which ``receivers[rank]`` gets that rank's message (-1: nobody)."""
     sent = []
-    senders = [rank for rank, _ in exchange.mail if receivers[rank] == own]
+    senders = [rank for rank, _ in exchange.messages if receivers[rank] == own]
     senders += [b if a == own else a for a, b in exchange.pairs if own in (a, b)]
     rows = [HEADER.pack(1, 1.0) for _ in senders]
     result = rows, [senders.count(place) for place in range(RANKS)]
     engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
     post = SimpleNamespace(pack=list, unpack=lambda row: (None, row), nbytes=0, members=(), process_set=None)
     mail = MessageExchange(engine, post, lambda *_: None, lambda *_: None, lambda: None)
-    if any(rank == own for rank, _ in exchange.mail):
+    if any(rank == own for rank, _ in exchange.messages):
         letters = [OutgoingMessage(receivers[own], None)] if receivers[own] >= 0 else []
         mail.offer(7, 1, letters, 1.0)
         assert sent.pop() == MessageQueued(7, 1)

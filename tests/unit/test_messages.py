@@ -60,7 +60,7 @@ LEADER = st.builds(
     global_period=NUMBERS,
     settings=TEXT,
     buffers=st.sampled_from(["local", "average"]),
-    standing=st.none() | PROGRESS,
+    progress=st.none() | PROGRESS,
 )
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
 FIRING = st.builds(

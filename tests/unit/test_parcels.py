@@ -18,7 +18,7 @@ from hvd_async.algorithms.gossip.message_format import (
     dequantize,
     encoded_bytes,
     from_bf16,
-    make_post,
+    make_message_format,
     quantize,
     row_bytes,
     to_bf16,
@@ -70,7 +70,7 @@ def test_bf16_of_awkward_numbers(bfloat16):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 def test_half_precision_is_that_of_numpy_but_for_what_is_too_large(bfloat16, codec, kind):
-    post, half = make_post(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
+    post, half = make_message_format(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
     largest = float(pytest.importorskip("ml_dtypes").finfo(half).max)
     data, expected = post.encode(AWKWARD.astype(kind)), AWKWARD.clip(-largest, largest).astype(half).astype(kind)
     assert np.isfinite(expected[~np.isnan(AWKWARD)]).all()
@@ -142,7 +142,7 @@ def test_the_error_of_int8_that_is_fed_back_dies_out():
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("codec", CODECS)
 def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
-    post = make_post(elements, kind, codec, rows=3)
+    post = make_message_format(elements, kind, codec, rows=3)
     assert post.nbytes == encoded_bytes(elements, np.dtype(kind).itemsize, codec)
     sent = [(post.encode(vector(elements, kind, seed)), HEADER.pack(seed, 0.5 * seed)) for seed in (1, 2)]
     rows = post.pack(sent)
@@ -163,7 +163,7 @@ def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
     """As it comes out of a collective: rows one after another, in a buffer aligned like NumPy's."""
-    post = make_post(13, kind, codec, rows=3)
+    post = make_message_format(13, kind, codec, rows=3)
     rows = post.pack([(post.encode(vector(13, kind, seed)), HEADER.pack(0, 1.0)) for seed in range(3)])
     for seed, row in enumerate(rows):
         assert row.ctypes.data % ALIGNMENT == 0
@@ -173,14 +173,14 @@ def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_packets_of_a_post_have_one_shape(codec):
-    post = make_post(9, np.float32, codec, rows=2)
+    post = make_message_format(9, np.float32, codec, rows=2)
     empty = post.pack([])
     assert empty.shape == post.pack([(post.encode(vector(9)), HEADER.pack(1, 1.0))]).shape
     assert post.pack([]) is empty
 
 
 def test_a_lossless_message_is_the_vector_itself():
-    post, one = make_post(9, np.float64, "none", 1), vector(9, np.float64)
+    post, one = make_message_format(9, np.float64, "none", 1), vector(9, np.float64)
     assert post.lossless
     assert np.shares_memory(post.encode(one), one)
     np.testing.assert_array_equal(post.decode(post.encode(one)), one)
@@ -191,17 +191,17 @@ def test_a_lossless_message_is_the_vector_itself():
 def test_a_vector_with_gaps_can_be_sent():
     one = vector(20, np.float32)[::2]
     for codec in CODECS:
-        post = make_post(10, np.float32, codec, 1)
+        post = make_message_format(10, np.float32, codec, 1)
         np.testing.assert_array_equal(post.decode(post.encode(one)), post.decode(post.encode(one.copy())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_post_says_of_itself(codec, kind):
-    post = make_post(10, kind, codec, 4, RankGroup((1, 3), (1, 3), 1, 5, 2))
+    post = make_message_format(10, kind, codec, 4, RankGroup((1, 3), (1, 3), 1, 5, 2))
     assert (post.lossless, post.differences) == (codec == "none", codec == "int8")
     assert (post.rows, post.process_set, post.members, post.process_set_id) == (4, (1, 3), (1, 3), 5)
-    everyone = make_post(10, kind, codec, 4)
+    everyone = make_message_format(10, kind, codec, 4)
     assert (everyone.process_set, everyone.members, everyone.process_set_id) == (None, (), 0)
     assert post.zeros().tolist() == [0.0] * 10
     assert post.zeros().dtype == kind
@@ -212,7 +212,7 @@ def test_what_a_post_says_of_itself(codec, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("a", [1.0, -1.0, 0.3])
 def test_adding_stays_in_the_vectors_precision_and_leaves_the_second(a, kind):
-    post, x, y = make_post(6, kind, "none", 1), vector(6, kind, 1), vector(6, kind, 2)
+    post, x, y = make_message_format(6, kind, "none", 1), vector(6, kind, 1), vector(6, kind, 2)
     expected, before = x + kind(a) * y, y.copy()
     total = post.add(x, y, a)
     assert total.dtype == kind

@@ -62,7 +62,7 @@ def configs(draw: st.DrawFn, size: int) -> LeaderConfig:
         loss_window=draw(st.sampled_from([1, 3, 10])),
         local=draw(st.sampled_from([True, True, False])),
         whole=draw(st.sampled_from([True, True, False])),
-        standing=draw(st.sampled_from([None, standing])),
+        progress=draw(st.sampled_from([None, standing])),
     )
 
 
@@ -300,10 +300,10 @@ def test_after_a_cut_nothing_is_pulled_before_somebody_steps():
 
 def test_what_stood_at_a_cut_goes_on_in_another_job():
     standing = PullProgress(1, [3, 0, 14], [2.0, 1.0, None, 3.0])
-    machine = opened(replace_config(PAIRS, standing=standing))
+    machine = opened(replace_config(PAIRS, progress=standing))
     assert play(machine, (2, None)) == []
     assert play(machine, (0, None)) == [StartPull(7, 1, 0, 1), StartPull(7, 2, ALL_RANKS, 1)]
-    again = opened(replace_config(PAIRS, standing=standing))
+    again = opened(replace_config(PAIRS, progress=standing))
     *_, drained = play(again, *[(rank, Finished(7, [0], False)) for rank in range(4)])
     assert drained.details.means == standing.means
 

@@ -45,8 +45,8 @@ class GossipWorker(Worker):
         self._algorithm = ALGORITHMS[plan.config.algorithm]
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
-        self._mail = MessageExchange(engine, post, self._deliver, self._snapshot, self._on_exchange_done)
-        self._letters = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
+        self._exchanges = MessageExchange(engine, post, self._deliver, self._snapshot, self._on_exchange_done)
+        self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
@@ -78,7 +78,7 @@ class GossipWorker(Worker):
     @property
     def version(self) -> int:
         """Exchanges that have completed here."""
-        return self._mail.completed
+        return self._exchanges.completed
 
     @property
     def settled(self) -> bool:
@@ -130,7 +130,7 @@ class GossipWorker(Worker):
 
     def _is_complete(self) -> bool:
         drained = self._inbox.drained
-        return drained is not None and self._mail.completed >= drained.rounds
+        return drained is not None and self._exchanges.completed >= drained.rounds
 
     def complete_drain(self) -> None:
         """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and count steps anew."""
@@ -145,17 +145,17 @@ class GossipWorker(Worker):
         self._before += self._step
         self._step = 0
         self._restart()
-        self.engine.call_soon(self._mail.resume)
+        self.engine.call_soon(self._exchanges.resume)
 
     def _restart(self) -> None:
         """Reset the parts that count steps since the last drain or cut."""
-        self._letters.restart()
+        self._receive_buffer.restart()
 
     def discard_results(self) -> None:
         """Discard messages from now on; exchanges go on for the other ranks."""
         self.keep = None
-        self._letters.discard()
-        self._mail.resume()
+        self._receive_buffer.discard()
+        self._exchanges.resume()
 
     @abc.abstractmethod
     def gather(self, weights: Vector, flush: bool) -> Vector:
@@ -191,7 +191,7 @@ class GossipWorker(Worker):
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def kept(self) -> SavedState | None:
+    def saved_state(self) -> SavedState | None:
         """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
         return None if self._together else SavedState(self._weight, self._estimates(), self._base)
 
@@ -206,19 +206,19 @@ class GossipWorker(Worker):
 
     def stats(self) -> GossipStats:
         """Return a snapshot of the counts."""
-        mail = self._mail
+        exchanges = self._exchanges
         return GossipStats(
             steps=self._before + self._step,
-            exchanges=mail.completed,
-            messages_sent=mail.sent,
+            exchanges=exchanges.completed,
+            messages_sent=exchanges.sent,
             messages_taken=self._taken,
             messages_left=self._discarded,
             averagings=self._averagings,
             staleness=dict(sorted(self._staleness.items())),
             wait_s=self._wait_s,
             waited_for=tuple(self._waited_for),
-            bytes_sent=mail.bytes_sent,
-            latency_s=mail.seconds / mail.completed if mail.completed else 0.0,
+            bytes_sent=exchanges.bytes_sent,
+            latency_s=exchanges.seconds / exchanges.completed if exchanges.completed else 0.0,
             push_sum_weight=self._weight,
         )
 
@@ -227,16 +227,16 @@ class GossipWorker(Worker):
     def on_command(self, command: OptimizerCommand) -> None:
         match command:
             case StartExchange():
-                self._mail.exchange(command)
+                self._exchanges.exchange(command)
             case RankFinished(_, rank, step):
-                self._letters.rank_finished(self._ranks.index(rank), step)
+                self._receive_buffer.rank_finished(self._ranks.index(rank), step)
             case Drained():
                 if not self.deleted:
-                    self._mail.pause(command.rounds)
-                known, total = list(self._letters.finished.values()), command.produced[0]
+                    self._exchanges.pause(command.rounds)
+                known, total = list(self._receive_buffer.finished.values()), command.produced[0]
                 steps = {*known, total - self._stepped - sum(known)}  # all but the last rank have been announced
                 self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
-                self._letters.begin_anew(map(self._ranks.index, command.gone))
+                self._receive_buffer.begin_anew(map(self._ranks.index, command.gone))
                 super().on_command(command)
             case _:
                 super().on_command(command)

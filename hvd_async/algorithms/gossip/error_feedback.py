@@ -80,7 +80,7 @@ class ErrorFeedback:
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def kept(self) -> dict[str, Vector]:
+    def saved_state(self) -> dict[str, Vector]:
         """Return the estimates, by name."""
         return dict(self._copies)
 

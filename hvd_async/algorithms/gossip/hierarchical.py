@@ -86,7 +86,7 @@ class HierarchicalWorker(GossipWorker):
         ]
 
         def submit() -> None:
-            self._mail.offer(number, step * STAGES + REDUCE_SCATTER, messages, 0.0)
+            self._exchanges.offer(number, step * STAGES + REDUCE_SCATTER, messages, 0.0)
             self._at(step).before = own_before
             self._contribute(step, self._place, State(parts[self._own] + 0, weights[self._own]))
 
@@ -114,7 +114,7 @@ class HierarchicalWorker(GossipWorker):
         self._count_anew()
         self._together = flush
         if not flush:
-            self._split_up = bool(self._letters.received) or self._excess is not None
+            self._split_up = bool(self._receive_buffer.received) or self._excess is not None
             return weights
         x = self._with_leftover(weights * self._weight, keep=False)
         self._excess = None
@@ -124,9 +124,9 @@ class HierarchicalWorker(GossipWorker):
 
     def _count_anew(self) -> None:
         with self.engine.changed:  # messages that wait belong to no later step: the first one takes them
-            self._letters.received = {
-                (host, -i): self._letters.received[host, step]
-                for i, (host, step) in enumerate(sorted(self._letters.received))
+            self._receive_buffer.received = {
+                (host, -i): self._receive_buffer.received[host, step]
+                for i, (host, step) in enumerate(sorted(self._receive_buffer.received))
             }
             self._steps.clear()
             self._had.clear()
@@ -136,7 +136,7 @@ class HierarchicalWorker(GossipWorker):
         """Go on with this rank's shard for the ranks of its host, though its optimizer is deleted."""
         self.keep, self._ended = None, self._inbox.drained
         if self._ended is None:
-            self._mail.resume()
+            self._exchanges.resume()
         else:
             self._end_without_optimizer()
 
@@ -144,16 +144,16 @@ class HierarchicalWorker(GossipWorker):
         """Count steps anew once all exchanges of an end are done, as ``complete_drain`` does for an optimizer:
         its host counts on it."""
         ended = self._ended
-        if ended is None or self._mail.completed < ended.rounds:
+        if ended is None or self._exchanges.completed < ended.rounds:
             return
         self._ended = None
         self._count_anew()
         self._base = 0 if ended.flushed else self._base + self._longest
         if ended.flushed:
             with self.engine.changed:
-                self._letters.received.clear()
+                self._receive_buffer.received.clear()
         self._neighbour_stopped = False
-        self._mail.resume()
+        self._exchanges.resume()
 
     def _restart(self) -> None:
         self._neighbour_stopped = False
@@ -169,9 +169,9 @@ class HierarchicalWorker(GossipWorker):
     def _with_leftover(self, x: Vector, keep: bool) -> Vector:
         """Return x with messages of other hosts that no step took added to this rank's shard."""
         with self.engine.changed:
-            leftover = [self._letters.received[key] for key in sorted(self._letters.received)]
+            leftover = [self._receive_buffer.received[key] for key in sorted(self._receive_buffer.received)]
             if not keep:
-                self._letters.received.clear()
+                self._receive_buffer.received.clear()
         x = self._with_excess(x)
         if not leftover:
             return x
@@ -182,7 +182,7 @@ class HierarchicalWorker(GossipWorker):
         self._taken += 0 if keep else len(leftover)
         return self._post.join(parts)
 
-    def kept(self) -> SavedState | None:
+    def saved_state(self) -> SavedState | None:
         """Return the state that a checkpoint needs beside the weights after a cut; None after a drain.
 
         Raises:
@@ -194,7 +194,7 @@ class HierarchicalWorker(GossipWorker):
                 "messages of other hosts are on their way, which a checkpoint after cut() cannot hold yet: call "
                 "drain() and save rank 0's state"
             )
-        return super().kept()
+        return super().saved_state()
 
     def restore(self, kept: SavedState) -> None:
         super().restore(kept)
@@ -209,7 +209,7 @@ class HierarchicalWorker(GossipWorker):
             case RankFinished():
                 self._progress()
             case Drained() if self.deleted:
-                self._mail.pause(command.rounds)
+                self._exchanges.pause(command.rounds)
                 self._ended = command
                 self._end_without_optimizer()
 
@@ -230,7 +230,7 @@ class HierarchicalWorker(GossipWorker):
             p = dict(self._into(self._host, step))[host]
             with self.engine.changed:
                 share = push_sum.weighted(Message(x, weight), p)
-                self._letters.received[host, step] = (share.w, share.x)
+                self._receive_buffer.received[host, step] = (share.w, share.x)
             self._progress()
 
     def _at(self, step: int) -> _Step:
@@ -247,7 +247,7 @@ class HierarchicalWorker(GossipWorker):
 
     def _active(self, place: int, step: int) -> bool:
         """Return whether a rank takes a step, as far as is known."""
-        return step <= self._letters.finished.get(place, step)
+        return step <= self._receive_buffer.finished.get(place, step)
 
     def _goes_on(self, host: int, step: int) -> bool:
         """Return whether some rank of a host takes a step, as far as is known."""
@@ -298,22 +298,24 @@ class HierarchicalWorker(GossipWorker):
             rest, message = total, Message(x * 0.0, 0.0)
         data = self._post.encode(message.x)
         messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
-        self._mail.offer(self._opened_number(), number * STAGES + GOSSIP, messages, message.w)
+        self._exchanges.offer(self._opened_number(), number * STAGES + GOSSIP, messages, message.w)
         return rest
 
     def _lacks(self, number: int) -> bool:
         """Return whether a message is missing that a step has to wait for."""
         last = number - self.config.max_staleness  # earlier ones were waited for in earlier steps
         return any(
-            self._goes_on(host, last) and (host, last) not in self._letters.received and (host, last) not in self._had
+            self._goes_on(host, last)
+            and (host, last) not in self._receive_buffer.received
+            and (host, last) not in self._had
             for host, _ in (self._into(self._host, last) if last > 0 else ())
         )
 
     def _with_others(self, total: State, number: int, until: int) -> State:
         """Return a shard with messages of other hosts added, of their steps up to ``until``."""
         with self.engine.changed:
-            here = sorted(key for key in self._letters.received if key[1] <= until)
-            received = [self._letters.received.pop(key) for key in here]
+            here = sorted(key for key in self._receive_buffer.received if key[1] <= until)
+            received = [self._receive_buffer.received.pop(key) for key in here]
         total = push_sum.receive(total, ((Message(x, w), 1.0) for w, x in received), self._post.add)
         for _, past in here:
             self._staleness[max(0, number - past)] += 1
@@ -326,6 +328,6 @@ class HierarchicalWorker(GossipWorker):
         part = push_sum.divided(total, len(step.contributed))
         data = self._post.encode(part.x)
         messages = [OutgoingMessage(place, data) for place in sorted(step.contributed) if place != self._place]
-        self._mail.offer(self._opened_number(), number * STAGES + ALL_GATHER, messages, part.w)
+        self._exchanges.offer(self._opened_number(), number * STAGES + ALL_GATHER, messages, part.w)
         if self._place in step.contributed:
             self._add_result(number, self._own, part)

@@ -69,7 +69,7 @@ class MessageFormat:
 
 
 class _QueuedStep(NamedTuple):
-    letters: list[OutgoingMessage]
+    messages: list[OutgoingMessage]
     weight: float
 
 
@@ -107,12 +107,12 @@ class MessageExchange:
         self.seconds = 0.0
         """Duration of all exchanges here, summed."""
 
-    def offer(self, optimizer: int, key: int, letters: list[OutgoingMessage], weight: float) -> None:
+    def offer(self, optimizer: int, key: int, messages: list[OutgoingMessage], weight: float) -> None:
         """Queue a step's messages, one to a receiver, for an exchange; without any, announce that there are none."""
-        if not letters:
+        if not messages:
             self._engine.send(NoMessage(optimizer, key))
             return
-        self._outbox[key] = _QueuedStep(letters, weight)
+        self._outbox[key] = _QueuedStep(messages, weight)
         self._engine.send(MessageQueued(optimizer, key))
 
     def pause(self, last: int) -> None:
@@ -142,12 +142,12 @@ class MessageExchange:
         name, own, started = self._name(command), self._engine.rank, time.monotonic()
         self._busy.add(name)
         rows: list[tuple[int, Vector, bytes]] = []
-        for sender, key in command.mail:
+        for sender, key in command.messages:
             if sender == own:
-                letters, weight = self._outbox.pop(key)
+                messages, weight = self._outbox.pop(key)
                 rows += [
                     (to, data, HEADER.pack(key, weight if own_weight is None else own_weight))
-                    for to, data, own_weight in letters
+                    for to, data, own_weight in messages
                 ]
         for pair in command.pairs:
             if own in pair:
@@ -160,7 +160,7 @@ class MessageExchange:
         packed = self._post.pack([(data, header) for _, data, header in rows])
         self.sent += len(rows)
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
-        first = self._place[command.mail[0][0] if command.mail else command.pairs[0][0]]
+        first = self._place[command.messages[0][0] if command.messages else command.pairs[0][0]]
 
         def on_complete(result: Any) -> None:
             received, counts = result
@@ -172,7 +172,7 @@ class MessageExchange:
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, data)
             self.completed += 1
-            self.own_sent += any(sender == own for sender, _ in command.mail)
+            self.own_sent += any(sender == own for sender, _ in command.messages)
             # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
             # exchanges would seem to take no time.
             if first in senders:

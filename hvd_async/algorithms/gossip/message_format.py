@@ -61,8 +61,8 @@ def dequantize(data: Array, elements: int) -> Array:
     return (levels * scales).reshape(-1)[:elements]
 
 
-def make_post(
-    elements: int, dtype: Any, compression: str, rows: int, sharers: RankGroup | None = None, parts: int = 1
+def make_message_format(
+    elements: int, dtype: Any, compression: str, rows: int, rank_group: RankGroup | None = None, parts: int = 1
 ) -> MessageFormat:
     """Return the message format of NumPy vectors of weights.
 
@@ -71,7 +71,7 @@ def make_post(
         dtype: float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
-        sharers: the ranks that share the optimizer; None: all.
+        rank_group: the ranks that share the optimizer; None: all.
         parts: a message holds one of so many parts of a vector.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
@@ -124,7 +124,7 @@ def make_post(
         join=lambda pieces: np.concatenate(pieces)[:elements],
         zeros=lambda: zeros,
         scalar=lambda value: np.array([value], np.float64),
-        process_set=None if sharers is None else sharers.process_set,
-        members=() if sharers is None else sharers.members,
-        process_set_id=0 if sharers is None else sharers.id,
+        process_set=None if rank_group is None else rank_group.process_set,
+        members=() if rank_group is None else rank_group.members,
+        process_set_id=0 if rank_group is None else rank_group.id,
     )

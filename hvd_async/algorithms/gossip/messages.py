@@ -67,10 +67,10 @@ class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
 
 
 class StartExchange(OptimizerCommand, frozen=True, tag=True):
-    """Submit an exchange, with this rank's part of it: ``mail`` as (sender, key), ``pairs`` of ranks to be averaged."""
+    """Submit an exchange, with this rank's part of it: ``messages`` as (sender, key), ``pairs`` of ranks to average."""
 
     round: int
-    mail: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    messages: list[tuple[int, int]] = msgspec.field(default_factory=list)
     pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 

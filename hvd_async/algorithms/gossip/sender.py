@@ -20,9 +20,9 @@ class Sender:
         plan: edges of each step.
         place: this rank's.
         post: the format of messages.
-        mail: carries them.
+        exchanges: carries them.
         known: the receivers' estimates, where messages are differences.
-        letters: messages of other ranks, and the last steps of those that have finished.
+        receive_buffer: messages of other ranks, and the last steps of those that have finished.
 
     Attributes:
         offered: steps of which messages were queued, ever.
@@ -36,12 +36,12 @@ class Sender:
         plan: GossipPlan,
         place: int,
         post: MessageFormat,
-        mail: MessageExchange,
+        exchanges: MessageExchange,
         known: ErrorFeedback,
-        letters: ReceiveBuffer,
+        receive_buffer: ReceiveBuffer,
     ) -> None:
         self._engine, self._plan, self._place, self._post = engine, plan, place, post
-        self._mail, self._known, self._letters = mail, known, letters
+        self._exchanges, self._known, self._receive_buffer = exchanges, known, receive_buffer
         self.offered = 0
         self.neighbour_stopped = False
 
@@ -57,7 +57,9 @@ class Sender:
         """
         if not self._plan.moves(phase):
             return None
-        out = [(to, p) for to, p in self._plan.out_edges(self._place, phase) if step <= self._letters.last(to, step)]
+        out = [
+            (to, p) for to, p in self._plan.out_edges(self._place, phase) if step <= self._receive_buffer.last(to, step)
+        ]
         sent, data = None, None
         if out and not push_sum.may_send(weight, self._gets_less(step)):
             data, weight = self._post.encode(self._post.zeros()), 0.0
@@ -66,13 +68,13 @@ class Sender:
             sent = Sent(Message(decoded, weight), sum(p for _, p in out))
         messages = [OutgoingMessage(to, data) for to, _ in out]
         self.offered += bool(messages)
-        self._engine.call_soon(lambda: self._mail.offer(optimizer, step, messages, weight))
+        self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
         return sent
 
     def _gets_less(self, step: int) -> bool:
         """Return whether this rank cannot count on receiving as much as it sends."""
         senders = self._plan.senders(self._place)  # of all phases: it may send in this one, and receive in none
-        return self.neighbour_stopped or any(step > self._letters.last(sender, step) for sender in senders)
+        return self.neighbour_stopped or any(step > self._receive_buffer.last(sender, step) for sender in senders)
 
 
 def edge(end: int | str, plan: GossipPlan, phase: int) -> str:

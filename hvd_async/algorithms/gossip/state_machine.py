@@ -237,17 +237,17 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _next(self, now: float) -> StartExchange | None:
         """Return the next exchange, of all waiting messages and pairs; None if no waiting rank has a partner."""
-        mail = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
-        self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in mail}
+        messages = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
+        self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in messages}
         pairs = self._pair()
-        if not mail and not pairs:
+        if not messages and not pairs:
             return None
         self._round += 1
         for pair in pairs:
             for rank in pair:
                 self._wants.pop(rank, None)
                 self._met[rank] = self._round
-        return StartExchange(self._optimizer, self._round, mail, pairs)
+        return StartExchange(self._optimizer, self._round, messages, pairs)
 
     def _pair(self) -> list[tuple[int, int]]:
         """Return pairs by law 3; of several neighbours the one whose last average is longest ago."""

@@ -40,7 +40,7 @@ class PushSumWorker(GossipWorker):
         super().__init__(engine, plan, post, finish)
         self._averages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph)
-        self._giving = Sender(engine, plan, self._place, post, self._mail, self._known, self._letters)
+        self._sender = Sender(engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer)
         self._early = 0
         """The step whose messages were queued before it was taken; 0 if there is none."""
         self._sent_early: Sent | None = None
@@ -65,7 +65,7 @@ class PushSumWorker(GossipWorker):
         self._step += 1
         if self.plan.moves(self._base + self._step):
             # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
-            self._await(lambda: self._giving.offered - self._mail.own_sent <= (0 if late else 1))
+            self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
         if late:  # messages of earlier steps are added before a share is sent
             self._await_messages()
             state = self._receive(state, self._step - 1)
@@ -86,7 +86,7 @@ class PushSumWorker(GossipWorker):
         return push_sum.model(state)
 
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
-        return self._giving.offer(self._opened_number(), step, self._base + step, x, weight)
+        return self._sender.offer(self._opened_number(), step, self._base + step, x, weight)
 
     def _send(self, step: int, x: Vector, state: State) -> State:
         sent = self._offer(step, x, state.w)
@@ -98,8 +98,8 @@ class PushSumWorker(GossipWorker):
         def awaited() -> str:
             return f"messages of {ranks_text(self._ranks[place] for place in missing_now())} in step {self._step}"
 
-        waited, missing_now = self._wait_s, self._letters.missing
-        self._letters.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
+        waited, missing_now = self._wait_s, self._receive_buffer.missing
+        self._receive_buffer.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
         if missing_now():
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
@@ -110,7 +110,7 @@ class PushSumWorker(GossipWorker):
 
     def _receive(self, state: State, until: int | None = None) -> State:
         """Return the state with messages of senders' steps up to ``until``, or all, added in one order."""
-        messages = self._letters.take(until)
+        messages = self._receive_buffer.take(until)
         state = push_sum.receive(state, self._decoded(messages), self._post.add)
         self._taken += len(messages)
         if self.log is not None:
@@ -122,7 +122,7 @@ class PushSumWorker(GossipWorker):
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
-                self._giving.neighbour_stopped = True
+                self._sender.neighbour_stopped = True
                 continue
             p = dict(self._into(self._place, step))[sender]
             yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
@@ -144,7 +144,7 @@ class PushSumWorker(GossipWorker):
 
     def _restart(self) -> None:
         self._averages.restart()
-        self._giving.neighbour_stopped = False
+        self._sender.neighbour_stopped = False
         super()._restart()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
@@ -158,7 +158,7 @@ class PushSumWorker(GossipWorker):
             self._weight = 1.0
             self._known.begin(z)
             return z
-        if self._letters.received:  # else the weights stay as they are, to the bit
+        if self._receive_buffer.received:  # else the weights stay as they are, to the bit
             weights = push_sum.model(self._receive_rest(weights))
         self._decode_discarded(discarded)
         if self._uneven:  # which edges were left out is known at one end only: both start anew
@@ -180,7 +180,7 @@ class PushSumWorker(GossipWorker):
                 state = push_sum.without(state, self._sent_early, self._post.add)
             self._weight, weights = state.w, push_sum.model(state)
         self._early, self._sent_early = 0, None
-        discarded = self._letters.take_after(self._longest)
+        discarded = self._receive_buffer.take_after(self._longest)
         self._discarded += len(discarded)
         return weights, discarded
 
@@ -193,7 +193,7 @@ class PushSumWorker(GossipWorker):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def _estimates(self) -> dict[str, Vector]:
-        return self._known.kept()
+        return self._known.saved_state()
 
     def restore(self, kept: SavedState) -> None:
         self._known.restore(kept.copies)
@@ -208,11 +208,11 @@ class PushSumWorker(GossipWorker):
             super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        self._letters.deliver(sender, key, weight, data)
+        self._receive_buffer.deliver(sender, key, weight, data)
 
     def _on_exchange_done(self) -> None:
         """If the training thread waits for a message, announce that this rank has nothing for the next exchange."""
         with self.engine.changed:
-            waits = bool(self._letters.missing())
+            waits = bool(self._receive_buffer.missing())
         if waits:
-            self.engine.send(WaitingForMessage(self._opened_number(), self._mail.completed))
+            self.engine.send(WaitingForMessage(self._opened_number(), self._exchanges.completed))

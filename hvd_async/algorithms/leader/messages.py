@@ -40,7 +40,7 @@ class LeaderConfig(Config, frozen=True, tag=True):
         buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
         loss_window: steps of a rank, on the average, after which a loss is too old to lead by.
         local, whole: whether pulls of groups, and of all, change anything; else there are none.
-        standing: progress at an earlier run's cut, if this one goes on from there.
+        progress: progress at an earlier run's cut, if this one goes on from there.
     """
 
     algorithm: str
@@ -52,7 +52,7 @@ class LeaderConfig(Config, frozen=True, tag=True):
     loss_window: int = 10
     local: bool = True
     whole: bool = True
-    standing: PullProgress | None = None
+    progress: PullProgress | None = None
 
 
 class StepTaken(OptimizerEvent, frozen=True, tag=True):

@@ -109,7 +109,7 @@ class PullExecutor:
         engine: this rank's.
         config: the same on all ranks.
         rule: the algorithm's equations.
-        sharers: the ranks that share the optimizer.
+        rank_group: the ranks that share the optimizer.
         group_set: the process set of this rank's group, as the binding's collectives know it.
 
     Attributes:
@@ -119,9 +119,9 @@ class PullExecutor:
             ("sent", pull), ("landed", pull), ("drained",). None: they are not recorded.
     """
 
-    def __init__(self, engine: Engine, config: LeaderConfig, rule: Rule, sharers: RankGroup, group_set: Any) -> None:
-        self._engine, self._config, self._rule, self._sharers = engine, config, rule, sharers
-        self._group_set, self._group = group_set, group_of(config, sharers)
+    def __init__(self, engine: Engine, config: LeaderConfig, rule: Rule, rank_group: RankGroup, group_set: Any) -> None:
+        self._engine, self._config, self._rule, self._rank_group = engine, config, rule, rank_group
+        self._group_set, self._group = group_set, group_of(config, rank_group)
         self._lock = threading.Lock()
         """Held while state that both threads share changes."""
         self._snapshot: Vector = None
@@ -273,7 +273,7 @@ class PullExecutor:
 
     def _submit(self, command: StartPull) -> None:
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
-        process_set = self._sharers.process_set if command.group == ALL_RANKS else self._group_set
+        process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
         with self._lock:
             snapshot, statistics = self._position(), self._statistics
@@ -319,8 +319,8 @@ class PullExecutor:
         return float(2 * (ranks - 1) / ranks * total.nbytes)
 
     def _places(self, command: StartPull) -> Sequence[int]:
-        """Return the places of the pull's ranks among the sharers."""
-        return range(self._sharers.size) if command.group == ALL_RANKS else self._config.groups[command.group]
+        """Return the places of the pull's ranks among the ranks."""
+        return range(self._rank_group.size) if command.group == ALL_RANKS else self._config.groups[command.group]
 
     def _apply(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
         """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
@@ -338,11 +338,11 @@ class PullExecutor:
         with self._engine.changed:
             self._flying.discard(command.round)
             self._engine.changed.notify_all()
-        if self._engine.rank == self._sharers.ranks[self._places(command)[0]]:
+        if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
         self._advance()
 
 
-def group_of(config: LeaderConfig, sharers: RankGroup) -> int:
+def group_of(config: LeaderConfig, rank_group: RankGroup) -> int:
     """Return the number of this rank's group."""
-    return next(number for number, places in enumerate(config.groups) if sharers.index in places)
+    return next(number for number, places in enumerate(config.groups) if rank_group.index in places)

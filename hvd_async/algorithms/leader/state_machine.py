@@ -103,10 +103,10 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
                 ranks = tuple(self.ranks[place] for place in places)
                 self._groups[number] = _Group(ranks, config.local_period, self._count(ranks))
         self._groups[ALL_RANKS] = _Group(self.ranks, config.global_period, self._count(self.ranks))
-        if config.standing is not None:
-            for group, steps in zip(self._groups.values(), config.standing.steps, strict=True):
+        if config.progress is not None:
+            for group, steps in zip(self._groups.values(), config.progress.steps, strict=True):
                 group.steps = steps
-            self._means = {r: m for r, m in zip(self.ranks, config.standing.means, strict=True) if m is not None}
+            self._means = {r: m for r, m in zip(self.ranks, config.progress.means, strict=True) if m is not None}
             self._heard = dict.fromkeys(self._means, 0.0)
         return config
 

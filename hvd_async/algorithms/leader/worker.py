@@ -30,16 +30,16 @@ class SavedState:
     """A rank's state in a checkpoint after ``cut()``, beside its weights.
 
     Attributes:
-        come: results of pulls; EASGD's center is a target of all.
+        results: results of pulls; EASGD's center is a target of all.
         losses: those that count.
         steps: of this rank since the start.
-        standing: progress of the ranks together.
+        progress: progress of the ranks together.
     """
 
-    come: PullResults
+    results: PullResults
     losses: list[float]
     steps: int
-    standing: PullProgress
+    progress: PullProgress
 
 
 class LeaderWorker(Worker):
@@ -49,7 +49,7 @@ class LeaderWorker(Worker):
         engine: this rank's.
         config: the same on all ranks.
         strengths: of the pulls.
-        sharers: the ranks that share the optimizer.
+        rank_group: the ranks that share the optimizer.
         group_set: the process set of this rank's group, as the binding's collectives know it.
         window: how many losses count.
         finish: as ``Worker``.
@@ -70,7 +70,7 @@ class LeaderWorker(Worker):
         engine: Engine,
         config: LeaderConfig,
         strengths: Strengths,
-        sharers: RankGroup,
+        rank_group: RankGroup,
         group_set: Any,
         window: int,
         finish: Callable[[bool], object],
@@ -78,17 +78,17 @@ class LeaderWorker(Worker):
         brought: int = 0,
     ) -> None:
         if kept is not None:
-            config = msgspec.structs.replace(config, standing=kept.standing)
-        super().__init__(engine, config, sharers.members, sharers.process_set, sharers.id, finish)
-        self.config, self._strengths, self._sharers = config, strengths, sharers
+            config = msgspec.structs.replace(config, progress=kept.progress)
+        super().__init__(engine, config, rank_group.members, rank_group.process_set, rank_group.id, finish)
+        self.config, self._strengths, self._rank_group = config, strengths, rank_group
         self._has_center = ALGORITHMS[config.algorithm].has_center
-        self._rule: Rule = make_rule(config, strengths, group_of(config, sharers), sharers.size)
-        self.receiver = PullExecutor(engine, config, self._rule, sharers, group_set)
+        self._rule: Rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
+        self.executor = PullExecutor(engine, config, self._rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
         self._consensus: Vector = None
         """EASGD's center at the last drain or cut, before any rank went on; None if a leader stands for all."""
-        self._leader = sharers.ranks[0]
-        self._kept = kept
+        self._leader = rank_group.ranks[0]
+        self._saved = kept
         """The state at the last cut; None if all ranks had the same weights at the last end, or the start."""
         self._total = 0
         """Steps of all ranks until the last drain."""
@@ -105,7 +105,7 @@ class LeaderWorker(Worker):
         self.keep: object = None
         if kept is not None:
             self._restored = True
-            self.receiver.restore(kept.come)
+            self.executor.restore(kept.results)
             for loss in kept.losses:
                 self._losses.record(loss)
 
@@ -118,8 +118,8 @@ class LeaderWorker(Worker):
             weights: the model's, shape (n,), the same on all ranks; they belong to the worker.
             statistics: as of ``settle_statistics``; None, on all ranks, if they do not travel.
         """
-        self.receiver.begin(weights, statistics)
-        self._consensus = self.receiver.consensus
+        self.executor.begin(weights, statistics)
+        self._consensus = self.executor.consensus
 
     def record_loss(self, loss: float) -> None:
         """Record the training loss of this step."""
@@ -135,7 +135,7 @@ class LeaderWorker(Worker):
         """
         self._opened_number()
         self._check_drained()
-        if self.receiver.commanded:
+        if self.executor.commanded:
             self._check_loss()
         self._strengths.at(self.steps + 1)
 
@@ -150,7 +150,7 @@ class LeaderWorker(Worker):
             self._done_at = time.perf_counter()
 
     def _check_loss(self) -> None:
-        if isinstance(self._sharers.process_set, SingleRank):
+        if isinstance(self._rank_group.process_set, SingleRank):
             return
         if not self._has_center and self.steps > self._brought and self._losses.mean is None:
             raise ValueError(
@@ -170,7 +170,7 @@ class LeaderWorker(Worker):
             The statistics to go on with, shape (m,), after a pull: the average and this rank's change since it sent its
             own, but not beyond its own, so that a variance stays positive; None: its own.
         """
-        return self.receiver.merge_statistics(own, self.steps + 1, clip)
+        return self.executor.merge_statistics(own, self.steps + 1, clip)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step: apply the results of pulls to the weights.
@@ -184,11 +184,11 @@ class LeaderWorker(Worker):
         """
         self._step += 1
         step = self.steps
-        taken = self.receiver.take_results(step)
+        taken = self.executor.take_results(step)
         x, differences = self._rule.on_step(taken.state, after, step, taken.fresh)
         for difference in differences:
-            self.receiver.record.add_distance(difference)
-        self.receiver.publish_weights(x, step)
+            self.executor.record.add_distance(difference)
+        self.executor.publish_weights(x, step)
         old = step - self._recorded > self._window  # a loss that is not sent again grows old at the coordinator
         self.send(StepTaken(self._opened_number(), None if old else self._losses.mean))
         return x
@@ -198,7 +198,7 @@ class LeaderWorker(Worker):
     @property
     def version(self) -> int:
         """Pulls that have completed on this rank."""
-        return self.receiver.record.pulls
+        return self.executor.record.pulls
 
     @property
     def steps(self) -> int:
@@ -215,7 +215,7 @@ class LeaderWorker(Worker):
 
     def _is_complete(self) -> bool:
         drained = self._inbox.drained
-        return drained is not None and self.receiver.has_completed(drained.rounds)
+        return drained is not None and self.executor.has_completed(drained.rounds)
 
     def complete_drain(self) -> None:
         """Complete a drain or cut; in a drain, let the binding put ``gather``'s weights into the model."""
@@ -223,17 +223,17 @@ class LeaderWorker(Worker):
         assert drained.details is not None
         assert self._done_at is not None
         self._waited, self._done_at = self._waited + time.perf_counter() - self._done_at, None
-        self._leader, self._consensus, total = drained.details.leader, self.receiver.consensus, sum(drained.produced)
+        self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
-        moved = total != self._total or self._kept is not None  # since all ranks had the same weights
+        moved = total != self._total or self._saved is not None  # since all ranks had the same weights
         if moved and drained.flushed:
             self._end(True)
-            self._total, self.keep, self._kept = total, None, None
+            self._total, self.keep, self._saved = total, None, None
         elif moved:
-            self._kept = SavedState(
-                self.receiver.pending_results(), self._losses.recorded, self._before, drained.details
+            self._saved = SavedState(
+                self.executor.pending_results(), self._losses.recorded, self._before, drained.details
             )
-        self.engine.call_soon(self.receiver.resume)
+        self.engine.call_soon(self.executor.resume)
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """Return a drain's weights: those of the leader of all ranks, or the center. A collective.
@@ -243,7 +243,7 @@ class LeaderWorker(Worker):
             flush: always.
         """
         x = self.consensus(weights)
-        self.receiver.start_from(x)
+        self.executor.start_from(x)
         return x
 
     def consensus(self, weights: Vector) -> Vector:
@@ -259,21 +259,21 @@ class LeaderWorker(Worker):
     def discard_results(self) -> None:
         """Go on with pulls for the other ranks; they move nothing here."""
         self.keep = None
-        self.receiver.withhold_statistics()
-        self.receiver.resume()
+        self.executor.withhold_statistics()
+        self.executor.resume()
 
     @property
     def leader(self) -> int:
         """The rank whose mean loss was the lowest at the last end."""
         return self._leader
 
-    def kept(self) -> SavedState | None:
+    def saved_state(self) -> SavedState | None:
         """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
-        return self._kept
+        return self._saved
 
     def stats(self) -> LeaderStats:
         """Return a snapshot of the counts."""
-        return self.receiver.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
+        return self.executor.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
@@ -281,10 +281,10 @@ class LeaderWorker(Worker):
         """Carry out a command."""
         match command:
             case StartPull():
-                self.receiver.pull(command)
+                self.executor.pull(command)
             case Drained():
                 if not self.deleted:
-                    self.receiver.pause(command.rounds)
+                    self.executor.pause(command.rounds)
                 super().on_command(command)
             case _:
                 super().on_command(command)

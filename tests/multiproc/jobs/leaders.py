@@ -20,7 +20,7 @@ def train(report: Report, rank: int, name: str, following: Following, make: Make
     trainer = make(told=following.told, **following.options())
     optimizer = trainer.optimizer
     worker = optimizer._async.worker_now()
-    log = worker.receiver.log = []
+    log = worker.executor.log = []
     optimizer.cut()  # all ranks log from here on
     for step in range(1, STEPS + 1):
         trainer.step(rank, step)
@@ -62,7 +62,7 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
             if other != rank:
                 batons[other].wait()
         worker = optimizer._async.worker_now()
-        worker.engine.wait(lambda: worker.receiver.record.pulls >= PULLS)
+        worker.engine.wait(lambda: worker.executor.record.pulls >= PULLS)
     pulls = optimizer.stats().pulls
     for step in range(2, ASLEEP + 1):
         trainer.step(rank, step)
@@ -123,7 +123,7 @@ def refused(report: Report, rank: int, size: int, make: Make) -> None:
     try:
         silent.step(rank, 1)
         worker = silent.optimizer._async.worker_now()
-        worker.engine.wait(lambda: worker.receiver.commanded > 0)
+        worker.engine.wait(lambda: worker.executor.commanded > 0)
         silent.step(rank, 2)
     except Exception as error:  # noqa: BLE001
         errors["silent"] = str(error)
