@@ -16,7 +16,7 @@ from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_cases import ELASTIC, PAIRS, leads
-from tests.conformance.leader_drive import TIMEOUT, Seen, check, run
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, run, wait_for_pulls
 from tests.conformance.leader_reference import ALL, Following, Outcome, drawn, replay, several
 from tests.threads.following_workload import Follower
 
@@ -67,6 +67,25 @@ def test_training_goes_on_after_a_drain_from_what_all_hold(following):
     outcome = replay(problem, following, [own.log for own in seen])
     check(outcome, seen, EXACT)
     assert len(outcome.drained) == 3
+
+
+def test_after_a_cut_the_center_of_then_stands_for_all_also_when_others_have_gone_on():
+    problem, together = least_squares(2, MOMENTUM), threading.Barrier(2)
+
+    def train(rank: int) -> list[bytes]:
+        own = Follower(problem, dataclasses.replace(ELASTIC, global_period=1), rank).train(3)
+        own.drain(flush=False)
+        worker, before = own.worker(), own.stats().pulls
+        centers = [worker.consensus(own.x).tobytes()]
+        together.wait(TIMEOUT)
+        own.train(2 - 2 * rank)
+        wait_for_pulls(worker, before + 1)
+        together.wait(TIMEOUT)
+        centers.append(worker.consensus(own.x).tobytes())
+        own.drain()
+        return centers
+
+    assert len({center for centers in Cluster(2).run(train) for center in centers}) == 1
 
 
 # -- counts ---------------------------------------------------------------------------------------------------
