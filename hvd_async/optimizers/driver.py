@@ -140,7 +140,7 @@ class Driver(abc.ABC):
             if self.worker is None or not self.worker.agreed or self.worker.engine.replaced:
                 self.register()
                 try:
-                    self.worker.meet()
+                    self.worker.await_registration()
                 except ReplicaMismatchError:
                     self.worker = None  # once it is mended, the next call meets anew
                     raise

@@ -158,7 +158,7 @@ class EagerDriver(Driver):
         """Tell the others of this optimizer, by a new worker."""
         if self.restored is not None:
             worker.restore(self.restored)
-        worker.offer(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
+        worker.register(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
         """Forget what was loaded: the worker has it."""

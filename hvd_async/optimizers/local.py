@@ -255,7 +255,7 @@ class LocalDriver(Driver):
         """Tell the others of this optimizer, by a new worker."""
         self.pin()
         self.begin_worker(worker)
-        worker.offer(*self.replica.fingerprint(self.restored is not None), number=number)
+        worker.register(*self.replica.fingerprint(self.restored is not None), number=number)
 
     def on_registered(self) -> None:
         """Forget what was loaded: the worker has it."""

@@ -79,19 +79,19 @@ class Worker(abc.ABC):
         """Whether the ranks have met over this optimizer and fit together."""
         return self._inbox.agreed
 
-    def open(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
+    def connect(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
 
         Raises:
             ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
         """
-        self.offer(names, checksums, hyper)
-        self.meet()
+        self.register(names, checksums, hyper)
+        self.await_registration()
 
-    def offer(
+    def register(
         self, names: list[str], checksums: list[int], hyper: Hyper | None = None, number: int | None = None
     ) -> None:
-        """The first half of ``open``: tell the coordinator, do not wait for the others.
+        """The first half of ``connect``: tell the coordinator, do not wait for the others.
 
         Args:
             number: which the optimizer has on other ranks, where these asked for it.
@@ -104,11 +104,11 @@ class Worker(abc.ABC):
             )
             self.send(opened)
 
-    def meet(self) -> None:
-        """The second half of ``open``: wait until every rank has offered.
+    def await_registration(self) -> None:
+        """The second half of ``connect``: wait until every rank has registered.
 
         Raises:
-            ReplicaMismatchError: as ``open``.
+            ReplicaMismatchError: as ``connect``.
         """
         self.engine.wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
         self._check_refused()
@@ -142,15 +142,11 @@ class Worker(abc.ABC):
     def announce_finished(self, flush: bool) -> None:
         """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""
         if not self._announced:
-            self._say_done(flush)
+            self._announced = True
+            self.send(Finished(self._opened_number(), self._counts(), flush, self.shown))
 
-    def _say_done(self, flush: bool) -> None:
-        self._announced = True
-        self.send(Finished(self._opened_number(), self._counts(), flush, self.shown))
-
-    def wind_up(self, flush: bool) -> None:
-        """Say "done", serve until all ranks are, and conclude. (Of a process with several optimizers, ``Engine.drain``
-        ends all at once.)"""
+    def drain(self, flush: bool = True) -> None:
+        """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""
         self.check_finished()
         self.announce_finished(flush)
         while not self.apply_available():

@@ -61,7 +61,7 @@ class Follower:
         """The first call meets the other ranks."""
         if not self._worker.agreed:
             self._worker.begin(self.x.copy())
-            self._worker.open(["w"], [1])
+            self._worker.connect(["w"], [1])
         return self._worker
 
     def step(self) -> None:

@@ -150,7 +150,7 @@ def work(
         worker.log = []
         tweak(worker)
         worker.begin(z.copy())
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         for end, counts in enumerate(one.steps):
             segment = Segment()
             for _ in range(counts[place]):
@@ -163,7 +163,7 @@ def work(
                 model["z"] = worker.mix(x.copy(), after)
                 segment.path.append(model["z"].copy())
             before_end(place, worker)
-            worker.wind_up(end not in one.cuts)
+            worker.drain(end not in one.cuts)
             segment.log, worker.log = list(worker.log), []
             segment.sends = [sends.get(step, []) for step in range(1, counts[place] + 2)]
             sends.clear()

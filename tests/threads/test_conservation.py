@@ -111,7 +111,7 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
         assert engine is not None
         one = plan("solo", 16, [4, 4])
         worker = one.worker(engine)
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         returned = []
         if rank == 1:
             assert first_three.wait(30)
@@ -119,7 +119,7 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
         for step in range(1, 4):
             returned.append(worker.step(one.rows(rank, step), [{"lr": 1.0}]))
         first_three.set()
-        worker.drain(lambda round_: None)
+        worker.drain()
         return returned
 
     assert Cluster(2).run(train) == [[1, 1, 1], [3, 0, 0]]

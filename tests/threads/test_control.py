@@ -322,8 +322,8 @@ def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):
             assert lifecycle.engine() is engine
             rounds: list[Any] = []
             worker = one.worker(engine)
-            worker._apply = rounds.append
-            worker.open(["w"], [1])
+            worker.apply = rounds.append
+            worker.connect(["w"], [1])
             worker.step(one.rows(collectives.rank, 1), [])
             lifecycle.shutdown()
             assert engine.stopped
@@ -345,7 +345,7 @@ def test_a_rank_that_abandons_names_its_error_to_the_others(monkeypatch, capfd):
         lifecycle = Lifecycle(lambda: collectives, FAMILIES, lambda: (collectives.rank, collectives.size))
         engine = lifecycle.engine()
         worker = one.worker(engine)
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         if collectives.rank == 1:
             lifecycle.abandon("sys.exit(3)")
             return

@@ -63,7 +63,7 @@ class Arrivals:
 def test_different_weights_are_refused_on_all_ranks():
     def train(rank: int) -> None:
         worker, _ = make_worker()
-        worker.open(["conv.weight (3,)", "fc.bias (2,)"], [1, 2 if rank != 2 else 3])
+        worker.connect(["conv.weight (3,)", "fc.bias (2,)"], [1, 2 if rank != 2 else 3])
 
     for outcome in Cluster(3).outcomes(train):
         assert isinstance(outcome, ReplicaMismatchError)
@@ -74,7 +74,7 @@ def test_different_weights_are_refused_on_all_ranks():
 def test_different_settings_are_refused_on_all_ranks():
     def train(rank: int) -> None:
         worker, _ = make_worker(EagerConfig("solo", 4 + rank, 0.0, 0, 1))
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
 
     for outcome in Cluster(2).outcomes(train):
         assert isinstance(outcome, ReplicaMismatchError)
@@ -86,7 +86,7 @@ def test_different_settings_are_refused_on_all_ranks():
 def test_different_parameters_are_refused_on_all_ranks():
     def train(rank: int) -> None:
         worker, _ = make_worker()
-        worker.open(["w"] * (1 + rank), [1] * (1 + rank))
+        worker.connect(["w"] * (1 + rank), [1] * (1 + rank))
 
     for outcome in Cluster(2).outcomes(train):
         assert isinstance(outcome, ReplicaMismatchError)
@@ -104,7 +104,7 @@ def _lose(end: Callable[[EagerWorker], None]) -> list[Any]:
         worker, one = make_worker()
         if rank != 1:
             arrivals.watch(worker)
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         take_step(worker, one, 1)
         if rank == 1:
             arrivals.wait()
@@ -144,11 +144,11 @@ def test_a_rank_that_leaves_without_a_goodbye_is_named(capfd):
 def test_ranks_that_wait_in_drain_learn_of_a_lost_one():
     def train(rank: int) -> None:
         worker, one = make_worker(EagerConfig("solo", 9, 0.0, 0, 1))
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         if rank == 1:
             raise KeyError("no such file")
         take_step(worker, one, 1)
-        worker.drain(lambda round_: None)
+        worker.drain()
 
     outcomes = Cluster(2).outcomes(train)
     assert "rank 1 on host host1 failed: KeyError: 'no such file'" in str(outcomes[0])
@@ -159,7 +159,7 @@ def test_ranks_that_wait_to_open_learn_of_a_lost_one():
         if rank == 1:
             raise KeyError("no data")
         worker, _ = make_worker()
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
 
     outcomes = Cluster(2).outcomes(train)
     assert "rank 1 on host host1 failed: KeyError: 'no data'" in str(outcomes[0])
@@ -171,8 +171,8 @@ def test_after_a_failure_every_call_raises_it():
         if rank == 1:
             raise KeyError("boom")
         told = []
-        for call in (lambda: worker.open(["w"], [1]), lambda: take_step(worker, one, 1),
-                     lambda: worker.drain(lambda round_: None)):  # fmt: skip
+        for call in (lambda: worker.connect(["w"], [1]), lambda: take_step(worker, one, 1),
+                     lambda: worker.drain()):  # fmt: skip
             with pytest.raises(InjectedError) as caught:
                 call()
             told.append(str(caught.value))
@@ -236,7 +236,7 @@ def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
     def train(rank: int) -> Any:
         if rank == 2:
             worker, _ = make_worker(one.config, one)
-            worker.open(["w"], [1])
+            worker.connect(["w"], [1])
             take_step(worker, one, 1)
             for _ in range(2):
                 assert failing.acquire(timeout=30)
@@ -330,7 +330,7 @@ def test_a_limit_on_waiting_is_opt_in(monkeypatch):
     def train(rank: int) -> None:
         worker, one = make_worker()
         worker.engine.timeout = 0.1 if rank == 0 else float("inf")
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         if rank == 1:
             assert over.wait(30)
             return
@@ -364,7 +364,7 @@ def test_a_stopped_engine_says_so():
     for worker in cluster.run(train):
         assert worker.engine.stopped
         with pytest.raises(EngineError, match="has been stopped"):
-            worker.open(["w"], [1])
+            worker.connect(["w"], [1])
 
 
 def test_two_optimizers_of_one_engine():
@@ -376,12 +376,12 @@ def test_two_optimizers_of_one_engine():
         workers = [make_worker(one.config, one)[0], make_worker(two.config, two)[0]]
         taken: tuple[list[Any], list[Any]] = ([], [])
         for worker in workers:
-            worker.open(["w"], [1])
+            worker.connect(["w"], [1])
         for step in range(1, steps[rank] + 1):
             for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
                 worker.step(each.rows(rank, step), [{"lr": 1.0}], rounds.append)
         for worker, rounds in zip(workers, taken, strict=True):
-            worker._apply = rounds.append
+            worker.apply = rounds.append
         workers[rank % 2].engine.drain()
         return taken
 

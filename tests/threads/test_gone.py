@@ -36,7 +36,7 @@ class Rank:
         kind = HierarchicalWorker if plan.config.local_size > 1 else PushSumWorker
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
-        self.worker.open(["weights"], [0])
+        self.worker.connect(["weights"], [0])
 
     def _finish(self, flush: bool) -> None:
         self.z = self.worker.gather(self.z + 0, flush)

@@ -62,11 +62,11 @@ def test_a_worker_is_used_in_its_order():
             worker.begin(z.copy())
             with pytest.raises(ReplicaStateError, match="before it was opened"):
                 worker.mix(z.copy(), z.copy())
-            worker.open(["w"], [1])
+            worker.connect(["w"], [1])
             worker.announce_finished(True)
             with pytest.raises(ReplicaStateError, match="was broken off: call it again"):
                 worker.mix(z.copy(), z.copy())
-            worker.wind_up(True)
+            worker.drain()
             assert worker.settled
 
     Cluster(2).run(train)
@@ -84,11 +84,11 @@ def test_a_rank_may_be_done_before_others_have_opened():
         worker = one.worker(0, lambda flush: model.update(z=worker.gather(model["z"], flush)))
         model = {"z": one.problem.start[0].copy()}
         worker.begin(model["z"].copy())
-        worker.offer(["w"], [1])
+        worker.register(["w"], [1])
         worker.announce_finished(True)
         worker.engine.call_soon(early.set)
-        worker.meet()
-        worker.wind_up(True)
+        worker.await_registration()
+        worker.drain()
         return model["z"]
 
     outcomes = Cluster(3).run(hasty)

@@ -93,14 +93,14 @@ def test_what_another_host_sent_late_survives_a_cut():
 
 def test_a_state_after_a_cut_is_the_ranks_own_whatever_another_host_does_meanwhile():
     def tweak(worker: PushSumWorker) -> None:
-        kept = worker.kept
+        kept = worker.saved_state
 
         def late() -> Any:
             if worker._place >= 2 and worker._inbox.drained is None and not worker._together:
                 worker.engine.wait(lambda: bool(worker._receive_buffer.received))  # of the other host's next step
             return kept()
 
-        worker.kept = late  # type: ignore[method-assign]
+        worker.saved_state = late  # type: ignore[method-assign]
 
     one = job(((2,) * 4, (1,) * 4), local_size=2, cuts=frozenset({0}))
     records = run(one, tweak=tweak)

@@ -38,7 +38,7 @@ def train(
     empty, applied = np.zeros(2, np.float32), list[ReducedRound]()
     wire = GradientFormat(zeros=lambda bucket: empty, nbytes=(8, 8))
     worker = EagerWorker(engine, config, wire, lambda flush: None, applied.append)
-    worker.open(["w"], [1])
+    worker.connect(["w"], [1])
 
     def step(number: int) -> None:
         counted = [r.index for r in applied] == list(range(1, 1 + worker.version))

@@ -20,7 +20,7 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
 
     def train(rank: int) -> None:
         worker, _ = make_worker(one.config, one)
-        worker.open(["w"], [1])
+        worker.connect(["w"], [1])
         if rank == 2:
             worker.engine.call_soon(lambda: said.wait(30))
             ready.set()

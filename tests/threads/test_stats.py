@@ -31,16 +31,12 @@ def worker(quorum: Any, staleness: int = 16, buckets: int = 1, **wire: Any) -> E
     one = EagerWorker(
         engine, EagerConfig(quorum, staleness, 0.0, 0, buckets), GradientFormat(**layout), lambda flush: None
     )
-    one.open(["w"], [1])
+    one.connect(["w"], [1])
     return one
 
 
 def rows(buckets: int = 1) -> dict[int, Any]:
     return {bucket: np.ones(ELEMENTS + 1, np.float32) for bucket in range(buckets)}
-
-
-def drop(round_: ReducedRound) -> None:
-    """Applies nothing."""
 
 
 # -- contributors ---------------------------------------------------------------------------------------------
@@ -62,7 +58,7 @@ def test_contributors_count_those_in_time_and_not_the_gradients():
         for _ in range((5, 3)[rank]):
             one.step(rows(), HYPER)
         ahead.set()
-        one.drain(drop)
+        one.drain()
         return one.stats()
 
     for stats in Cluster(2).run(train):
@@ -92,7 +88,7 @@ def delayed(quorum: Any, size: int = 3) -> list[Stats]:
             if rank == 1:
                 time.sleep(DELAY)
             one.step(rows(), HYPER)
-        one.drain(drop)
+        one.drain()
         return one.stats()
 
     return Cluster(size).run(train)
@@ -125,7 +121,7 @@ def test_latency_is_from_the_first_command_until_all_is_back():
         one = worker("all", encode=slowly)
         for _ in range(2):
             one.step(rows(), HYPER)
-        one.drain(drop)
+        one.drain()
         return one.stats()
 
     for stats in Cluster(2).run(train):
@@ -141,7 +137,7 @@ def test_bytes_sent(sent):
         one = worker("all", buckets=2, sent=sent)
         for _ in range(3):
             one.step(rows(2), HYPER)
-        one.drain(drop)
+        one.drain()
         return one.stats()
 
     for stats in Cluster(2).run(train):
@@ -178,14 +174,15 @@ def test_a_rank_that_serves_others_holds_what_comes_back_and_then_nothing():
             for _ in range(6):
                 assert next_step.acquire(timeout=30)
                 one.step(rows(), HYPER)
-            one.drain(drop)
+            one.drain()
         else:
 
             def note(round_: ReducedRound) -> None:
                 applied.append((round_.index, one.stats().held_bytes))
                 next_step.release()
 
-            one.drain(note)
+            one.apply = note
+            one.drain()
         return one.stats()
 
     for stats in Cluster(2).run(train):
@@ -204,9 +201,9 @@ def test_a_cut_holds_what_is_pending_twice_until_the_next_step():
         one.step(rows(), HYPER)
         ahead.set()
         for _ in range(2):
-            one.cut(drop)
+            one.drain(False)
             held.append(one.stats().held_bytes)
-        one.drain(drop)
+        one.drain()
         return [*held, one.stats().held_bytes]
 
     assert Cluster(2).run(train) == [[0, 0, 0], [2 * NBYTES, 2 * NBYTES, 0]]

@@ -48,7 +48,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
         one = worker(EagerConfig("all", 0, 0.0, 0, 2))
         with pytest.raises(ReplicaStateError, match="before it was opened"):
             one.hand_over(0, vector(1))
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         one.hand_over(1, vector(1))
         with pytest.raises(ReplicaStateError, match="bucket 1 was handed over twice"):
             one.hand_over(1, vector(1))
@@ -60,7 +60,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
         rounds: list[ReducedRound] = []
         one.step({0: vector(1)}, HYPER, rounds.append)
         assert [round_.counts for round_ in rounds] == [(2, 2)]
-        one.drain(lambda round_: None)
+        one.drain()
 
     Cluster(2).run(train)
 
@@ -99,13 +99,14 @@ def test_an_empty_bucket_is_a_step_and_no_gradient(quorum, early):
     def train(rank: int) -> tuple[list[float], list[list[int]], Any]:
         one = worker(EagerConfig(quorum, 4, 0.0, 0, 2))
         rounds: list[ReducedRound] = []
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         for step in range(1, 6):
             rows = {b: None if (rank, step, b) in empty else vector(10.0**rank) for b in range(2)}
             if early:
                 one.hand_over(1, rows.pop(1))
             one.step(rows, HYPER, rounds.append)
-        one.drain(rounds.append)
+        one.apply = rounds.append
+        one.drain()
         sums = [float(sum(r.sums[b][0] for r in rounds)) for b in range(2)]
         return sums, [[r.counts[b] for r in rounds] for b in range(2)], one.stats()
 
@@ -121,11 +122,12 @@ def test_an_empty_bucket_is_a_step_and_no_gradient(quorum, early):
 def test_rounds_of_nothing_are_told_from_others():
     def train(rank: int) -> list[int]:
         one = worker(SOLO)
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         rounds: list[ReducedRound] = []
         for value in (None, 1.0, None):
             one.step({0: value and vector(value)}, HYPER, rounds.append)
-        one.drain(rounds.append)
+        one.apply = rounds.append
+        one.drain()
         assert one.stats().rounds_applied == 1
         return [r.gradients for r in rounds]
 
@@ -147,13 +149,14 @@ def segment(
         mine, rounds = one.worker(engine()), list[ReducedRound]()
         if states is not None:
             mine.restore(states[rank])
-        mine.open(["w"], [1])
+        mine.connect(["w"], [1])
         for event in taken[:-1]:
             assert rank != last or event.wait(30)
         for step in range(first + 1, first + one.steps[0][rank] + 1):
             mine.step(one.rows(rank, step), HYPER, rounds.append)
         taken[rank].set()
-        (mine.drain if end == "drain" else mine.cut)(rounds.append)
+        mine.apply = rounds.append
+        mine.drain(flush=end == "drain")
         return rounds, mine.pending(), mine.version
 
     return Cluster(one.size, jitter=0.001, wrap=overwriting).run(train)
@@ -196,12 +199,12 @@ def test_pending_is_that_of_the_cut_although_others_have_gone_on():
 
     def train(rank: int) -> tuple[list[Any], int]:
         one = worker(SOLO)
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         if rank == 1:
             assert late.wait(30)
         one.step({0: vector(1.0 + rank)}, HYPER)
         late.set()
-        one.cut(lambda round_: None)
+        one.drain(False)
         if rank == 0:
             one.step({0: vector(5.0)}, HYPER)
             gone_on.set()
@@ -210,7 +213,7 @@ def test_pending_is_that_of_the_cut_although_others_have_gone_on():
             one.engine.wait(lambda: len(one._inbox.ready) == 1)
         version = one.version
         found = [] if rank == 0 else [(v.tolist(), at) for v, at in one.pending()]
-        one.drain(lambda round_: None)
+        one.drain()
         return found, version
 
     assert Cluster(2, wrap=overwriting).run(train)[1] == ([([2.0, 1.0], [0])], 1)
@@ -241,13 +244,14 @@ def test_counts_are_exact_with_as_many_slots_as_they_need(slots):
             encode=narrow,
             decode=lambda sums, bucket: narrow(sums),
         )
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         assert rank == 0 or ahead.wait(30)
         rounds: list[ReducedRound] = []
         for _ in range(steps[rank]):
             one.step({0: vector(0.0, slots, rank % slots)}, HYPER, rounds.append)
         ahead.set()
-        one.drain(rounds.append)
+        one.apply = rounds.append
+        one.drain()
         return [r.gradients for r in rounds]
 
     outcomes = Cluster(4).outcomes(train)
@@ -289,9 +293,9 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
         total = [0.0, 0.0]
         workers = [own, every] if rank < 2 else [every, own]
         for one in workers:
-            one.offer(["w"], [1])
+            one.register(["w"], [1])
         for one in workers:
-            one.meet()
+            one.await_registration()
         rest: dict[EagerWorker, list[ReducedRound]] = {own: [], every: []}
         for _ in range(steps[rank]):
             for one in (own, every):
@@ -300,7 +304,8 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
             one.announce_finished(True)
 
         for one in workers:
-            one.drain(rest[one].append)
+            one.apply = rest[one].append
+            one.drain()
         for index, rounds in enumerate(rest.values()):
             total[index] += sum(r.sums[0][0] for r in rounds)
         return total, own.stats()
@@ -315,7 +320,7 @@ def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
 def test_ranks_that_name_different_process_sets_are_refused():
     def train(rank: int) -> None:
         members = ((0, 1), (1, 0))[rank]
-        worker(SOLO, process_set=members, members=members, process_set_id=1).open(["w"], [1])
+        worker(SOLO, process_set=members, members=members, process_set_id=1).connect(["w"], [1])
 
     for outcome in Cluster(2).outcomes(train):
         assert "Pass the same process_set on every rank of it" in str(outcome)
@@ -334,13 +339,13 @@ def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied(
         config, zeros = EagerConfig("all", 0, 0.0, 0, 1), np.zeros(2, np.float32)
         wire = GradientFormat(zeros=lambda bucket: zeros, nbytes=(8,))
         one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=told)
-        one.open(["w"], [1])
+        one.connect(["w"], [1])
         counts: list[int] = []
         for step in range(4):
             bad = step in (1, 3) and (rank == 0 or step == 3)  # one rank's, then those of both
             emptied += [0] * bad
             one.step({0: zeros.copy() if bad else vector(1)}, HYPER, lambda round_: counts.append(round_.gradients))
-        one.drain(lambda round_: None)  # (which checks that as many were applied as produced)
+        one.drain()  # (which checks that as many were applied as produced)
         stats = one.stats()
         assert stats.gradients_skipped == 1 + (rank == 0)
         assert stats.gradients_produced == 4 - stats.gradients_skipped

@@ -143,7 +143,8 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
         worker = plan.worker(engine)
         tweak(worker)
         record = Record()
-        worker.open(["w"], [1])
+        worker.apply = record.rounds.append
+        worker.connect(["w"], [1])
         done = 0
         for segment in plan.steps:
             for _ in range(segment[rank]):
@@ -157,7 +158,7 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
                 record.per_step.append(worker.step(rows, [{"lr": rank + done / 1024}], record.rounds.append))
             progress.enter(rank, float("inf"))
             try:
-                worker.drain(record.rounds.append)
+                worker.drain()
             except GradientLossError as error:
                 record.lost = error
         record.stats = worker.stats()

@@ -1,6 +1,6 @@
 """Eager-SGD as one rank sees it, in any framework: hand gradients over, get rounds back, apply each exactly once.
 
-The training thread calls ``open``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
+The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
 coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
 """
 
@@ -47,6 +47,9 @@ class EagerWorker(Worker):
         finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
         apply: applies a round that comes while this rank drains.
         emptied: the buckets of the vectors handed over since the last call that have turned out to hold no gradient.
+
+    Attributes:
+        version: rounds this rank's weights have seen.
     """
 
     _inbox: RoundInbox
@@ -62,16 +65,16 @@ class EagerWorker(Worker):
     ) -> None:
         inbox = RoundInbox(engine.changed)
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
-        self.config, self.wire, self._apply, self._emptied = config, wire, apply, emptied
+        self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
         self._counters = Counters(wire.members or range(engine.size))
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters)
         # Training thread's:
         self._steps = self._base = 0
-        """Steps in all, and round number minus step number: step counters are re-based by ``drain``."""
+        """Steps in all, and round number minus step number: ends re-base step counters."""
         self._handed: set[int] = set()
         """Buckets of the step after this that have been handed over."""
         self.whole = Uninterrupted()
-        self._version = 0
+        self.version = 0
         self.ledger = GradientLedger(config.buckets)
         self._settled_at = 0
         """Steps at the last drain or cut."""
@@ -81,11 +84,6 @@ class EagerWorker(Worker):
     # -- where it stands -----------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """Rounds this rank's weights have seen."""
-        return self._version
-
-    @property
     def ready(self) -> bool:
         """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
         return self._inbox.agreed and not self._announced and self._behind <= 0 and self.whole.fine
@@ -93,7 +91,7 @@ class EagerWorker(Worker):
     @property
     def _behind(self) -> int:
         """Rounds that its steps have brought and its weights have not seen."""
-        return self._steps + self._base - self._version
+        return self._steps + self._base - self.version
 
     @property
     def gone(self) -> frozenset[int]:
@@ -125,7 +123,7 @@ class EagerWorker(Worker):
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
         with self.whole(f"bucket {bucket} could not be handed over"):
-            version, step = self._version, self._steps + 1 + self._base
+            version, step = self.version, self._steps + 1 + self._base
             self._prepare(bucket, vector)
             self.engine.call_soon(lambda: self._arrive(number, bucket, vector, version, step))
             self._handed.add(bucket)
@@ -134,7 +132,7 @@ class EagerWorker(Worker):
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
         rounds = self.finish_step(vectors, hyper)
         count = len(rounds)
-        self._apply_all(rounds, apply or self._apply)
+        self._apply_all(rounds, apply or self.apply)
         return count
 
     def finish_step(
@@ -169,14 +167,14 @@ class EagerWorker(Worker):
             self.ledger.take_back(self._emptied())
             rounds = self._inbox.waiting(most)
             if self.config.pace == "rounds":
-                taken = VersionTaken(number, self._version + len(rounds))
+                taken = VersionTaken(number, self.version + len(rounds))
                 self._base = taken.version - self._steps
                 self.engine.call_soon(lambda: self.engine.send(taken))
         return rounds
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
         """Hand over what is left of this step."""
-        version, step = self._version, self._steps + 1 + self._base
+        version, step = self.version, self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._prepare(bucket, vector)
         self._in_flight.forget_cut()
@@ -226,7 +224,7 @@ class EagerWorker(Worker):
         round_ = self._inbox.take()
         if self._in_flight.timeline is not None:
             self._in_flight.timeline.applied(self._opened_number(), round_.index, time.monotonic())
-        self._version = round_.index
+        self.version = round_.index
         self.ledger.apply(round_)
         self._counters.add_held_bytes(-sum(self.wire.nbytes))
         self.whole.end()
@@ -247,34 +245,12 @@ class EagerWorker(Worker):
                 f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
             )
 
-    def _say_done(self, flush: bool) -> None:
-        self.engine.check()
-        with self.whole("a drain could not be begun"):
-            super()._say_done(flush)
-
     def _counts(self) -> list[int]:
         self.ledger.take_back(self._emptied())
         return list(self.ledger.produced)
 
-    def drain(self, apply: Apply | None = None) -> None:
-        """Say "done", apply what comes until all ranks are done, and check that no gradient was lost.
-
-        Args:
-            apply: in place of the one that was given at the start.
-
-        Raises:
-            GradientLossError: gradients applied are not gradients produced.
-        """
-        self._apply = apply or self._apply
-        self.wind_up(True)
-
-    def cut(self, apply: Apply | None = None) -> None:
-        """Finish as ``drain``, but gradients that no round has carried stay pending, unless a rank drains."""
-        self._apply = apply or self._apply
-        self.wind_up(False)
-
     def _is_complete(self) -> bool:
-        return self._inbox.complete(self._version)
+        return self._inbox.complete(self.version)
 
     @property
     def has_available(self) -> bool:
@@ -283,17 +259,20 @@ class EagerWorker(Worker):
     def apply_available(self) -> bool:
         self._check_refused()
         self.whole.check()
-        self._apply_all(self._inbox.waiting(), self._apply)
+        self._apply_all(self._inbox.waiting(), self.apply)
         return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
-        """Raise, if this rank cannot finish now; at the process's end it can, also between backward() and step()."""
+        """Announce it in any case: at the process's end it has finished, also between backward() and step()."""
         if self._handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
                 f"were handed over to the last round"
             )
-        super().announce_finished(flush)
+        if not self._announced:
+            self.engine.check()
+            with self.whole("a drain could not be begun"):
+                super().announce_finished(flush)
 
     def complete_drain(self) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
@@ -330,7 +309,7 @@ class EagerWorker(Worker):
         return found.result()
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Begin with an earlier run's pending gradients, before ``open``; versions as they were at its cut."""
+        """Begin with an earlier run's pending gradients, before ``connect``; versions as they were at its cut."""
         self._in_flight.restore(held)
         self._restored = any(vector is not None for vector, _ in held)
         for bucket, (_, versions) in enumerate(held):
@@ -338,7 +317,7 @@ class EagerWorker(Worker):
 
     def stats(self) -> Stats:
         """Return a snapshot of the counts."""
-        return self._counters.stats(steps=self._steps, rounds=self._version, wait_s=self._wait_s, **self.ledger.stats())
+        return self._counters.stats(steps=self._steps, rounds=self.version, wait_s=self._wait_s, **self.ledger.stats())
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
