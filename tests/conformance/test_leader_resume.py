@@ -72,8 +72,8 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following,
         saved[rank] = one.saved()
         kept = one.worker().saved_state()
         assert kept is not None
-        assert bool(kept.come.fresh) == (done == 16)
-        assert (kept.come.statistics is not None) == (done == 16 and normed)
+        assert bool(kept.results.fresh) == (done == 16)
+        assert (kept.results.statistics is not None) == (done == 16 and normed)
         return finish(one)
 
     def second(rank: int) -> tuple[Any, ...]:

@@ -170,7 +170,7 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
     def tweak(worker: EagerWorker) -> None:
         if worker.engine.rank == 0:
             return
-        opened, waits = worker.open, worker._await
+        opened, waits = worker.connect, worker._await
 
         def late(ready: Callable[[], bool]) -> None:
             waits(ready)
@@ -181,7 +181,7 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
             opened(names, checksums)
             worker._await = late  # type: ignore[method-assign]
 
-        worker.open = open_then_late  # type: ignore[method-assign]
+        worker.connect = open_then_late  # type: ignore[method-assign]
 
     records = Cluster(2).run(work(one, tweak))
     check_promises(one, records)

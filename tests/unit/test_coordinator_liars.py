@@ -125,7 +125,7 @@ CANNOT_BE: dict[str, list[Event]] = {
     "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), PairRequested(9)],
     "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), PairRequested(9)],
     "no such rank in a group": [opened(LeaderConfig("lsgd", [[5]], 1, 1, ""), members=ALONE, number=9)],
-    "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", standing=PullProgress(0, [], [])),
+    "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", progress=PullProgress(0, [], [])),
                                           members=ALONE, number=9)],
     "less produced than before": [opened(SOLO, members=ALONE, number=9), Finished(9, [-1])],
 }  # fmt: skip
