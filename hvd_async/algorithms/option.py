@@ -14,7 +14,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 BUFFERS = ("average", "local", "root")
 """How batch-norm statistics may agree."""
-HERE = "        Own options: see ``{}``.\n"
+PLACEHOLDER = "        Own options: see ``{}``.\n"
 """The line of a factory's docstring that ``documented`` replaces."""
 
 
@@ -163,14 +163,17 @@ def picked(family: type[T], given: Mapping[str, Any]) -> T:
 
 
 def documented(family: type) -> Callable[[F], F]:
-    """Put the descriptions of a family's options into a factory's docstring, in place of the line ``HERE``."""
+    """Put the descriptions of a family's options into a factory's docstring, in place of the line ``PLACEHOLDER``."""
 
     def complete(factory: F) -> F:
         if factory.__doc__ is not None:  # (python -OO takes docstrings away)
             lines = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 12)
             entries = (f"{name}: {described.doc}." for name, described in options_of(family).items())
             text = "".join(f"{lines.fill(entry)}\n" for entry in entries)
-            factory.__doc__ = factory.__doc__.replace(HERE.format(family.__name__), text)
+            line = PLACEHOLDER.format(family.__name__)
+            if line not in factory.__doc__:
+                raise ValueError(f"the docstring of {factory.__name__} lacks the line {line!r}")
+            factory.__doc__ = factory.__doc__.replace(line, text)
         return factory
 
     return complete

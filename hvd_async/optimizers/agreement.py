@@ -34,7 +34,7 @@ def unify_buffers(worker: Worker, buffers: Iterable[Buffers], policy: str, root:
     for one in buffers:
         own = one.read()
         if policy == "average" and one.averaged:
-            if not (own - own == 0).all():
+            if not (abs(own) < math.inf).all():
                 own[:] = 0  # a rank whose batch held NaN says nothing; the last element counts those that do
             total = worker.sum(own, f"the average of buffers ({one.kind})").vector
             if total[-1] > 0:

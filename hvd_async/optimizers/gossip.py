@@ -18,7 +18,7 @@ from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
-_IN_PLANS = {"topology": "graph", "mixing": "weights", "hierarchical": "local_size"}
+_IN_PLANS = {"topology": "graph", "mixing": "weights"}
 """Names of ``make_plan``'s arguments that are not those of the options."""
 
 
@@ -95,8 +95,8 @@ class GossipDriver(LocalDriver):
         return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
 
     def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
-        named = {_IN_PLANS.get(name, name): value for name, value in settings.items()}
-        plan = make_plan(self.rank_group.named, **{**named, "local_size": settings["hierarchical"] or 1})
+        named = {_IN_PLANS.get(name, name): value for name, value in settings.items() if name != "hierarchical"}
+        plan = make_plan(self.rank_group.named, local_size=settings["hierarchical"] or 1, **named)
         if self.size == self.rank_group.named:
             return plan
         alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")

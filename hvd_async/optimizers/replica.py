@@ -16,6 +16,9 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.process_sets import RankGroup
 
+DRAINS_CALLER = 9
+"""``stacklevel`` of a warning from ``finish``: the line of the user's that has called ``drain()``."""
+
 
 class Replica(abc.ABC):
     """The replica of any wrapped optimizer. It does not keep its optimizer alive, which holds it by its driver."""

@@ -116,7 +116,7 @@ class Trainer(abc.ABC):
         and where it does not hold what this run needs.
         """
         found = _read(path, self) if world.rank == 0 and path.exists() else None
-        # Errors travel too: a rank that raised alone would leave the others waiting.
+        # Errors travel too: a rank that raised alone would leave the others waiting. The others have nothing to gather.
         content: dict[str, Any] | str | None = world.gather(found, "runner.checkpoint")[0]
         if content is None:
             return None

@@ -182,7 +182,7 @@ class Coordinator:
             )
             return
         if isinstance(event, Finished):
-            self._ask_to_open(rank, machine)
+            self._ask_to_register(rank, machine)
         try:
             commands = machine.handle(rank, event, now)
         except ProtocolError as error:
@@ -200,7 +200,7 @@ class Coordinator:
             if (notice := machine.take_notice()) is not None:
                 warn(f"optimizer {event.optimizer}, {notice}")
 
-    def _ask_to_open(self, rank: int, drained: StateMachine[Any]) -> None:
+    def _ask_to_register(self, rank: int, drained: StateMachine[Any]) -> None:
         """Before ``rank`` is done with an optimizer: those that others are done with already, or about to be, and it
         has not opened. (Whoever is done with one is done with all, but says so of each.)"""
         for machine in self._machines.values():

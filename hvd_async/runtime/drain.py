@@ -68,7 +68,7 @@ def drain(engine: Optimizers, live: list[Participant], flush: bool, leaving: boo
     Args:
         engine: theirs.
         live: the optimizers, in one order on all ranks: ends communicate.
-        flush: see above.
+        flush: drain; else cut.
         leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
     """
     if not leaving:

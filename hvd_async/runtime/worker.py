@@ -99,10 +99,10 @@ class Worker(abc.ABC):
         if self._number is None:
             self._told = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
-            opened = Registered(
+            event = Registered(
                 self._number, self._common, names, checksums, list(self._members), self._restored, hyper or []
             )
-            self.send(opened)
+            self.send(event)
 
     def await_registration(self) -> None:
         """The second half of ``connect``: wait until every rank has registered.
@@ -115,7 +115,7 @@ class Worker(abc.ABC):
 
     def _check_refused(self) -> None:
         if self._inbox.refused is not None:
-            self.engine.unregister(self._opened_number())
+            self.engine.unregister(self._registered_number())
             raise ReplicaMismatchError(f"{self.label}: {self._inbox.refused}")
 
     @property
@@ -123,9 +123,9 @@ class Worker(abc.ABC):
         """Which optimizer it is, for people."""
         return self.kind if self._number is None else f"{self.kind} (optimizer {self._number})"
 
-    def _opened_number(self) -> int:
+    def _registered_number(self) -> int:
         if self._number is None:
-            raise ReplicaStateError("the optimizer was used before it was opened: a bug in the binding")
+            raise ReplicaStateError("the optimizer was used before it was registered: a bug in the binding")
         return self._number
 
     # -- being done -------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Worker(abc.ABC):
         """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""
         if not self._announced:
             self._announced = True
-            self.send(Finished(self._opened_number(), self._counts(), flush, self.shown))
+            self.send(Finished(self._registered_number(), self._counts(), flush, self.shown))
 
     def drain(self, flush: bool = True) -> None:
         """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""
@@ -199,11 +199,11 @@ class Worker(abc.ABC):
         Raises:
             ReplicaStateError: other ranks are in another collective.
         """
-        return self._calls.call(self._opened_number(), "sum", what, vector)
+        return self._calls.call(self._registered_number(), "sum", what, vector)
 
     def broadcast(self, vector: Vector, root: int, what: str) -> Vector:
         """Rank ``root``'s ``vector``, or that of the lowest rank that still has the optimizer; as ``sum``."""
-        return self._calls.call(self._opened_number(), "broadcast", what, vector, root).vector
+        return self._calls.call(self._registered_number(), "broadcast", what, vector, root).vector
 
     def compare(self, names: list[str], checksums: list[int], what: str) -> None:
         """Compare replicas over the ranks that still have the optimizer. A collective of these.
@@ -211,7 +211,7 @@ class Worker(abc.ABC):
         Raises:
             ReplicaMismatchError: they differ; the message says where, and what mends it.
         """
-        found = self._calls.call(self._opened_number(), "compare", what, names=names, checksums=checksums)
+        found = self._calls.call(self._registered_number(), "compare", what, names=names, checksums=checksums)
         if found.problem is not None:
             raise ReplicaMismatchError(f"{self.label}: {found.problem}")
 
@@ -229,7 +229,7 @@ class Worker(abc.ABC):
     def _tell_deleted(self) -> None:
         """(Engine thread.)"""
         self.discard_results()
-        self.engine.send(OptimizerDeleted(self._opened_number(), self._counts()))
+        self.engine.send(OptimizerDeleted(self._registered_number(), self._counts()))
         # Whoever waits in a drain, in which this one was, looks again. (An interrupt at the worst moment may have left
         # the lock held; they look each second anyway.)
         if self.engine.changed.acquire(timeout=1.0):

@@ -97,7 +97,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())
+    given = dict(locals())  # before any other name: all arguments, and nothing else
 
     def replica(
         options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any

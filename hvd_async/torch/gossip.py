@@ -71,6 +71,6 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())
+    given = dict(locals())  # before any other name: all arguments, and nothing else
     driver = gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, "GossipOptimizer"))
     return driver.attach(wrap(optimizer, GossipMethods))

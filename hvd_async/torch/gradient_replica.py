@@ -15,6 +15,7 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
+from hvd_async.optimizers.replica import DRAINS_CALLER
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Hyper
@@ -246,16 +247,17 @@ class GradientReplica(eager.GradientReplica):
             warnings.warn(
                 f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
                 f"{worker.mend}, which had most: {INSTEAD} of every rank",
-                stacklevel=8,
+                stacklevel=DRAINS_CALLER,
             )
         elif left and self.one_by_one and self.round_transform is None:
-            warnings.warn(f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=8)
+            told = f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}"
+            warnings.warn(told, stacklevel=DRAINS_CALLER)
         passed = 0 if self.overlap is None else self.overlap.passed
         if flush and passed:
             warnings.warn(
                 f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
                 f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
-                stacklevel=8,
+                stacklevel=DRAINS_CALLER,
             )
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:

@@ -119,6 +119,7 @@ def test_backward_passes_may_be_averaged(average, graph):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             one.opt.drain()
+        assert [one.filename for one in caught] == [__file__]
         texts = [str(one.message) for one in caught]
         return after, one.opt.stats(), int(one.opt.iterations), texts
 

@@ -140,6 +140,7 @@ def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
                     warnings.simplefilter("always")
                     opt.drain()
                 said += [str(one.message) for one in caught]
+                assert [one.filename for one in caught] == [__file__]
         opt.step()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

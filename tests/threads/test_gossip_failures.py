@@ -60,7 +60,7 @@ def test_a_worker_is_used_in_its_order():
             worker = one.worker(rank, lambda flush: None)
             z = one.problem.start[rank]
             worker.begin(z.copy())
-            with pytest.raises(ReplicaStateError, match="before it was opened"):
+            with pytest.raises(ReplicaStateError, match="before it was registered"):
                 worker.mix(z.copy(), z.copy())
             worker.connect(["w"], [1])
             worker.announce_finished(True)

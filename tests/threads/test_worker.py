@@ -46,7 +46,7 @@ def worker(config: EagerConfig, **wire: Any) -> EagerWorker:
 def test_a_bucket_is_handed_over_once_and_all_are():
     def train(rank: int) -> None:
         one = worker(EagerConfig("all", 0, 0.0, 0, 2))
-        with pytest.raises(ReplicaStateError, match="before it was opened"):
+        with pytest.raises(ReplicaStateError, match="before it was registered"):
             one.hand_over(0, vector(1))
         one.connect(["w"], [1])
         one.hand_over(1, vector(1))

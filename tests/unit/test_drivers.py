@@ -204,9 +204,11 @@ def test_the_distance_is_the_root_of_the_mean_square_over_ranks():
     assert gossip()[0].consensus_distance() == pytest.approx((2 * 0.25**2) ** 0.5)
 
 
-def test_a_rank_whose_statistics_are_not_finite_takes_the_others():
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("own", [np.nan, np.inf, -np.inf])
+def test_a_rank_whose_statistics_are_not_finite_takes_the_others_without_a_word(own):
     _, driver, weights = gossip()
-    weights.statistic = np.nan
+    weights.statistic = own
     driver.unify_buffers()
     assert weights.statistic == 9.0
 

@@ -227,3 +227,10 @@ def test_counts_of_two_runs_add_up():
     assert LeaderStats() + one == one
     assert one + LeaderStats(mean_loss=0.9) == one
     assert LeaderStats() + LeaderStats() == LeaderStats()
+
+
+def test_an_algorithms_own_option_need_not_be_a_strength():
+    """Whoever adds one reads it as an attribute; only what all algorithms have is looked up by step."""
+    strengths = Strengths.of({"global_pull": lambda step: 1 / (1 + step), "inner_steps": 20, "nesterov": None})
+    assert (strengths.inner_steps, strengths.nesterov) == (20, None)  # type: ignore[attr-defined]
+    assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}

@@ -14,7 +14,7 @@ from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.gossip.options import NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.leader.options import LeaderOptions
-from hvd_async.algorithms.option import HERE, documented, in_flags, options_of, read_by_epoch
+from hvd_async.algorithms.option import PLACEHOLDER, documented, in_flags, options_of, read_by_epoch
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.optimizers.horovod_options import check_passes, scales
 
@@ -49,7 +49,7 @@ def test_every_argument_of_a_factory_is_documented(binding: str, family: str):
     def wrapper() -> None: ...
 
     wrapper.__doc__ = ast.get_docstring(source, clean=False)
-    assert HERE.format(OPTIONS[family].__name__) in wrapper.__doc__
+    assert PLACEHOLDER.format(OPTIONS[family].__name__) in wrapper.__doc__
     assert [ast.unparse(one) for one in source.decorator_list] == [f"documented({OPTIONS[family].__name__})"]
     lines = documented(OPTIONS[family])(wrapper).__doc__.splitlines()
     entries = [line.strip().partition(": ")[0] for line in lines if line.startswith(" " * 8) and line[8] != " "]

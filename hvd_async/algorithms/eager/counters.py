@@ -90,31 +90,31 @@ class GradientLedger:
         """Whether a bucket of the step that is under way holds no gradient."""
 
     def hand_over(self, bucket: int, empty: bool) -> None:
-        """A bucket of the step that is under way is handed over; an empty one counts as no gradient."""
+        """Count a bucket of the step that is under way; an empty one holds no gradient."""
         self._lacks = self._lacks or empty
         self.produced[bucket] += not empty
 
     def end_step(self) -> None:
-        """All buckets of the step that is under way have been handed over."""
+        """Count the step whose buckets have all been handed over."""
         self._skipped, self._lacks = self._skipped + self._lacks, False
 
     def take_back(self, buckets: Sequence[int]) -> None:
-        """Buckets of a step have turned out to hold no gradient."""
+        """Uncount buckets of a step that have turned out to hold no gradient."""
         for bucket in buckets:
             self.produced[bucket] -= 1
         self._skipped += bool(buckets)
 
     def restore(self, bucket: int, gradients: int) -> None:
-        """So many gradients of an earlier run are pending here."""
+        """Count gradients of an earlier run that are pending here."""
         self.produced[bucket] += gradients
 
     def apply(self, round_: ReducedRound) -> None:
-        """A round has been applied."""
+        """Count a round that was applied."""
         self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
         self._rounds += round_.gradients > 0
 
     def note_drained(self, drained: Drained[Any]) -> None:
-        """All ranks have finished, and say how many gradients they have produced."""
+        """Keep how many gradients all ranks have produced, who have finished."""
         self._total = max(drained.produced)
 
     def check_drained(self, drained: Drained[Any], rank: int) -> None:

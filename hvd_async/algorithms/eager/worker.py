@@ -118,7 +118,7 @@ class EagerWorker(Worker):
             bucket: one that this step has not handed over yet.
             vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
         """
-        number = self._opened_number()
+        number = self._registered_number()
         self._check_able()
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
@@ -153,7 +153,7 @@ class EagerWorker(Worker):
             Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
             applied before.
         """
-        number = self._opened_number()
+        number = self._registered_number()
         self._check_able()
         if self._behind > 0:
             warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
@@ -223,7 +223,7 @@ class EagerWorker(Worker):
         """The round that is next has been applied."""
         round_ = self._inbox.take()
         if self._in_flight.timeline is not None:
-            self._in_flight.timeline.applied(self._opened_number(), round_.index, time.monotonic())
+            self._in_flight.timeline.applied(self._registered_number(), round_.index, time.monotonic())
         self.version = round_.index
         self.ledger.apply(round_)
         self._counters.add_held_bytes(-sum(self.wire.nbytes))
@@ -263,7 +263,7 @@ class EagerWorker(Worker):
         return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
-        """Announce it in any case: at the process's end it has finished, also between backward() and step()."""
+        """Announce that this rank has finished: at the process's end also between backward() and step()."""
         if self._handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "

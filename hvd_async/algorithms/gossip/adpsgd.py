@@ -128,7 +128,7 @@ class ADPSGDWorker(GossipWorker):
     def _want(self) -> None:
         if self._owed > 0 and not self._asked and self._left and not self._announced:
             self._asked = True
-            self.engine.send(PairRequested(self._opened_number()))
+            self.engine.send(PairRequested(self._registered_number()))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""

@@ -104,7 +104,7 @@ class GossipWorker(Worker):
 
     def check_step(self) -> None:
         """Raise, if no step can be taken now; before one changes any weight."""
-        self._opened_number()
+        self._registered_number()
         self._check_drained()
 
     @abc.abstractmethod

@@ -74,7 +74,7 @@ class HierarchicalWorker(GossipWorker):
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
-        number = self._opened_number()
+        number = self._registered_number()
         self._step += 1
         step, weights = self._step, self._weights
         parts = self._post.split(self._with_excess(after))
@@ -298,7 +298,7 @@ class HierarchicalWorker(GossipWorker):
             rest, message = total, Message(x * 0.0, 0.0)
         data = self._post.encode(message.x)
         messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
-        self._exchanges.offer(self._opened_number(), number * STAGES + GOSSIP, messages, message.w)
+        self._exchanges.offer(self._registered_number(), number * STAGES + GOSSIP, messages, message.w)
         return rest
 
     def _lacks(self, number: int) -> bool:
@@ -328,6 +328,6 @@ class HierarchicalWorker(GossipWorker):
         part = push_sum.divided(total, len(step.contributed))
         data = self._post.encode(part.x)
         messages = [OutgoingMessage(place, data) for place in sorted(step.contributed) if place != self._place]
-        self._exchanges.offer(self._opened_number(), number * STAGES + ALL_GATHER, messages, part.w)
+        self._exchanges.offer(self._registered_number(), number * STAGES + ALL_GATHER, messages, part.w)
         if self._place in step.contributed:
             self._add_result(number, self._own, part)

@@ -215,10 +215,10 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
             value = value or None  # 0 says the same
         if not isinstance(value, str | int | None) or value != NOT_GIVEN[name]:
             raise ValueError(NO_USE[name].format(algorithm))
-    if compression == "int8" and kind.pairs:
+    if compression not in kind.compressions:
         raise ValueError(
-            f"int8 sends differences to what a neighbour knows already, and {algorithm} has no fixed neighbours: take "
-            f"fp16 or bf16, or another algorithm"
+            f"{compression} sends differences to what a neighbour knows already, and {algorithm} has no fixed "
+            f"neighbours: take fp16 or bf16, or another algorithm"
         )
     if given["hierarchical"] and (compression != "none" or given["average_every"]):
         raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")

@@ -86,7 +86,7 @@ class PushSumWorker(GossipWorker):
         return push_sum.model(state)
 
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
-        return self._sender.offer(self._opened_number(), step, self._base + step, x, weight)
+        return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
 
     def _send(self, step: int, x: Vector, state: State) -> State:
         sent = self._offer(step, x, state.w)
@@ -135,7 +135,7 @@ class PushSumWorker(GossipWorker):
 
     def _average(self, state: State) -> State:
         """Return the mean of x and w over the ranks that have not finished."""
-        index = self._averages.contribute(self._opened_number(), state.x, state.w)
+        index = self._averages.contribute(self._registered_number(), state.x, state.w)
         self._await(lambda: self._averages.is_complete(index))
         self._averagings += 1
         return State(*self._averages.result(index))
@@ -215,4 +215,4 @@ class PushSumWorker(GossipWorker):
         with self.engine.changed:
             waits = bool(self._receive_buffer.missing())
         if waits:
-            self.engine.send(WaitingForMessage(self._opened_number(), self._exchanges.completed))
+            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.completed))

@@ -144,7 +144,7 @@ class LeaderOptions:
         check_one_of("algorithm", self.algorithm, ALGORITHMS)
         algorithm, described = ALGORITHMS[self.algorithm], options_of(LeaderOptions)
         defaults = algorithm.options
-        stray = [name for name in ALL if getattr(self, name) is not None and name not in defaults]
+        stray = [name for name in OWN_OPTIONS if getattr(self, name) is not None and name not in defaults]
         if stray:
             raise ValueError(
                 f"{', '.join(stray)}: {self.algorithm} has no use for it; leave it out, or take another algorithm"
@@ -224,5 +224,5 @@ ALGORITHMS: Mapping[str, LeaderAlgorithm] = {
     ),
 }
 """By name. ``local_period`` None is a quarter of ``global_period``, ``alpha`` None is ``beta`` / P."""
-ALL = {name: None for algorithm in ALGORITHMS.values() for name in algorithm.options}
-"""The options that some algorithm has and others do not, in order."""
+OWN_OPTIONS = tuple(dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.options))
+"""Options that algorithms of the family have of their own, in order."""

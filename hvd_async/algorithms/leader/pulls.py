@@ -319,7 +319,7 @@ class PullExecutor:
         return float(2 * (ranks - 1) / ranks * total.nbytes)
 
     def _places(self, command: StartPull) -> Sequence[int]:
-        """Return the places of the pull's ranks among the ranks."""
+        """Return the positions of the pull's ranks in the rank group."""
         return range(self._rank_group.size) if command.group == ALL_RANKS else self._config.groups[command.group]
 
     def _apply(self, command: StartPull, snapshot: Vector, result: Vector) -> None:

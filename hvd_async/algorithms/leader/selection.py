@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Strength: TypeAlias = "float | Callable[[int], float]"
@@ -86,14 +87,14 @@ class Strengths:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Strengths:
         """Return them by the options' names; an algorithm's own are attributes beside those that are known here."""
-        own = [(name, Any, field(default=None)) for name in given if not hasattr(cls, name)]
-        kind: Any = make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
+        own = [(name, Any, dataclasses.field(default=None)) for name in given if not hasattr(cls, name)]
+        kind: Any = dataclasses.make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
         strengths: Strengths = kind(**given)
         return strengths
 
     def at(self, step: int) -> dict[str, float]:
-        """Return all by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
-        return {name: value_at(value, step) for name, value in vars(self).items()}
+        """Return those of all algorithms by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
+        return {field.name: value_at(getattr(self, field.name), step) for field in dataclasses.fields(Strengths)}
 
 
 def lr_factor(kind: str, place: int) -> float:

@@ -133,7 +133,7 @@ class LeaderWorker(Worker):
             ValueError: a leader has to be chosen, and this rank has never recorded a loss; or a strength is not in
                 [0, 1).
         """
-        self._opened_number()
+        self._registered_number()
         self._check_drained()
         if self.executor.commanded:
             self._check_loss()
@@ -190,7 +190,7 @@ class LeaderWorker(Worker):
             self.executor.record.add_distance(difference)
         self.executor.publish_weights(x, step)
         old = step - self._recorded > self._window  # a loss that is not sent again grows old at the coordinator
-        self.send(StepTaken(self._opened_number(), None if old else self._losses.mean))
+        self.send(StepTaken(self._registered_number(), None if old else self._losses.mean))
         return x
 
     # -- ends -------------------------------------------------------------------------------------------------
