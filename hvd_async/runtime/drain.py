@@ -46,8 +46,8 @@ class Participant(Protocol):
         """All was received: end the drain or cut."""
 
 
-class Optimizers(Protocol):
-    """The engine, as a drain sees it.
+class DrainingEngine(Protocol):
+    """The part of the engine that a drain uses.
 
     Attributes:
         asked: optimizers that other ranks have opened, and that this rank is asked for while it waits in a drain.
@@ -62,7 +62,7 @@ class Optimizers(Protocol):
         """Wait until ``ready()``."""
 
 
-def drain(engine: Optimizers, live: list[Participant], flush: bool, leaving: bool) -> None:
+def drain(engine: DrainingEngine, live: list[Participant], flush: bool, leaving: bool) -> None:
     """Drain (or, without ``flush``, cut) optimizers, and those that other ranks open meanwhile.
 
     Args:
