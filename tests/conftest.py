@@ -41,9 +41,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return JOBS if nodeid.startswith(JOBS) else str(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
+            # A worker that crashed leaves the units it has finished in the queue too. Whoever got one of these would
+            # have nothing to run or to report, and the session would never end.
+            for scope in [scope for scope, unit in self.workqueue.items() if all(unit.values())]:
+                del self.workqueue[scope]
             if JOBS in self.workqueue:
                 self.workqueue.move_to_end(JOBS)
-            super()._assign_work_unit(node)
+            if self.workqueue:
+                super()._assign_work_unit(node)
+            else:
+                node.shutdown()
 
     return Lanes(config, log)
 
