@@ -69,15 +69,12 @@ class EagerWorker(Worker):
         self._counters = Counters(wire.members or range(engine.size))
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters)
         # Training thread's:
-        self._steps = self._base = 0
-        """Steps in all, and round number minus step number: ends re-base step counters."""
-        self._handed: set[int] = set()
-        """Buckets of the step after this that have been handed over."""
+        self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
+        self._handed: set[int] = set()  # buckets of the step after this that have been handed over
         self.whole = Uninterrupted()
         self.version = 0
         self.ledger = GradientLedger(config.buckets)
-        self._settled_at = 0
-        """Steps at the last drain or cut."""
+        self._settled_at = 0  # steps at the last drain or cut
         self.mend: int | None = None
         """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
 
