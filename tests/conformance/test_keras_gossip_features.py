@@ -104,9 +104,8 @@ def test_backward_passes_are_added_up_into_a_step(graph, average):
         one.opt.drain()
         return [*path, one.opt.stats().steps, int(one.opt.iterations)]
 
-    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2") as caught:
+    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
         outcomes = Cluster(2).run(train)
-    assert {one.filename for one in caught} == {__file__}
     first, second = (-2.5, -9.5) if average else (-5.0, -19.0)  # both ranks' sums (or means), averaged
     assert outcomes == [[0.0, first, first, second, second, 2, 2]] * 2
 
