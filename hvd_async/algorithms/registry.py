@@ -27,4 +27,4 @@ FAMILIES = (
 ALGORITHMS: Mapping[str, Algorithm] = {**EAGER, **GOSSIP, **LEADER}
 """By name."""
 OPTIONS: Mapping[str, type[Any]] = {"eager": EagerOptions, "gossip": GossipOptions, "leader": LeaderOptions}
-"""What a user can set, by family: a dataclass each, of ``option.option`` fields."""
+"""Options that a user can set, by family: a dataclass each, of ``option.option`` fields."""

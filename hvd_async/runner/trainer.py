@@ -1,4 +1,4 @@
-"""What a framework's trainer supplies to the loop; rank 0's checkpoint read and sent to all, errors included."""
+"""The base of both frameworks' trainers; rank 0's checkpoint is read once and sent to all, or its error is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What following a leader must do in both bindings: groups, strengths, ends, what is refused. Framework-free."""
+"""Cases of following a leader for both bindings: groups, strengths, ends, refusals. Framework-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULES: dict[str, Following] = {
     "no-alpha": dataclasses.replace(ELASTIC, alpha=0.0, beta=0.5),
     "no-beta": dataclasses.replace(ELASTIC, alpha=0.7, beta=0.0),
 }
-"""Of four ranks."""
+"""Jobs of four ranks, by name."""
 
 
 def leads(rank: int, of: Following = PAIRS) -> Following:

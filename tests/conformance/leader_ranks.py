@@ -179,7 +179,7 @@ class LeaderRank(abc.ABC):
     # -- one interface ------------------------------------------------------------------------------------------
 
     def forward(self) -> Array:
-        """What a normed rank's next step makes the running mean, where the test gives none."""
+        """Return the running mean after a normed rank's next step, where the test gives none."""
         return self.statistics()[:2] + np.array([2.0**self.rank, 0.25 * (len(self.path) + 1)])
 
     def step(self, mean: Any = None) -> None:
@@ -207,7 +207,7 @@ class LeaderRank(abc.ABC):
         return self.weights().tobytes() + self.statistics().tobytes()
 
     def saved(self) -> tuple[dict[str, Any], Array, Array]:
-        """What a script would save: the optimizer's state, weights and statistics."""
+        """Return a script's checkpoint: the optimizer's state, weights and statistics."""
         return self.through_a_file(self.state()), self.weights(), self.statistics()
 
     def resume(self, saved: tuple[dict[str, Any], Array, Array], done: int = 0) -> Self:

@@ -66,7 +66,7 @@ def test_double_precision_is_pulled_in_double_precision():
 
 
 def test_several_steps_in_one_graph_are_pulled_in_order():
-    """As with ``steps_per_execution``; the gradients depend on nothing that would order them."""
+    """``steps_per_execution`` does so; the gradients depend on nothing that would order them."""
     following = Following("lsgd", several(2, 2), 1, 3, loss_window=NEVER_OLD)
     following = dataclasses.replace(following, told=lambda z, rank, step: float((step * 7 + rank * 3) % 5))
     problem = dataclasses.replace(KerasRank.least_squares(2), gradient=lambda z, rank, step: np.full(6, 1.0 + rank))

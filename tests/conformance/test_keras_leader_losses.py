@@ -163,7 +163,7 @@ def test_scale_loss_tells_it_as_in_keras_train_step(graph):
 
 @both_modes
 def test_a_step_that_overflows_is_none(graph):
-    """Of that rank; what it told counts with its next one."""
+    """Its losses count with its next step."""
 
     def train(rank: int) -> list[Any]:
         opt = alone(keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=16.0))
@@ -187,7 +187,7 @@ def test_a_step_that_overflows_is_none(graph):
 def fitted(
     optimizer: Any, batches: int, dtype: str = "float32", epochs: int = 1, **how: Any
 ) -> tuple[list[Event], float]:
-    """What came while a model was fitted, and the mean of the last epoch's losses."""
+    """Return the events while a model was fitted, and the mean of the last epoch's losses."""
     layers = [keras.Input((5, 5, 1)), keras.layers.Flatten(), keras.layers.Dense(3, dtype=dtype)]
     model = keras.Sequential(layers)
     model.set_weights([np.full(w.shape, 0.1, np.float32) for w in model.get_weights()])

@@ -102,7 +102,7 @@ def test_in_step_each_pull_averages_over_its_ranks_and_the_next_step_takes_it_up
 
 @WITH_GRAPH
 def test_statistics_that_are_not_finite_are_left_out(binding):
-    """Of a rank whose batch held NaN; where no rank's are finite each keeps its own."""
+    """A rank's batch held NaN; where no rank's statistics are finite each keeps its own."""
 
     def train(rank: int) -> list[list[float]]:
         one, path = normed(binding, 3, rank, EACH_STEP), []

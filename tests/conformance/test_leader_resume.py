@@ -196,7 +196,7 @@ KINDS: dict[str, Callable[[Any, int, int], LeaderRank]] = {
 
 
 def cut_states(binding: Any, kind: str, before: Any = None) -> list[Any]:
-    """What each of three ranks has saved after four steps, or more after a cut ``before``."""
+    """Return the states that three ranks save after four steps, or more after a cut ``before``."""
 
     def train(rank: int) -> Any:
         one = KINDS[kind](binding, 3, rank)

@@ -19,7 +19,7 @@ import types
 from typing import Any, NamedTuple
 
 RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_file_writer")
-"""What the runners import besides."""
+"""Modules that the runners import besides."""
 MODULES = {
     "torch": ("torch._dynamo", "horovod.torch", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
     "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
@@ -29,7 +29,7 @@ STACKS = 2.0
 
 
 class Rank(NamedTuple):
-    """What a forked process is to be."""
+    """The process that is to be forked."""
 
     command: list[str]
     environment: dict[str, str]

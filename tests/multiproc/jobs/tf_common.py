@@ -124,7 +124,7 @@ class LeastSquares:
         return values
 
     def saved(self) -> Any:
-        """What a script would save."""
+        """Return the content of a script's checkpoint."""
         return self.variable.numpy().copy(), self.optimizer.get_state()
 
     def load(self, saved: Any) -> None:

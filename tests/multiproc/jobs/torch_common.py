@@ -123,7 +123,7 @@ class LeastSquares:
         return values
 
     def saved(self) -> Any:
-        """What a script would save."""
+        """Return the content of a script's checkpoint."""
         return copy.deepcopy({"model": self.parameter.detach(), "optimizer": self.optimizer.state_dict()})
 
     def load(self, saved: Any) -> None:
