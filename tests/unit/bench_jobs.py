@@ -33,6 +33,7 @@ OPTIONS = {
     "time_to_accuracy": "--ranks 4 --fewer 0 --delay 0 0.1 --repetitions 2",
     "soak": "--arms solo,adpsgd,sgp --rounds 1000",
     "gpu": "--arms plain,horovod,all,solo,sgp,lsgd",
+    "profile": "--arms horovod,solo,dpsgd --steps 5 --repetitions 2",
 }
 """Of each case, a run in which all its figures, goals and remarks are there."""
 VARIANTS = {
@@ -96,6 +97,15 @@ def activation(block: Block, rank: int, size: int, well: bool) -> Own:
         "first": [float(i) for i in range(block["rounds"])],
         "received": [i + late * (1 + i / 100) for i in range(block["rounds"])],
     }
+
+
+def profile(block: Block, rank: int, size: int, well: bool) -> Own:
+    """A step's CPU: nothing but the training thread's under the plain optimizer."""
+    ms = {"plain": 4.0, "horovod": 20.0}.get(block["arm"], 15.0) + block["repetition"]
+    used = {"training": [ms, 3.0], "fresh pages": [1000.0, 0.0], "step": [2 * ms, 0.0]}
+    if block["arm"] not in ("plain", "horovod"):
+        used |= {"engine": [1.0 + rank, 12.0], "Horovod, framework": [5.0, 80.0], "ZeroMQ": [0.5, 3.0]}
+    return {"used": used, "copy_ms": 2.0}
 
 
 def memory(block: Block, rank: int, size: int, well: bool) -> Own:
@@ -253,6 +263,8 @@ ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "timed": timed,
     "accuracy": accuracy,
     "activation": activation,
+    "profile": profile,
+    "profile_keras": profile,
     "memory": memory,
     "sequence_lengths": sequence_lengths,
     "sequence_lengths_keras": sequence_lengths,

@@ -14,6 +14,7 @@ from . import (
     memory,
     network,
     no_stragglers,
+    profile,
     pull_cost,
     scaling,
     sequence_lengths,
@@ -27,7 +28,7 @@ from . import (
 
 _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
-    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, time_to_accuracy, soak, gpu),
+    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, time_to_accuracy, soak, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 """By name, in the order in which ``all`` runs them."""

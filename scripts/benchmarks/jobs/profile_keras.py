@@ -1,0 +1,79 @@
+"""The TensorFlow job of ``profile``: steps that compute next to nothing; ``horovod`` is plain allreduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_async.tensorflow as hvd
+from hvd_async.testing import stop_engine
+
+from ..support.arms import LEADERS, PLAIN, WARM_UP, gossip_of, quorum_of
+from .shared import keras_ranks
+from .shared.rank import Block, Job
+from .shared.thread_usage import PARAMETERS, copy_ms, used_by
+
+
+class Weights(keras.Model):
+    """A model that is nothing but its weights.
+
+    Args:
+        elements: of each.
+    """
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.parts = [self.add_weight(shape=(elements,), initializer="zeros") for _ in range(PARAMETERS)]
+
+    def call(self, factor: tf.Tensor) -> tf.Tensor:
+        """The sum of all, times a factor. (Of gradients known while a graph is made, TensorFlow would reduce none.)"""
+        return factor * tf.add_n([tf.reduce_sum(part) for part in self.parts])
+
+
+def optimizer_of(arm: str, model: Weights) -> Any:
+    """A plain SGD, wrapped as the arm says."""
+    plain = keras.optimizers.SGD(0.0)
+    gossip = gossip_of(arm)
+    if arm in (PLAIN, "horovod"):
+        return plain
+    if arm in LEADERS:
+        return hvd.LeaderOptimizer(plain, algorithm=arm, model=model)
+    if gossip is not None:
+        compression = getattr(hvd.Compression, gossip[1])
+        return hvd.GossipOptimizer(plain, algorithm=gossip[0], compression=compression, model=model)
+    return hvd.EagerOptimizer(plain, quorum=quorum_of(arm), model=model)
+
+
+def run_block(job: Job, block: Block) -> None:
+    """One arm."""
+    elements, arm = int(block["megabytes"] * 1e6 / 4 / PARAMETERS), block["arm"]
+    model = Weights(elements)
+    optimizer = optimizer_of(arm, model)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def train(factor: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = model(factor)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if arm in LEADERS:
+            optimizer.record_loss(loss)
+        if arm == "horovod":
+            gradients = keras_ranks.averaged(gradients)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    one = tf.ones([])
+    ours = arm not in (PLAIN, "horovod")
+    for _ in range(WARM_UP):
+        train(one)
+    job.barrier()
+    own = used_by(lambda: train(one), block["steps"])
+    if ours:
+        optimizer.drain()
+        stop_engine(optimizer)
+    flat = np.zeros(elements * PARAMETERS, np.float32)
+    there = np.zeros_like(flat)
+    job.record(block, {"used": own, "copy_ms": copy_ms(lambda: np.copyto(there, flat))})
