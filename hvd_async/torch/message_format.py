@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
-from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes
+from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes, rows_of
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch.streams import copy_to_host
 
@@ -52,12 +52,13 @@ def make_message_format(
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
         rank_group: the ranks that gossip.
-        parts: a message holds one of so many parts of a vector.
+        parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
     nbytes = encoded_bytes(part, kind.itemsize, compression)
     stride = row_bytes(nbytes)
+    rows = max(rows, (parts - 1) * rows_of(part, kind.itemsize, compression))
     nothing = torch.zeros(rows, stride, dtype=torch.uint8, device=device)
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
@@ -77,10 +78,13 @@ def make_message_format(
             return dequantize(data, part).to(kind)
         return data.view(HALVES.get(compression, kind)).to(kind)
 
+    def from_bytes(data: torch.Tensor) -> torch.Tensor:
+        return data[: part * kind.itemsize].view(kind)
+
     def has_room(data: torch.Tensor) -> bool:
         """Whether a row begins with these bytes, and its header's are nobody else's."""
-        own = parts == 1 or compression != "none"  # (else a part's memory is followed by the next part's)
-        return own and data.storage_offset() == 0 and data.untyped_storage().nbytes() == stride
+        # (not so with several parts: behind one lies the next)
+        return parts == 1 and data.storage_offset() == 0 and data.untyped_storage().nbytes() == stride
 
     def pack(messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
         if not messages:
@@ -89,8 +93,8 @@ def make_message_format(
             packed = messages[0][0].as_strided((1, stride), (stride, 1))
         else:
             packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
-            for row, (data, _) in zip(packed, messages, strict=False):
-                row[:nbytes].copy_(data)
+            for row, (data, _) in zip(packed[: len(messages)], messages, strict=True):
+                row[: len(data)].copy_(data)
         headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
         if device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
             headers = headers.pin_memory()
@@ -106,6 +110,8 @@ def make_message_format(
     return MessageFormat(
         encode=encode,
         decode=decode,
+        as_bytes=lambda vector: vector.view(torch.uint8),
+        from_bytes=from_bytes,
         pack=pack,
         unpack=unpack,
         nbytes=nbytes,
@@ -114,6 +120,7 @@ def make_message_format(
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),
         split=split,
+        concatenate=lambda pieces: torch.cat(list(pieces)),
         join=lambda pieces: torch.cat(list(pieces))[:elements],
         zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
         scalar=lambda value: torch.tensor([value], dtype=torch.float64),

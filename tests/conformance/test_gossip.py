@@ -45,6 +45,7 @@ def test_every_optimizer_works_on_biased_weights(binding, case):
         (3, NESTEROV, STAR | {"average_every": 3}),
         (6, MOMENTUM, STAR | {"hierarchical": 2}),
         (4, ADAM, RING | {"hierarchical": 2}),
+        (6, ADAM, STAR | {"hierarchical": 2, "average_every": 3}),
     ],
     ids=ranks.name,
 )
@@ -66,19 +67,22 @@ def test_every_algorithm(binding, size, case, options):
         (RING | {"compression": "int8"}, 2048 + 4),
         (LATE | {"compression": "int8"}, 2048 + 4),
         (PAIRS | {"compression": "bf16"}, 2 * 6),
+        (RING | {"compression": "fp16", "hierarchical": 2}, None),
+        (STAR | {"compression": "int8", "hierarchical": 2}, None),
     ],
     ids=ranks.name,
 )
 @both
 def test_compressed_messages_keep_the_mean(binding, options, nbytes):
-    """The sender keeps the part that is left out. Compression is given by name or by ``hvd.Compression``."""
+    """The sender keeps the part that is left out. Compression is given by name or by ``hvd.Compression``. Inside a host
+    messages travel as they are, so the mean number of bytes is none's."""
     problem, given = binding.problem(4, SGD), dict(options)
     if given["algorithm"] != "osgp":
         given["compression"] = getattr(binding.hvd.Compression, given["compression"])
     seen = ranks.run(binding, problem, STEPS, Cluster(4, jitter=0.001 * (options["algorithm"] == "osgp")), **given)
     ranks.check_mean(problem.start, seen)
     for own in seen:
-        assert own.stats.bytes_sent == own.stats.messages_sent * (nbytes + 16) > 0
+        assert nbytes in (None, own.stats.bytes_sent / own.stats.messages_sent - 16)
     exact = ranks.expected(problem, seen, options)
     off = max(np.abs(own.path[-1] - path[-1]).max() for own, path in zip(seen, exact.path, strict=True))
     assert 1e-6 < off < 0.05

@@ -72,8 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hierarchical": 3}, r"3 ranks a host do not divide 4 ranks into hosts of equal size"),
     ({"hierarchical": 0}, r"hierarchical=0: take True, False, or the number of ranks of a host"),
     ({"hierarchical": "host"}, r"take True, False, or the number"),
-    ({"hierarchical": 2, "compression": "bf16"}, r"compression and average_every are not built for it"),
-    ({"hierarchical": 2, "average_every": 2}, r"compression and average_every are not built for it"),
+    ({"hierarchical": 2, "algorithm": "adpsgd"}, r"does not go with adpsgd: take sgp, osgp or dpsgd"),
     # Horovod's
     ({"op": "Sum"}, r"gossip mixes weights, by averages; leave op out, or take hvd\.Average"),
     ({"op": "Adasum"}, r"leave op out"),
@@ -119,7 +118,7 @@ def test_what_has_no_meaning_or_horovods_is_accepted(binding):
             make(binding, topology=given)
         make(binding, mixing=[TURNING, TURNING.T])
         make(binding, algorithm="osgp", max_staleness=3, schedule={0: "allreduce", 4: "osgp"})
-        make(binding, compression="int8", hierarchical=1, schedule={0: "allreduce", 4: "sgp"})
+        make(binding, compression="int8", hierarchical=2, average_every=3, schedule={0: "allreduce", 4: "sgp"})
     with pytest.raises(NotInitializedError, match=r"call hvd.init\(\) first"):
         make(binding)
 

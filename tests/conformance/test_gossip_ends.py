@@ -43,7 +43,13 @@ def bits(rank: Rank) -> bytes:
 # -- uneven steps, cuts -----------------------------------------------------------------------------------------
 
 
-@by_options(LATE | {"compression": "int8"}, RING | {"compression": "fp16"}, LATE | {"hierarchical": 2}, PAIRS)
+@by_options(
+    LATE | {"compression": "int8"},
+    RING | {"compression": "fp16"},
+    LATE | {"hierarchical": 2},
+    LATE | {"hierarchical": 2, "compression": "int8", "average_every": 3},
+    PAIRS,
+)
 @both
 def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(binding, options):
     """Also one that had no batch at all."""

@@ -66,7 +66,13 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
 
 
 @pytest.mark.parametrize("steps", [(5, 5, 5), (3, 6, 4)], ids=["even", "uneven"])
-@by_options(STAR, RING | {"compression": "int8"}, STAR | {"hierarchical": 3}, STAR | {"average_every": 3})
+@by_options(
+    STAR,
+    RING | {"compression": "int8"},
+    STAR | {"hierarchical": 3},
+    STAR | {"average_every": 3},
+    STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
+)
 @both
 def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, steps):
     """Bit by bit, beside a job that made the cut and went on."""

@@ -74,6 +74,33 @@ def test_one_algorithm_after_the_other(binding):
     assert all(one.averagings > STEPS and len(one.waited_for) == 4 for one in stats)
 
 
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@both
+def test_hosts_switch_with_their_compression_and_averages(binding, compression):
+    """8-bit differences begin anew at the average of all ranks, so averages stay close to those of exact messages."""
+    chain: list[dict[str, Any]] = [
+        {"topology": "ring"},
+        {"algorithm": "dpsgd"},
+        {"algorithm": "adpsgd"},
+        {"algorithm": "sgp", "average_every": 0},
+    ]
+    if compression == "int8":  # (which adpsgd has not)
+        del chain[2]
+    hosts = {"topology": "ring", "hierarchical": 2}
+    settings = [hosts | {"average_every": 4}, hosts | {"algorithm": "dpsgd", "average_every": 4}, hosts]
+    if compression == "none":
+        settings.insert(2, {"algorithm": "adpsgd"})
+    problem, common = binding.problem(4, MOMENTUM), {"hierarchical": 2, "average_every": 4, "compression": compression}
+    parts = segments(binding, problem, [lambda opt, one=one: opt.switch(**one) for one in chain], **common)
+    if compression == "none":
+        check_segments(problem, parts, settings)
+    for options, seen in zip(settings, parts, strict=True):
+        outcome = ranks.expected(problem, seen, options)
+        drained = [own.drained for own in seen]
+        np.testing.assert_allclose(drained, np.tile(outcome.drained(), (4, 1)), rtol=0, atol=2e-3)
+        problem = problem.after(outcome)
+
+
 @both
 def test_a_schedule_and_peers_by_epoch(binding):
     problem, counts = binding.problem(5, MOMENTUM), list[int]()
@@ -157,9 +184,13 @@ def test_settings_that_cannot_be_change_nothing(binding):
     ("more", "settings"),
     [
         ({"hierarchical": 2}, [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 0, 3, 2)]),
+        (
+            {"hierarchical": 2, "average_every": 10},
+            [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 2)],
+        ),
         ({"average_every": 10}, [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 1), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 1)]),
     ],
-    ids=["hierarchical", "average_every"],
+    ids=["hierarchical", "both", "average_every"],
 )
 def test_each_algorithm_of_a_schedule_takes_what_is_its_own(more, settings):
     options = {"schedule": {0: "allreduce", 1: "dpsgd", 2: "adpsgd", 3: "osgp"}, "mixing": "metropolis", **more}

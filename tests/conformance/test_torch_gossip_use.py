@@ -246,7 +246,7 @@ def test_parameters_that_mixing_would_spoil(dtype):
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("elements", [1, 9, 2051])
-@pytest.mark.parametrize(("codec", "parts"), [("none", 2), ("fp16", 1), ("bf16", 1), ("int8", 1)])
+@pytest.mark.parametrize(("codec", "parts"), [("none", 2), ("fp16", 1), ("bf16", 2), ("int8", 1), ("int8", 3)])
 def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
     """Ties, zeros, and what half precision cannot hold among them; and vectors are added and split up as there."""
     values = np.random.default_rng(elements).normal(size=elements).astype(kind)
@@ -264,6 +264,9 @@ def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
         for received, end in (theirs.unpack(row.numpy()), ours.unpack(row)):
             assert (np.asarray(received).tobytes(), end) == (expected.tobytes(), header)
         np.testing.assert_array_equal(ours.decode(data).numpy(), theirs.decode(expected), strict=True)
+        whole, longer = ours.as_bytes(piece), ours.concatenate([ours.as_bytes(piece), data])
+        assert whole.numpy().tobytes() == theirs.as_bytes(other).tobytes()
+        assert ours.from_bytes(longer).numpy().tobytes() == other.tobytes()
     np.testing.assert_array_equal(ours.join(pieces).numpy(), values, strict=True)
     total = ours.add(torch.as_tensor(values.copy()), torch.as_tensor(values), -0.5)
     np.testing.assert_allclose(total.numpy(), theirs.add(values.copy(), values, -0.5), rtol=1e-7)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.gossip_table import COMPRESSED, STEPS, UNEVEN, Gossip, cases
+from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, Gossip, cases
 from launch import RunJob
 from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
@@ -26,7 +26,7 @@ EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, sett
 def each(*kinds: tuple[Gossip, ...]) -> Any:
     """Every setting with its cases of these kinds; without kinds those that must equal the reference."""
     chosen = [case for kind in kinds for case in kind]
-    others = (*COMPRESSED, *UNEVEN)
+    others = (*COMPRESSED, *HOSTS_COMPRESSED, *UNEVEN)
     picked = [(s, case) for s, case in EACH if (case in chosen if kinds else case not in others)]
     return pytest.mark.parametrize(
         ("setting", "case"), [pytest.param(s, case, id=f"{s}-{case.name}") for s, case in picked]
@@ -82,14 +82,22 @@ def test_every_algorithm_equals_the_reference(job: RunJob, setting: Setting, cas
     check_ends(ranks)
 
 
-@each(COMPRESSED)
+@each(COMPRESSED, HOSTS_COMPRESSED)
 def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) -> None:
     ranks = setting.case(job, case.name)
     check_ends(ranks)
     exact = reference.least_squares(len(ranks), CASE, setting.reference)
     plan = make_plan(len(ranks), **{**case.plan, "compression": "none"})
     if case.algorithm in ("sgp", "dpsgd"):
-        outcome = reference.gossip(exact, list(plan.matrices), STEPS, algorithm=case.algorithm)
+        config = plan.config
+        outcome = reference.gossip(
+            exact,
+            list(plan.matrices),
+            STEPS,
+            algorithm=case.algorithm,
+            average_every=config.average_every,
+            local_size=config.local_size,
+        )
         np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=0.02)
 
 

@@ -139,7 +139,7 @@ class GossipWorld(World):
         if rank.phase == 1 and late:
             self._offer(rank, rank.step)
         if rank.phase < 2 and config.average_every and rank.step % config.average_every == 0:
-            rank.outbox.append(AverageEntered(0, rank.step // config.average_every, 1.0 + rank.place))
+            rank.outbox.append(AverageEntered(0, rank.step // config.average_every, [1.0 + rank.place]))
             rank.phase = 2
             return
         if self._ahead:
@@ -290,7 +290,7 @@ class GossipWorld(World):
                 book.offers[rank.number].append(key)
             case PairRequested():
                 book.wants += [] if rank.number in book.wants else [rank.number]
-            case AverageEntered(_, _, weight):
+            case AverageEntered(_, _, [weight]):
                 book.inside[rank.number] = weight
             case ExchangeDone(_, number):
                 book.flight = None if book.flight == number else book.flight
@@ -303,10 +303,10 @@ class GossipWorld(World):
         match command:
             case StartExchange():
                 self._check_exchange(command, active, ending)
-            case StartAverage(_, index, ranks, weight):
+            case StartAverage(_, index, ranks, weights):
                 assert index == book.average + 1
                 assert set(ranks) == book.inside.keys() == active
-                assert weight == sum(book.inside.values())
+                assert weights == [sum(book.inside.values())]
                 book.average, book.inside = index, {}
             case RankFinished(_, number, step):
                 assert number in book.done.keys() - book.announced

@@ -85,7 +85,7 @@ class GossipLedger:
                 self.starved[rank] = seen
             case PairRequested():
                 self.wants.setdefault(rank, now)
-            case AverageEntered(_, _, weight):
+            case AverageEntered(_, _, [weight]):
                 self.inside[rank] = weight
             case ExchangeDone(_, number):
                 if self._flight is not None and self._flight[0] == number:
@@ -230,7 +230,7 @@ class GossipLedger:
         self.average += 1
         assert average.index == self.average
         assert set(average.ranks) == self.active() == self.inside.keys()
-        assert average.weight == sum(self.inside.values())
+        assert average.weights == [sum(self.inside.values())]
         self.inside.clear()
 
     def _check_retired(self, retired: RankFinished) -> None:

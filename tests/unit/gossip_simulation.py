@@ -164,7 +164,7 @@ class Simulation:
                 self._offer(rank, end, step)
         if self.config.average_every and step % self.config.average_every == 0:
             number = step // self.config.average_every
-            rank.outbox.append(AverageEntered(0, number, 1.0 + rank.index))
+            rank.outbox.append(AverageEntered(0, number, [1.0 + rank.index]))
             yield from self._until(rank, lambda: number in rank.averages)
         if self.ahead:
             self._offer(rank, end, step + 1)
@@ -352,7 +352,7 @@ class Simulation:
                 MessageQueued(0, 1),
                 NoMessage(0, 1),
                 PairRequested(0),
-                AverageEntered(0, 1, 1.0),
+                AverageEntered(0, 1, [1.0]),
                 ExchangeDone(0, 1),
                 Finished(0, [0]),
             ]
@@ -364,8 +364,8 @@ class Simulation:
             ExchangeDone(0, ledger.exchanges + 1),
             Finished(0, [10**6, 10**6]),
             Finished(0, []),
-            AverageEntered(0, ledger.average, 1.0),
-            AverageEntered(0, ledger.average + 2, 1.0),
+            AverageEntered(0, ledger.average, [1.0]),
+            AverageEntered(0, ledger.average + 2, [1.0]),
             *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
         ]
         if ledger.bases[number]:
@@ -377,10 +377,10 @@ class Simulation:
                 MessageQueued(0, 10**6),
                 NoMessage(0, 10**6),
                 PairRequested(0),
-                AverageEntered(0, ledger.average + 1, 1.0),
+                AverageEntered(0, ledger.average + 1, [1.0]),
             ]
         if number in ledger.done:
             moves.append(Finished(0, [10**6]))
         if number in ledger.inside:
-            moves += [AverageEntered(0, ledger.average + 1, 1.0), Finished(0, [10**6])]
+            moves += [AverageEntered(0, ledger.average + 1, [1.0]), Finished(0, [10**6])]
         return moves

@@ -147,7 +147,7 @@ def test_messages_of_hosts_go_as_they_come():
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
-    assert machine.handle(2, AverageEntered(7, 1, 1.0), 10.2) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.handle(2, AverageEntered(7, 1, [1.0]), 10.2) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
 
 
 def test_a_rank_sends_one_message_an_exchange_in_its_order():
@@ -285,22 +285,26 @@ def test_leaves_of_a_star_take_turns():
 
 def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
     machine = opened()
-    assert play(machine, (0.0, 2, AverageEntered(7, 1, 0.5)), (0.0, 0, AverageEntered(7, 1, 1.0))) == [[], []]
+    assert play(machine, (0.0, 2, AverageEntered(7, 1, [0.5])), (0.0, 0, AverageEntered(7, 1, [1.0]))) == [[], []]
     assert machine.blocked_on() == ("average 1 over all ranks", {1})
-    assert machine.handle(1, AverageEntered(7, 1, 1.5), 0.0) == [StartAverage(7, 1, [0, 1, 2], 3.0)]
+    assert machine.handle(1, AverageEntered(7, 1, [1.5]), 0.0) == [StartAverage(7, 1, [0, 1, 2], [3.0])]
     assert machine.blocked_on() is None
-    assert play(machine, (0.0, 2, AverageEntered(7, 2, 1.0)), (0.0, 0, AverageEntered(7, 2, 0.25))) == [[], []]
-    assert machine.handle(1, Finished(7, [1]), 0.0) == [RankFinished(7, 1, 1), StartAverage(7, 2, [0, 2], 1.25)]
+    assert play(machine, (0.0, 2, AverageEntered(7, 2, [1.0])), (0.0, 0, AverageEntered(7, 2, [0.25]))) == [[], []]
+    assert machine.handle(1, Finished(7, [1]), 0.0) == [RankFinished(7, 1, 1), StartAverage(7, 2, [0, 2], [1.25])]
     play(machine, (0.0, 0, Finished(7, [2])), (0.0, 2, Finished(7, [2])))
-    assert play(machine, *((0.0, rank, AverageEntered(7, 1, 1.0)) for rank in range(3)))[2] == [
-        StartAverage(7, 1, [0, 1, 2], 3.0)
+    assert play(machine, *((0.0, rank, AverageEntered(7, 1, [1.0])) for rank in range(3)))[2] == [
+        StartAverage(7, 1, [0, 1, 2], [3.0])
     ]
 
 
 def test_an_average_needs_no_exchange_and_holds_none_up():
     machine = opened()
     assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(0, 1)])]
-    assert [len(c) for c in play(machine, *((0.0, rank, AverageEntered(7, 1, 1.0)) for rank in range(3)))] == [0, 0, 1]
+    assert [len(c) for c in play(machine, *((0.0, rank, AverageEntered(7, 1, [1.0])) for rank in range(3)))] == [
+        0,
+        0,
+        1,
+    ]
 
 
 # -- illegal --------------------------------------------------------------------------------------------------
@@ -318,14 +322,15 @@ ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
     "offered after done": ("sgp", [Finished(7, [0])], MessageQueued(7, 1), "although it is done"),
     "wanted in SGP": ("sgp", [], PairRequested(7), "which only AD-PSGD does"),
     "wanted after done": ("adpsgd", [Finished(7, [0])], PairRequested(7), "although it is done"),
-    "averaged again": ("sgp", [AverageEntered(7, 1, 1.0)], AverageEntered(7, 1, 1.0), "average 1 again"),
-    "averaged too early": ("sgp", [], AverageEntered(7, 2, 1.0), "average 2 again, late, or after 0"),
-    "averaged before the first": ("sgp", [], AverageEntered(7, 0, 1.0), "average 0"),
-    "averaged after done": ("sgp", [Finished(7, [0])], AverageEntered(7, 1, 1.0), "although it is done"),
+    "averaged again": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 1, [1.0]), "average 1 again"),
+    "averaged too early": ("sgp", [], AverageEntered(7, 2, [1.0]), "average 2 again, late, or after 0"),
+    "averaged by parts": ("sgp", [], AverageEntered(7, 1, [1.0, 1.0]), "with 2 weights, and has 1"),
+    "averaged before the first": ("sgp", [], AverageEntered(7, 0, [1.0]), "average 0"),
+    "averaged after done": ("sgp", [Finished(7, [0])], AverageEntered(7, 1, [1.0]), "although it is done"),
     "landed what did not go": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 2), "saw exchange 2 land, of 1"),
     "landed number 0": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 0), "saw exchange 0 land"),
     "done twice": ("sgp", [Finished(7, [0])], Finished(7, [0]), "although it is done"),
-    "done in an average": ("sgp", [AverageEntered(7, 1, 1.0)], Finished(7, [1]), "although it waits for an average"),
+    "done in an average": ("sgp", [AverageEntered(7, 1, [1.0])], Finished(7, [1]), "although it waits for an average"),
     "done with no count": ("sgp", [], Finished(7, []), "has produced"),
     "done with two counts": ("sgp", [], Finished(7, [1, 1]), "has produced"),
 }
@@ -348,7 +353,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
     state = snapshot(machine)
     for rank, hint in ((0, "before all ranks had opened"), (2, "before it opened"), (1, "does not share")):
-        for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, 1.0)):
+        for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, [1.0])):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     with pytest.raises(ProtocolError, match="of 0"):

@@ -179,6 +179,21 @@ def test_all_packets_of_a_post_have_one_shape(codec):
     assert post.pack([]) is empty
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_of_a_host_travel_as_they_are_in_several_rows(codec, elements, kind):
+    """At once to the 2 other ranks of a host, whatever is behind the last one's end."""
+    post, values = make_message_format(elements, kind, codec, 1, parts=3), vector(elements, kind)
+    for part in post.split(values):
+        data, step = post.as_bytes(part), max(1, post.nbytes)
+        pieces = [data[at : at + step] for at in range(0, max(1, len(data)), step)]
+        assert 2 * len(pieces) == post.rows
+        rows = post.pack([(piece, HEADER.pack(1, 1.0)) for piece in pieces] * 2)
+        received = post.concatenate([post.unpack(row)[0] for row in rows[: len(pieces)]])
+        assert post.from_bytes(received).tobytes() == part.tobytes()
+
+
 def test_a_lossless_message_is_the_vector_itself():
     post, one = make_message_format(9, np.float64, "none", 1), vector(9, np.float64)
     assert post.lossless

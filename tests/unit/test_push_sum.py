@@ -30,19 +30,19 @@ def add_in_place(x: np.ndarray, y: np.ndarray, a: float) -> np.ndarray:
 
 
 def test_a_step_by_hand():
-    state, message = push_sum.send(State(8.0, 1.0), 8.0, 0.25, add)
-    assert (state, message) == (State(6.0, 0.75), Message(8.0, 1.0))
+    state = push_sum.without(State(8.0, 1.0), Sent(Message(8.0, 1.0), 0.25), add)
+    assert state == State(6.0, 0.75)
     state = push_sum.receive(state, [(Message(4.0, 0.5), 0.5), (Message(2.0, 2.0), 0.25)], add)
     assert state == State(6.0 + 2.0 + 0.5, 0.75 + 0.25 + 0.5)
     assert push_sum.model(state) == pytest.approx(8.5 / 1.5)
     assert push_sum.biased(3.0, 0.5) == State(1.5, 0.5)
     assert push_sum.divided(State(3.0, 1.5), 3) == State(1.0, 0.5)
-    assert push_sum.weighted(Message(4.0, 2.0), 0.25) == Message(1.0, 0.5)
 
 
 @given(FLOATS, WEIGHTS, FLOATS, WEIGHTS, PARTS)
 def test_a_share_that_is_sent_and_received_changes_no_sum(x, w, other_x, other_w, p):
-    one, message = push_sum.send(State(x, w), x, p, add)
+    message = Message(x, w)
+    one = push_sum.without(State(x, w), Sent(message, p), add)
     other = push_sum.receive(State(other_x, other_w), [(message, p)], add)
     assert one.x + other.x == pytest.approx(x + other_x, rel=1e-12, abs=1e-9)
     assert one.w + other.w == pytest.approx(w + other_w)

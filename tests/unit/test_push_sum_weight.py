@@ -213,6 +213,12 @@ def test_copies_of_the_weights_that_8_bits_keep(name, size, copies):
     assert make_plan(size, "sgp", name, compression="int8").copies == copies
 
 
+@pytest.mark.parametrize(("name", "copies"), [("exponential", 3), ("ring", 2), ("complete", 8)])
+def test_a_rank_of_a_host_keeps_copies_of_its_part_one_for_each_edge(name, copies):
+    """1 + 8, 1 + 4 and 1 + 30 parts of 4 at 16 hosts."""
+    assert make_plan(64, "sgp", name, compression="int8", local_size=4).copies == copies
+
+
 def test_too_many_copies_are_refused():
     with pytest.raises(ValueError, match=r"int8 on topology 'linear' keeps 33 copies .*take 'exponential'"):
         make_plan(17, "sgp", "linear", compression="int8")

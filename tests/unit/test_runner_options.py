@@ -114,6 +114,16 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
     assert (options.quorum, options.by_rounds, options.gossips, options.follows) == (None, False, True, False)
 
 
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd"])
+@pytest.mark.parametrize("flag", ["--hierarchical", "--hierarchical-gossip"])
+def test_hosts_gossip_compressed_and_average_all_ranks(algorithm, flag):
+    line = ["--algorithm", algorithm, flag, "--compression", "int8", "--average-every", "10"]
+    for framework in ("torch", "tensorflow"):
+        options = parse(framework, line)
+        assert options.own == GossipOptions(algorithm=algorithm, hierarchical=True, average_every=10)
+        assert options.compression == "int8"
+
+
 def test_every_flag_of_leaders_reaches_the_optimizer():
     line = (
         "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "

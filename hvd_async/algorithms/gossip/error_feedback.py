@@ -1,7 +1,9 @@
 """CHOCO-SGD error feedback (Koloskova et al., ICML 2019, Algorithm 2): messages are differences to estimates.
 
-For each edge both ends keep the same estimate of the sender's weights and add each message to it, as the receiver
-decodes it: what compression leaves out is part of the next difference.
+For each edge both ends keep the same estimate c of the sender's weights x and add each message to it, as the receiver
+decodes it: what compression Q leaves out is part of the next difference.
+
+    c <- c + Q(x - c);   the receiver mixes in c
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.runtime.interfaces import Vector
 
 SHARED = "everywhere"
-"""The estimate that all ranks have: the weights they began with, or those of the last drain."""
+"""The name of the estimate that all ranks have: the weights they began with, or those of the last drain."""
 
 
 class SavedState(NamedTuple):
@@ -31,17 +33,19 @@ class ErrorFeedback:
     Args:
         post: the format of messages.
         graph: estimates of another graph's edges are not used.
+        parts: a message holds one of so many parts of the weights, of which this rank has estimates.
     """
 
-    def __init__(self, post: MessageFormat, graph: str) -> None:
-        self._post, self._graph = post, graph
+    def __init__(self, post: MessageFormat, graph: str, parts: int = 1) -> None:
+        self._post, self._graph = post, graph if parts == 1 else f"{graph} of hosts with {parts} ranks"
+        self._shared = SHARED if parts == 1 else self._name(SHARED)  # (parts are of no use for whole vectors)
         self._copies: dict[str, Vector] = {}
 
     def begin(self, weights: Vector) -> None:
         """Start from these weights as the only estimate, the same on all ranks."""
         self._copies.clear()
         if self._post.differences:
-            self._copies[SHARED] = weights + 0
+            self._copies[self._shared] = weights + 0
 
     @property
     def begun(self) -> bool:
@@ -51,7 +55,7 @@ class ErrorFeedback:
     def forget_edges(self) -> None:
         """Go on from the estimate that all ranks have."""
         if self._copies:
-            self._copies = {SHARED: self._copies[SHARED]}
+            self._copies = {self._shared: self._copies[self._shared]}
 
     def encode(self, edge: str, vector: Vector) -> tuple[Vector, Vector]:
         """Return the bytes to send over an edge, and the vector that the receiver decodes."""
@@ -69,7 +73,7 @@ class ErrorFeedback:
 
     def _known(self, edge: str) -> Vector:
         name = self._name(edge)
-        return self._copies[name] if name in self._copies else self._copies[SHARED]
+        return self._copies[name] if name in self._copies else self._copies[self._shared]
 
     def _add(self, edge: str, known: Vector, data: Vector) -> Vector:
         copy = self._copies[self._name(edge)] = known + self._post.decode(data)
@@ -86,5 +90,5 @@ class ErrorFeedback:
 
     def restore(self, copies: dict[str, Vector]) -> None:
         """Take back the estimates that ``kept`` gave, of this graph only."""
-        here = (SHARED, self._name(""))
+        here = (self._shared, self._name(""))
         self._copies = {name: copy for name, copy in copies.items() if name.startswith(here)}

@@ -11,10 +11,10 @@ from hvd_async.runtime.interfaces import Vector
 
 
 class _Summed(NamedTuple):
-    """A completed average: the sum of x over so many ranks, and that of their push-sum weights."""
+    """A completed average: the sum of x over so many ranks, and those of their push-sum weights."""
 
     x: Vector
-    weight: float
+    weights: list[float]
     ranks: int
 
 
@@ -34,14 +34,14 @@ class GlobalAverages:
         self._index = 0
         """Averages since the last drain or cut."""
 
-    def contribute(self, optimizer: int, x: Vector, weight: float) -> int:
+    def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
         """Join the next average with x, which is given away; return its number (training thread, as the rest)."""
         self._index += 1
         index = self._index
 
         def send() -> None:
             self._contributed[index] = x
-            self._engine.send(AverageEntered(optimizer, index, weight))
+            self._engine.send(AverageEntered(optimizer, index, weights))
 
         self._engine.call_soon(send)
         return index
@@ -50,10 +50,10 @@ class GlobalAverages:
         """Return whether ``result`` is available."""
         return index in self._sums
 
-    def result(self, index: int) -> tuple[Vector, float]:
+    def result(self, index: int) -> tuple[Vector, list[float]]:
         """Return the mean of x, and of the push-sum weights."""
         total = self._sums.pop(index)
-        return total.x * (1.0 / total.ranks), total.weight / total.ranks
+        return total.x * (1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
 
     def restart(self) -> None:
         """Count from 1 again."""
@@ -69,7 +69,7 @@ class GlobalAverages:
         def on_complete(total: Vector) -> None:
             with self._engine.changed:
                 if own is not None:
-                    self._sums[command.index] = _Summed(total, command.weight, len(command.ranks))
+                    self._sums[command.index] = _Summed(total, command.weights, len(command.ranks))
 
         self._engine.submit(
             lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),

@@ -4,7 +4,19 @@ A step is a reduce-scatter within the host, gossip of each shard between hosts, 
 rank owns a shard of the weights. Every rank sends the owners their shards; an owner adds them up and gossips the host's
 sum of its shard with the owners of that shard on other hosts; it sends the result, divided by their number, back to the
 ranks. So one host sends the weights once to each of its neighbours, over the connections of all its ranks. Engines do
-the second and third stage, whatever their training thread does.
+the second and third stage, whatever their training thread does. With x_r rank r's biased weights after its update, n
+the ranks of a host h, and p the hosts' mixing matrix, for each shard:
+
+    X_h <- sum_r x_r,  W_h <- sum_r w_r                  reduce-scatter
+    X_h <- X_h - sum_g p_gh M_gh + sum_g p_hg M_hg       gossip, M_gh what host g decodes of X_h (D-PSGD: n times the
+    W_h <- W_h - sum_g p_gh W_h + sum_g p_hg W_g         x_r from before the update); w likewise
+    x_r <- X_h / n,  w_r <- W_h / n                      all-gather
+    x_r <- mean of x, w_r <- mean of w over all ranks    each ``average_every`` steps (Gossip-PGA)
+
+Inside a host shards travel as they are. Between hosts they are compressed, and what compression leaves out stays with
+the sender. With 8 bits M is CHOCO-SGD's estimate (``error_feedback``), one for each shard and edge at either end. Both
+have seen the same messages in one order, so estimates outlive drains and cuts, also where a rank's optimizer is
+deleted and its engine, which knows no drained weights, goes on with its shard.
 
 A shard has a push-sum weight of its own: its owner may have received a message that the owner of another shard has
 not, or have left out an edge to a host that has finished. All messages carry x and w alike (``push_sum``), so their
@@ -13,17 +25,19 @@ sums over ranks never change here either.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.algorithms.gossip import push_sum
 from hvd_async.algorithms.gossip.base import GossipWorker
-from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
+from hvd_async.algorithms.gossip.global_average import GlobalAverages
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import RankFinished
+from hvd_async.algorithms.gossip.messages import RankFinished, StartAverage
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.push_sum import Message, State
+from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
+from hvd_async.algorithms.gossip.receive_buffer import ReceivedMessage
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -53,6 +67,9 @@ class HierarchicalWorker(GossipWorker):
         size = plan.config.local_size
         self._host, self._own = divmod(self._place, size)
         self._locals = range(self._host * size, (self._host + 1) * size)
+        self._averages = GlobalAverages(engine, post)
+        self._known = ErrorFeedback(post, plan.config.graph, size)
+        """Of this rank's shard."""
         self._weights = [1.0] * size
         """Push-sum weights of the shards; ``weight`` is their mean."""
         self._excess: Vector | None = None
@@ -67,10 +84,17 @@ class HierarchicalWorker(GossipWorker):
         """The last step whose result was sent back."""
         self._had: set[tuple[int, int]] = set()
         """Messages added before the step that waits for them: (host, its step)."""
+        self._leftover: list[tuple[Message, float]] = []
+        """Messages, with their edges' weights, that no step before the last end has added: the first one does."""
         self._parts: dict[int, dict[int, State]] = {}
         """Results received, by step and owner."""
         self._ended: Drained[Any] | None = None
         """An end that this rank, whose optimizer is deleted, has to complete by itself."""
+
+    def begin(self, weights: Vector) -> None:
+        if self._post.differences and not self._known.begun:  # weights of an earlier run's cut are each rank's own
+            shards = self._post.split(self._post.zeros() if self._restored else weights)
+            self._known.begin(shards[self._own] * float(len(shards)))
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
@@ -80,7 +104,7 @@ class HierarchicalWorker(GossipWorker):
         parts = self._post.split(self._with_excess(after))
         own_before = self._post.split(self._with_excess(before))[self._own] if self.wants_before else None
         messages = [
-            OutgoingMessage(to, self._post.encode(parts[part]), weights[part])
+            OutgoingMessage(to, self._post.as_bytes(parts[part]), weights[part])
             for part, to in enumerate(self._locals)
             if to != self._place
         ]
@@ -92,8 +116,19 @@ class HierarchicalWorker(GossipWorker):
 
         self.engine.call_soon(submit)
         self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
-        shards = self._parts.pop(step)
-        return self._gathered([shards[part] for part in range(len(self._locals))])
+        shards = [shard for _, shard in sorted(self._parts.pop(step).items())]
+        if self.plan.averages(self._base + step):
+            shards = self._average(shards)
+        return self._gathered(shards)
+
+    def _average(self, shards: list[State]) -> list[State]:
+        """Return the mean of x and w over the ranks that have not finished."""
+        x = self._post.join([shard.x for shard in shards])
+        index = self._averages.contribute(self._registered_number(), x, [shard.w for shard in shards])
+        self._await(lambda: self._averages.is_complete(index))
+        self._averagings += 1
+        x, weights = self._averages.result(index)
+        return list(map(State, self._post.split(x), weights))
 
     def _with_excess(self, x: Vector) -> Vector:
         return x if self._excess is None else self._post.add(x, self._excess, 1.0)
@@ -114,7 +149,7 @@ class HierarchicalWorker(GossipWorker):
         self._count_anew()
         self._together = flush
         if not flush:
-            self._split_up = bool(self._receive_buffer.received) or self._excess is not None
+            self._split_up = bool(self._leftover) or self._excess is not None
             return weights
         x = self._with_leftover(weights * self._weight, keep=False)
         self._excess = None
@@ -123,11 +158,8 @@ class HierarchicalWorker(GossipWorker):
         return z
 
     def _count_anew(self) -> None:
-        with self.engine.changed:  # messages that wait belong to no later step: the first one takes them
-            self._receive_buffer.received = {
-                (host, -i): self._receive_buffer.received[host, step]
-                for i, (host, step) in enumerate(sorted(self._receive_buffer.received))
-            }
+        with self.engine.changed:  # messages that wait belong to no later step
+            self._leftover += self._decoded(self._receive_buffer.take(None))
             self._steps.clear()
             self._had.clear()
             self._mixed = 0
@@ -150,12 +182,12 @@ class HierarchicalWorker(GossipWorker):
         self._count_anew()
         self._base = 0 if ended.flushed else self._base + self._longest
         if ended.flushed:
-            with self.engine.changed:
-                self._receive_buffer.received.clear()
+            self._leftover.clear()
         self._neighbour_stopped = False
         self._exchanges.resume()
 
     def _restart(self) -> None:
+        self._averages.restart()
         self._neighbour_stopped = False
         super()._restart()
 
@@ -168,18 +200,14 @@ class HierarchicalWorker(GossipWorker):
 
     def _with_leftover(self, x: Vector, keep: bool) -> Vector:
         """Return x with messages of other hosts that no step took added to this rank's shard."""
-        with self.engine.changed:
-            leftover = [self._receive_buffer.received[key] for key in sorted(self._receive_buffer.received)]
-            if not keep:
-                self._receive_buffer.received.clear()
-        x = self._with_excess(x)
+        leftover, x = self._leftover, self._with_excess(x)
+        if not keep:
+            self._leftover = []
         if not leftover:
             return x
         parts = self._post.split(x)
-        for weight, part in leftover:
-            parts[self._own] = self._post.add(parts[self._own], part, 1.0)
-            self._weight += weight / len(parts)
-        self._taken += 0 if keep else len(leftover)
+        parts[self._own], weight = push_sum.receive(State(parts[self._own], 0.0), leftover, self._post.add)
+        self._weight += weight / len(parts)
         return self._post.join(parts)
 
     def saved_state(self) -> SavedState | None:
@@ -196,7 +224,11 @@ class HierarchicalWorker(GossipWorker):
             )
         return super().saved_state()
 
+    def _estimates(self) -> dict[str, Vector]:
+        return self._known.saved_state()
+
     def restore(self, kept: SavedState) -> None:
+        self._known.restore(kept.copies)
         super().restore(kept)
         self._weights = [self._weight] * len(self._locals)
 
@@ -206,6 +238,8 @@ class HierarchicalWorker(GossipWorker):
         """Carry out a command."""
         super().on_command(command)
         match command:
+            case StartAverage():
+                self._averages.submit(command)
             case RankFinished():
                 self._progress()
             case Drained() if self.deleted:
@@ -218,20 +252,25 @@ class HierarchicalWorker(GossipWorker):
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         step, stage = divmod(key, STAGES)
-        x = self._post.decode(data)
-        self._taken += stage != GOSSIP
-        if stage == REDUCE_SCATTER:
-            self._contribute(step, sender, State(x, weight))
-        elif stage == ALL_GATHER:
-            self._add_result(step, sender - self._locals[0], State(x, weight))
-        else:
-            host = sender // len(self._locals)
+        if stage == GOSSIP:
             self._neighbour_stopped |= weight == 0.0
-            p = dict(self._into(self._host, step))[host]
-            with self.engine.changed:
-                share = push_sum.weighted(Message(x, weight), p)
-                self._receive_buffer.received[host, step] = (share.w, share.x)
+            self._receive_buffer.deliver(sender // len(self._locals), step, weight, data)
             self._progress()
+            return
+        self._taken += 1
+        shard = State(self._post.from_bytes(data), weight)
+        if stage == REDUCE_SCATTER:
+            self._contribute(step, sender, shard)
+        else:
+            self._add_result(step, sender - self._locals[0], shard)
+
+    def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
+        """Yield each message of another host that carries something, decoded, with its edge's weight."""
+        for host, step, weight, data in messages:
+            self._taken += 1
+            if weight:
+                x = self._known.decode(f"from {host}", data)
+                yield Message(x, weight), dict(self._into(self._host, step))[host]
 
     def _at(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())
@@ -286,20 +325,33 @@ class HierarchicalWorker(GossipWorker):
         ]
         ranks = 1 + len(others)
         if step.before is None or any(shard.w != first.w for shard in others):  # the owner has finished; or after a cut
-            x = total.x + 0
+            x = total.x + 0 if self._post.lossless else total.x
         else:
             x = step.before * float(ranks)
-        p = sum(p for _, p in receivers)
         senders = self.plan.senders(self._host)
         gets_less = self._neighbour_stopped or not all(self._goes_on(host, number) for host in senders)
-        if push_sum.may_send(total.w, gets_less, ranks):
-            rest, message = push_sum.send(total, x, p, self._post.add) if p else (total, Message(x, total.w))
+        weight, sent = total.w, list[Sent]()
+        if push_sum.may_send(weight, gets_less, ranks):
+            messages, sent = self._shares(x, weight, receivers)
         else:
-            rest, message = total, Message(x * 0.0, 0.0)
-        data = self._post.encode(message.x)
-        messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
-        self._exchanges.offer(self._registered_number(), number * STAGES + GOSSIP, messages, message.w)
-        return rest
+            weight, data = 0.0, self._post.encode(x * 0.0)
+            messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
+        self._exchanges.offer(self._registered_number(), number * STAGES + GOSSIP, messages, weight)
+        for share in sent:
+            total = push_sum.without(total, share, self._post.add)
+        return total
+
+    def _shares(
+        self, x: Vector, weight: float, receivers: list[tuple[int, float]]
+    ) -> tuple[list[OutgoingMessage], list[Sent]]:
+        """Return messages of x to hosts' ranks, and what they carry; each host's own, if it knows its own estimate."""
+        alike = [[each] for each in receivers] if self._post.differences else [receivers] if receivers else []
+        messages, sent = list[OutgoingMessage](), list[Sent]()
+        for hosts in alike:
+            data, decoded = self._known.encode(f"to {hosts[0][0]}", x)
+            messages += [OutgoingMessage(host * len(self._locals) + self._own, data) for host, _ in hosts]
+            sent.append(Sent(Message(decoded, weight), sum(p for _, p in hosts)))
+        return messages, sent
 
     def _lacks(self, number: int) -> bool:
         """Return whether a message is missing that a step has to wait for."""
@@ -313,20 +365,18 @@ class HierarchicalWorker(GossipWorker):
 
     def _with_others(self, total: State, number: int, until: int) -> State:
         """Return a shard with messages of other hosts added, of their steps up to ``until``."""
-        with self.engine.changed:
-            here = sorted(key for key in self._receive_buffer.received if key[1] <= until)
-            received = [self._receive_buffer.received.pop(key) for key in here]
-        total = push_sum.receive(total, ((Message(x, w), 1.0) for w, x in received), self._post.add)
-        for _, past in here:
-            self._staleness[max(0, number - past)] += 1
-        self._had = {(host, past) for host, past in self._had.union(here) if past >= number - self.config.max_staleness}
-        self._taken += len(received)
-        return total
+        leftover, self._leftover = self._leftover, []
+        received = self._receive_buffer.take(until)
+        self._staleness.update([number] * len(leftover) + [max(0, number - message.step) for message in received])
+        had = self._had.union((message.sender, message.step) for message in received)
+        self._had = {(host, past) for host, past in had if past >= number - self.config.max_staleness}
+        total = push_sum.receive(total, leftover, self._post.add)
+        return push_sum.receive(total, self._decoded(received), self._post.add)
 
     def _send_back(self, number: int, step: _Step, total: State) -> None:
         """Send each rank of the host its part of the result."""
         part = push_sum.divided(total, len(step.contributed))
-        data = self._post.encode(part.x)
+        data = self._post.as_bytes(part.x)
         messages = [OutgoingMessage(place, data) for place in sorted(step.contributed) if place != self._place]
         self._exchanges.offer(self._registered_number(), number * STAGES + ALL_GATHER, messages, part.w)
         if self._place in step.contributed:

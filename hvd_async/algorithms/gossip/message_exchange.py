@@ -20,7 +20,7 @@ HEADER = struct.Struct("<qd")
 
 
 class OutgoingMessage(NamedTuple):
-    """A message to a rank (by its place): encoded, as bytes; and its push-sum weight, if it is not the sender's."""
+    """A message to a rank (by its place): its bytes; and its push-sum weight, if it is not the sender's."""
 
     to: int
     data: Vector
@@ -34,15 +34,18 @@ class MessageFormat:
     Attributes:
         encode: makes bytes (uint8, flat) of a vector; they may share its memory.
         decode: makes the vector of these bytes.
-        pack: lays encoded vectors and their headers out as ``rows`` rows of ``nbytes`` bytes and a header.
-        unpack: takes a row apart: encoded vector, header.
+        as_bytes: as ``encode``, without compression.
+        from_bytes: makes the vector of these bytes, behind which others may follow.
+        pack: lays data of at most ``nbytes`` bytes and their headers out as ``rows`` rows of ``nbytes`` and a header.
+        unpack: takes a row apart: data, header.
         nbytes: of an encoded vector.
         rows: number of rows that a rank submits to each exchange.
         lossless: whether ``decode(encode(x))`` is x.
         differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
         add: ``add(x, y, a)`` is x + a y; it may change x.
         split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
-        join: takes that back.
+        concatenate: one flat array of several.
+        join: takes ``split`` back.
         zeros: a vector of zeros; it is never changed, and may be the same one each time.
         scalar: a vector of one float64.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
@@ -52,6 +55,8 @@ class MessageFormat:
 
     encode: Callable[[Vector], Vector]
     decode: Callable[[Vector], Vector]
+    as_bytes: Callable[[Vector], Vector]
+    from_bytes: Callable[[Vector], Vector]
     pack: Callable[[Sequence[tuple[Vector, bytes]]], Rows]
     unpack: Callable[[Any], tuple[Vector, bytes]]
     nbytes: int
@@ -60,6 +65,7 @@ class MessageFormat:
     differences: bool
     add: Callable[[Vector, Vector, float], Vector]
     split: Callable[[Vector], list[Vector]]
+    concatenate: Callable[[Sequence[Vector]], Vector]
     join: Callable[[Sequence[Vector]], Vector]
     zeros: Callable[[], Vector]
     scalar: Callable[[float], Vector]
@@ -135,6 +141,11 @@ class MessageExchange:
                 return
             self._submit(self._held.popleft())
 
+    def _pieces(self, data: Vector) -> list[Vector]:
+        """Return a message as the data of its rows, which all have its header: it may be longer than one."""
+        step = max(1, self._post.nbytes)
+        return [data[start : start + step] for start in range(0, max(1, len(data)), step)]
+
     def _name(self, command: StartExchange) -> str:
         return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
 
@@ -145,20 +156,20 @@ class MessageExchange:
         for sender, key in command.messages:
             if sender == own:
                 messages, weight = self._outbox.pop(key)
-                rows += [
-                    (to, data, HEADER.pack(key, weight if own_weight is None else own_weight))
-                    for to, data, own_weight in messages
-                ]
+                self.sent += len(messages)
+                for to, data, own_weight in messages:
+                    header = HEADER.pack(key, weight if own_weight is None else own_weight)
+                    rows += [(to, piece, header) for piece in self._pieces(data)]
         for pair in command.pairs:
             if own in pair:
                 partner = self._place[pair[0] if pair[1] == own else pair[1]]
                 rows.append((partner, self._snapshot(partner, command.round), HEADER.pack(command.round, 1.0)))
+                self.sent += 1
         rows.sort(key=lambda row: row[0])
         splits = [0] * len(self._ranks)
         for to, _, _ in rows:
             splits[to] += 1
         packed = self._post.pack([(data, header) for _, data, header in rows])
-        self.sent += len(rows)
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
         first = self._place[command.messages[0][0] if command.messages else command.pairs[0][0]]
 
@@ -167,10 +178,13 @@ class MessageExchange:
             self._busy.discard(name)
             self.seconds += time.monotonic() - started
             senders = [place for place, count in enumerate(counts) for _ in range(count)]
+            messages: dict[tuple[int, bytes], list[Vector]] = {}
             for row, place in zip(received, senders, strict=True):
                 data, header = self._post.unpack(row)
+                messages.setdefault((place, header), []).append(data)
+            for (place, header), pieces in messages.items():
                 key, weight = HEADER.unpack(header)
-                self._deliver(place, key, weight, data)
+                self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
             self.completed += 1
             self.own_sent += any(sender == own for sender, _ in command.messages)
             # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and

@@ -27,6 +27,11 @@ def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
     return elements * (itemsize if compression == "none" else 2)
 
 
+def rows_of(elements: int, itemsize: int, compression: str) -> int:
+    """Return the rows of ``encoded_bytes`` each that the same vector takes as it is."""
+    return max(1, -(-elements * itemsize // max(1, encoded_bytes(elements, itemsize, compression))))
+
+
 def row_bytes(nbytes: int) -> int:
     """Return the bytes of a row that holds an encoded vector and its header."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + HEADER.size
@@ -72,11 +77,12 @@ def make_message_format(
         compression: "none", "fp16", "bf16" or "int8".
         rows: most messages in one exchange.
         rank_group: the ranks that share the optimizer; None: all.
-        parts: a message holds one of so many parts of a vector.
+        parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
     nbytes = encoded_bytes(part, kind.itemsize, compression)
     stride = row_bytes(nbytes)
+    rows = max(rows, (parts - 1) * rows_of(part, kind.itemsize, compression))
     nothing, zeros = np.zeros((rows, stride), np.uint8), np.zeros(elements, kind)
 
     def encode(vector: Array) -> Array:
@@ -85,7 +91,13 @@ def make_message_format(
         if compression in LARGEST:  # the sender keeps what clipping and rounding leave out
             vector = np.clip(vector, -LARGEST[compression], LARGEST[compression])
             return (to_bf16(vector) if compression == "bf16" else vector.astype(np.float16)).view(np.uint8)
+        return as_bytes(vector)
+
+    def as_bytes(vector: Array) -> Array:
         return np.ascontiguousarray(vector, kind).view(np.uint8)
+
+    def from_bytes(data: Array) -> Array:
+        return data[: part * kind.itemsize].view(kind)
 
     def decode(data: Array) -> Array:
         if compression == "int8":
@@ -98,8 +110,8 @@ def make_message_format(
         if not messages:
             return nothing
         packed = np.empty((rows, stride), np.uint8)
-        for row, (data, header) in zip(packed, messages, strict=False):
-            row[:nbytes] = data
+        for row, (data, header) in zip(packed[: len(messages)], messages, strict=True):
+            row[: len(data)] = data
             row[-HEADER.size :] = np.frombuffer(header, np.uint8)
         return packed
 
@@ -113,6 +125,8 @@ def make_message_format(
     return MessageFormat(
         encode=encode,
         decode=decode,
+        as_bytes=as_bytes,
+        from_bytes=from_bytes,
         pack=pack,
         unpack=lambda row: (row[:nbytes], row[-HEADER.size :].tobytes()),
         nbytes=nbytes,
@@ -121,6 +135,7 @@ def make_message_format(
         differences=compression == "int8",
         add=add,
         split=split,
+        concatenate=np.concatenate,
         join=lambda pieces: np.concatenate(pieces)[:elements],
         zeros=lambda: zeros,
         scalar=lambda value: np.array([value], np.float64),

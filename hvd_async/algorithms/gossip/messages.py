@@ -54,10 +54,11 @@ class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
 
 
 class AverageEntered(OptimizerEvent, frozen=True, tag=True):
-    """This rank is in its average number ``index`` over all ranks, with this push-sum weight, and waits for it."""
+    """This rank is in its average number ``index`` over all ranks, and waits for it; with its push-sum weight, or one
+    for each part of its weights (hierarchical gossip)."""
 
     index: int
-    weight: float
+    weights: list[float]
 
 
 class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
@@ -75,12 +76,12 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
 
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
-    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weight``; all others
+    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weights``; all others
     contribute zeros."""
 
     index: int
     ranks: list[int]
-    weight: float
+    weights: list[float]
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):

@@ -53,6 +53,10 @@ class GossipPlan:
         """Return whether any rank sends anything at ``step``."""
         return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
 
+    def averages(self, step: int) -> bool:
+        """Return whether all ranks are averaged at the end of ``step``."""
+        return bool(self.config.average_every) and step % self.config.average_every == 0
+
     @cached_property
     def _busy(self) -> list[bool]:
         return [any(out) for out, _ in self._edges]
@@ -87,9 +91,13 @@ class GossipPlan:
     @property
     def copies(self) -> int:
         """The most vectors of weights that a rank keeps for 8-bit differences (CHOCO-SGD): the one all ranks started
-        with, one for each phase in which it sends, one for each sender in each phase."""
-        size = len(self.matrices[0])
-        counts = [sum(bool(out[r]) + len(into[r]) for out, into in self._edges) for r in range(size)]
+        with, one for each phase in which it sends, one for each sender in each phase. Of hosts each rank keeps parts:
+        that of the start, one for each host that it sends to, one for each that it receives from."""
+        places, parts = range(len(self.matrices[0])), self.config.local_size
+        if parts > 1:
+            edges = frozenset().union(*self.topology.phases)
+            return -(-(1 + max(sum(place in edge for edge in edges) for place in places)) // parts)
+        counts = [sum(bool(out[r]) + len(into[r]) for out, into in self._edges) for r in places]
         return 1 + max(counts)
 
     @property
@@ -220,8 +228,6 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
             f"{compression} sends differences to what a neighbour knows already, and {algorithm} has no fixed "
             f"neighbours: take fp16 or bf16, or another algorithm"
         )
-    if given["hierarchical"] and (compression != "none" or given["average_every"]):
-        raise ValueError("hierarchical: compression and average_every are not built for it; leave them out")
     return kind
 
 

@@ -52,28 +52,11 @@ class Sent(NamedTuple):
     p: float
 
 
-def send(state: State, x: Vector, p: float, add: Add) -> tuple[State, Message]:
-    """Return the state after sending, and the message.
-
-    Args:
-        state: before it.
-        x: the biased weights sent, as receivers decode them, shape (n,); not the state's own vector.
-        p: summed over the receivers.
-        add: see above.
-    """
-    return State(add(state.x, x, -p), state.w * (1.0 - p)), Message(x, state.w)
-
-
 def without(state: State, sent: Sent, add: Add) -> State:
-    """Return the state without a message that was made before, of this state or an earlier one."""
+    """Return the state without the share that a message carries, which was made of this state or an earlier one."""
     (x, w), p = sent
     # a message stays as it is until it is sent: where it is x itself, x must not change in place
     return State(state.x * (1.0 - p) if x is state.x else add(state.x, x, -p), state.w - p * w)
-
-
-def weighted(message: Message, p: float) -> Message:
-    """Return p times a message: what its receiver adds."""
-    return Message(message.x * p, p * message.w)
 
 
 def receive(state: State, messages: Iterable[tuple[Message, float]], add: Add) -> State:

@@ -83,7 +83,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """The last exchange in which a rank was averaged."""
-        self._averages: dict[int, dict[int, float]] = {}
+        self._averages: dict[int, dict[int, list[float]]] = {}
         """Averages that have not started: the ranks that entered, and their push-sum weights."""
         self._average = 0
         """The last average that started, since the last drain."""
@@ -143,11 +143,13 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             case WaitingForMessage(_, seen):
                 self._running(rank, event)
                 self._starved[rank] = seen
-            case AverageEntered(_, index, weight):
-                self._running(rank, event)
+            case AverageEntered(_, index, weights):
+                parts = self._running(rank, event).local_size
+                if len(weights) != parts:
+                    raise ProtocolError(f"rank {rank} is in an average with {len(weights)} weights, and has {parts}")
                 if index != self._average + 1 or rank in self._averages.get(index, {}):
                     raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
-                self._averages.setdefault(index, {})[rank] = weight
+                self._averages.setdefault(index, {})[rank] = weights
             case ExchangeDone(_, number):
                 self._landed(rank, number, now)
             case _:
@@ -231,8 +233,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 self._average = index
                 # in one order, so that sums are the same to the bit
                 there = sorted(self._averages.pop(index).items())
-                ranks, weights = [rank for rank, _ in there], [weight for _, weight in there]
-                due.append(StartAverage(self._optimizer, index, ranks, sum(weights)))
+                weights = [sum(part) for part in zip(*(own for _, own in there), strict=True)]
+                due.append(StartAverage(self._optimizer, index, [rank for rank, _ in there], weights))
         return due
 
     def _next(self, now: float) -> StartExchange | None:

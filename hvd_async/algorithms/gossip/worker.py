@@ -77,7 +77,7 @@ class PushSumWorker(GossipWorker):
             self._await_messages()
         state = self._receive(state, self._step)
         self._note()
-        if self.config.average_every and (self._base + self._step) % self.config.average_every == 0:
+        if self.plan.averages(self._base + self._step):
             state = self._average(state)
         if self._sends_early:
             self._early = self._step + 1
@@ -135,10 +135,11 @@ class PushSumWorker(GossipWorker):
 
     def _average(self, state: State) -> State:
         """Return the mean of x and w over the ranks that have not finished."""
-        index = self._averages.contribute(self._registered_number(), state.x, state.w)
+        index = self._averages.contribute(self._registered_number(), state.x, [state.w])
         self._await(lambda: self._averages.is_complete(index))
         self._averagings += 1
-        return State(*self._averages.result(index))
+        x, (weight,) = self._averages.result(index)
+        return State(x, weight)
 
     # -- ends -------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ EXACT = (
 HOSTS = (
     Gossip("hosts sgp", {"algorithm": "sgp", "hierarchical": 2}),
     Gossip("hosts dpsgd", {"algorithm": "dpsgd", "hierarchical": 2}),
+    Gossip("hosts averaged", {"algorithm": "sgp", "hierarchical": 2, "average_every": 5}),
+)
+HOSTS_COMPRESSED = tuple(
+    Gossip(f"hosts {name}", {"algorithm": algorithm, "hierarchical": 2, "compression": name, "average_every": 5})
+    for algorithm, name in (("sgp", "int8"), ("dpsgd", "bf16"))
 )
 """At 4 ranks only."""
 COMPRESSED = tuple(
@@ -70,6 +75,6 @@ FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:
     """Those of a job."""
     if size == 4:
-        return HOSTS
+        return HOSTS + HOSTS_COMPRESSED
     everything = (*EXACT, *COMPRESSED, *UNEVEN)
     return tuple(case for case in everything if share != "few" or case.name in FEW)
