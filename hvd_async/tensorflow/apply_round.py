@@ -70,10 +70,17 @@ class Update:
         layout: of the buckets.
         transform: see ``round_transform``.
         correct_momentum: scale velocities when a round changes the rate (Goyal et al., 2017, section 3).
+        last_rate: float32, where the rate of the last round is kept for that. (Made while a step is traced, it would
+            have TensorFlow trace the step twice.)
     """
 
     def __init__(
-        self, optimizer: Any, layout: Layout, transform: RoundTransform | None, correct_momentum: Callable[[], bool]
+        self,
+        optimizer: Any,
+        layout: Layout,
+        transform: RoundTransform | None,
+        correct_momentum: Callable[[], bool],
+        last_rate: tf.Variable,
     ) -> None:
         self._optimizer, self._layout = optimizer, layout
         self._transform, self._correct = transform, correct_momentum
@@ -83,7 +90,8 @@ class Update:
         arguments = [*rate, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
         self._shapes = [argument.shape for argument in arguments]
-        self._last_rate = tf.Variable(0.0, trainable=False)
+        self._last_rate = last_rate
+        last_rate.assign(0.0)
         self._inner = tf.function(
             lambda *parts: self._apply(*parts),
             input_signature=arguments,

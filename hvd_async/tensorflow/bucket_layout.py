@@ -157,11 +157,11 @@ class Layout:
         with tf.device(self._terms.device or None):
             parts = []
             for index, size in zip(indices, sizes, strict=True):
-                part = tf.zeros([size], dtype)
-                if index in gradients:
-                    part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
-                    part = part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype)
-                parts.append(part)
+                if index not in gradients:
+                    parts.append(tf.zeros([size], dtype))
+                    continue
+                part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
+                parts.append(part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype))
             return tf.concat([*parts, self._tail(dtype)], axis=0)
 
     def nothing(self, bucket: int) -> tf.Tensor:
@@ -181,9 +181,9 @@ class Layout:
         """A round's sums, with zeros in place of the gradients of these variables."""
         changed = []
         for vector, bucket in zip(sums, self.buckets, strict=True):
-            left_out = np.repeat(np.isin(bucket.indices, indices), bucket.sizes)
+            left_out = np.isin(bucket.indices, indices)
             if left_out.any():
-                mask = np.append(left_out, np.zeros(self._terms.slots, bool))
+                mask = np.append(np.repeat(left_out, bucket.sizes), np.zeros(self._terms.slots, bool))
                 vector = tf.where(mask, tf.zeros([], bucket.dtype), vector)
             changed.append(vector)
         return changed

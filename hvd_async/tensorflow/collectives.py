@@ -5,7 +5,8 @@ its own, kept for the next one; the engine stays free, and ranks may submit in d
 
 Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind one and the same name,
 "HorovodAllreduce", whatever ``name=`` says, so that two could not be under way at once. As a ``tf.function`` they would
-need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread, a hang.
+need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread, a hang, also
+with the executor that is called SINGLE_THREADED_EXECUTOR.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from hvd_async.runtime.process_sets import SingleRank, process_set_among
 Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
 """Bytes to which TensorFlow's kernels want tensors aligned; they abort on others."""
-OWN_THREADS = 2
-"""Threads of the session's pool; ops do not hold them while they wait for other ranks."""
+INLINE = -1
+"""As a session's number of threads: none. Ops run in the thread that calls it, and what follows a collective in that
+which ends the collective. (Threads of a pool spin before they sleep, which took 2 ms of CPU a collective.)"""
 
 
 class _Handle:
@@ -96,9 +98,7 @@ class _Graph:
         self._graph = tf.Graph()
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        config = tf.compat.v1.ConfigProto(
-            inter_op_parallelism_threads=OWN_THREADS, use_per_session_threads=True, device_count={"GPU": 0}
-        )
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=INLINE, device_count={"GPU": 0})
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
 
     def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> Any:

@@ -56,6 +56,7 @@ class GradientReplica(eager.GradientReplica):
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
         self.momentum_correction = False
+        self._last_rate = tf.Variable(0.0, trainable=False)
         self.codec: Codec | None = None
         self.layout: Layout | None = None
         self.feed: Feed | None = None
@@ -89,7 +90,13 @@ class GradientReplica(eager.GradientReplica):
                 self._lay_out(optimizer)
             assert self.layout is not None
             if self.update is None or self.update.stale():
-                self.update = Update(optimizer, self.layout, self.round_transform, lambda: self.momentum_correction)
+                self.update = Update(
+                    optimizer,
+                    self.layout,
+                    self.round_transform,
+                    lambda: self.momentum_correction,
+                    self._last_rate,
+                )
         return self.layout
 
     def _lay_out(self, optimizer: Any) -> None:

@@ -107,6 +107,18 @@ def test_a_step_in_a_graph_warns_of_nothing_and_uses_its_threads_engine(caplog):
     assert [r.getMessage() for r in caplog.records if "AutoGraph" in r.getMessage()] == []
 
 
+def test_a_step_is_traced_once():
+    """TensorFlow traces a function twice that makes variables while it is traced, and the first step takes longer."""
+
+    def train(rank: int) -> int:
+        one = KerasVectors([1], UNIT, graph=True, quorum="all")
+        one.take(1.0)
+        one.opt.drain()
+        return int(one._apply.experimental_get_tracing_count())
+
+    assert Cluster(1).run(train) == [1]
+
+
 @pytest.mark.parametrize(("average", "graph"), [(False, True), (True, False), (True, True)])
 def test_backward_passes_may_be_averaged(average, graph):
     def train(rank: int) -> Any:
