@@ -100,8 +100,8 @@ class _Endpoint:
     def wake(self) -> None:
         self._waker.wake()
 
-    def _poll(self, timeout: float | None) -> bool:
-        """Wait; returns whether the monitor has something to tell."""
+    def _poll(self, timeout: float | None) -> tuple[bool, bool]:
+        """Wait; returns whether the socket has something to read, and whether the monitor has something to tell."""
         if timeout is not None and 0 < timeout < 0.001:  # ZeroMQ counts in whole milliseconds
             time.sleep(timeout)
             timeout = 0.0
@@ -109,7 +109,7 @@ class _Endpoint:
         ready: set[object] = {each for each, _ in self._poller.poll(milliseconds)}
         if self._waker.receiver.fileno() in ready:
             self._waker.clear()
-        return self._monitor in ready
+        return self._socket in ready, self._monitor in ready
 
     def _monitored(self) -> Iterator[tuple[int, int]]:
         """Yield the monitor's events that are there: (event, value)."""
@@ -315,12 +315,13 @@ class ZmqChannel(_Endpoint):
     def receive(self, timeout: float | None) -> Command | Gone | None:
         command = self._read()
         if command is None and self._gone is None:
-            told = self._monitored() if self._poll(timeout) else iter(())
-            for event, _ in told:
+            readable, told = self._poll(timeout)
+            for event, _ in self._monitored() if told else ():
                 refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 reason = "refused this rank's key" if refused else ENDED
                 self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason
-            command = self._read()  # what the coordinator said before the connection ended comes first
+            if readable or told:
+                command = self._read()  # what the coordinator said before the connection ended comes first
         return self._gone if command is None else command
 
     def _read(self) -> Command | Gone | None:

@@ -14,12 +14,25 @@ from hvd_async.torch.streams import copy_to_host
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def quantize(vector: torch.Tensor) -> torch.Tensor:
-    """8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
+def vector_with_room(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty vector with memory behind it for a message's header: its message is sent without a copy."""
+    nbytes = elements * dtype.itemsize
+    return torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=device)[:nbytes].view(dtype)
+
+
+def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
+    """Encode 8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first.
+
+    Args:
+        vector: shape (n,).
+        data: filled with them, uint8, 4 and ``CHUNK`` bytes a chunk.
+    """
     padded = torch.nn.functional.pad(vector.float(), (0, -vector.numel() % CHUNK)).view(-1, CHUNK)
-    scales = padded.abs().amax(dim=1, keepdim=True) / LEVELS
-    levels = torch.round(padded / torch.where(scales > 0, scales, 1.0)).to(torch.int8)
-    return torch.cat([scales.view(-1).view(torch.uint8), levels.view(-1).view(torch.uint8)])
+    count = padded.shape[0]
+    scales, levels = data[: 4 * count].view(torch.float32), data[4 * count :].view(torch.int8)
+    torch.amax(padded.abs(), dim=1, out=scales)
+    scales.div_(LEVELS)
+    levels.view(-1, CHUNK).copy_((padded / torch.where(scales > 0, scales, 1.0).view(-1, 1)).round_())
 
 
 def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
@@ -48,24 +61,36 @@ def make_message_format(
     nothing = torch.zeros(rows, stride, dtype=torch.uint8, device=device)
 
     def encode(vector: torch.Tensor) -> torch.Tensor:
+        if compression == "none":
+            return vector.view(torch.uint8)
+        data = torch.empty(stride, dtype=torch.uint8, device=device)[:nbytes]
         if compression == "int8":
-            return quantize(vector)
-        if compression in HALVES:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+            quantize(vector, data)
+        else:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
             half = HALVES[compression]
-            vector = vector.clamp(torch.finfo(half).min, torch.finfo(half).max).to(half)
-        return vector.view(torch.uint8)
+            largest = torch.finfo(half).max
+            data.view(half).copy_(vector).clamp_(-largest, largest)
+        return data
 
     def decode(data: torch.Tensor) -> torch.Tensor:
         if compression == "int8":
             return dequantize(data, part).to(kind)
         return data.view(HALVES.get(compression, kind)).to(kind)
 
+    def has_room(data: torch.Tensor) -> bool:
+        """Whether a row begins with these bytes, and its header's are nobody else's."""
+        own = parts == 1 or compression != "none"  # (else a part's memory is followed by the next part's)
+        return own and data.storage_offset() == 0 and data.untyped_storage().nbytes() == stride
+
     def pack(messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
         if not messages:
             return nothing
-        packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
-        for row, (data, _) in zip(packed, messages, strict=False):
-            row[:nbytes].copy_(data)
+        if rows == 1 and has_room(messages[0][0]):
+            packed = messages[0][0].as_strided((1, stride), (stride, 1))
+        else:
+            packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
+            for row, (data, _) in zip(packed, messages, strict=False):
+                row[:nbytes].copy_(data)
         headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
         if device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
             headers = headers.pin_memory()

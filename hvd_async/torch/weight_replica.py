@@ -15,7 +15,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
-from hvd_async.torch.message_format import make_message_format
+from hvd_async.torch.message_format import make_message_format, vector_with_room
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
 MIXED = {torch.float32, torch.float64}
@@ -90,8 +90,9 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        kind = self.dtype()
-        return torch.cat([p.detach().reshape(-1).to(kind) for p in self.parameters])
+        kind, parts = self.dtype(), [p.detach().reshape(-1) for p in self.parameters]
+        vector = vector_with_room(sum(part.numel() for part in parts), kind, parts[0].device)
+        return torch.cat([part.to(kind) for part in parts], out=vector)
 
     @torch.no_grad()
     def write(self, weights: torch.Tensor) -> None:

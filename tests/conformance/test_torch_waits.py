@@ -65,7 +65,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def seen_after(clock: Clock, durations: dict[str, float], seconds: float, busy: float = 0.0) -> float:
+def seen_after(clock: Clock, durations: collectives._Durations, seconds: float, busy: float = 0.0) -> float:
     """When a collective that takes so many seconds is seen to be done; first its engine is busy elsewhere."""
     handle = collectives._HorovodHandle(0, "bucket", durations, collectives.FINEST_POLL_OF_GPU)
     started, ends = clock.now, clock.now + seconds
@@ -82,7 +82,7 @@ def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_d
     state = {"ends": 0.0}
     monkeypatch.setattr(collectives.hvd, "poll", lambda handle: clock.now >= state["ends"])
     monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
-    durations: dict[str, float] = {}
+    durations = collectives._Durations()
 
     def run(busy: float = 0.0) -> float:
         state["ends"] = clock.now + seconds
