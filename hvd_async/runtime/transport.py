@@ -298,6 +298,8 @@ class ZmqChannel(_Endpoint):
         self._host = host
         self.port: int | None = port
         self._gone: Gone | None = None
+        self._unread = False
+        """Whether there may be another message behind the last one."""
         self._socket.curve_serverkey = server_key
         self._socket.curve_publickey, self._socket.curve_secretkey = keys
         if ":" in address:
@@ -313,15 +315,16 @@ class ZmqChannel(_Endpoint):
             self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
-        command = self._read()
+        command = self._read() if self._unread else None
         if command is None and self._gone is None:
-            readable, told = self._poll(timeout)
+            self._unread, told = self._poll(timeout)
             for event, _ in self._monitored() if told else ():
                 refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 reason = "refused this rank's key" if refused else ENDED
                 self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason
-            if readable or told:
+            if self._unread or told:
                 command = self._read()  # what the coordinator said before the connection ended comes first
+        self._unread = command is not None
         return self._gone if command is None else command
 
     def _read(self) -> Command | Gone | None:

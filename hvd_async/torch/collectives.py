@@ -31,11 +31,12 @@ from hvd_async.runtime.process_sets import SingleRank, process_set_among
 from hvd_async.torch import streams
 
 FINEST_POLL = 0.001
-FINEST_POLL_OF_GPU = 0.0002
+POLLS = (FINEST_POLL, 0.005)
+"""Seconds between two looks, at the least and at the most."""
+POLLS_OF_GPU = (0.0002, 0.0002)
 """While the engine looks elsewhere the GPU has nothing to do; and its host has cores to spare."""
-COARSEST_POLL = 0.005
-RESOLUTION = 0.01
-"""Share of its duration by which a collective may be seen to be done too late, within the limits above."""
+RESOLUTION = 0.05
+"""Share of its duration by which a collective may be seen to be done too late, within these limits."""
 NOT_BEFORE = 0.9
 """Share of the quickest of the last durations after which a collective is looked at for the first time."""
 REMEMBERED = 4
@@ -63,11 +64,12 @@ class _HorovodHandle:
         kind: of collectives that take about as long as each other.
         durations: of those before, as they were last seen not to be done. (When one was seen to be done depends on when
             it was looked for, and would keep the next look as late.)
-        finest: seconds between two looks, at the least.
+        polls: seconds between two looks, at the least and at the most.
     """
 
-    def __init__(self, handle: int, kind: str, durations: _Durations, finest: float) -> None:
-        self._handle, self._kind, self._durations, self._finest = handle, kind, durations, finest
+    def __init__(self, handle: int, kind: str, durations: _Durations, polls: tuple[float, float]) -> None:
+        self._handle, self._kind, self._durations = handle, kind, durations
+        self._finest, self._coarsest = polls
         self._started = time.monotonic()
         self._first_look = NOT_BEFORE * durations.least(kind)
         self._not_yet = 0.0
@@ -90,7 +92,7 @@ class _HorovodHandle:
 
     def seconds_to_poll(self) -> float:
         elapsed = time.monotonic() - self._started
-        finely = min(max(self._finest, RESOLUTION * elapsed), COARSEST_POLL)
+        finely = min(max(self._finest, RESOLUTION * elapsed), self._coarsest)
         return max(self._first_look - elapsed, finely)
 
 
@@ -186,8 +188,8 @@ class _Staged:
 
     def seconds_to_poll(self) -> float:
         if self._handle is None or self._result is not None:
-            return FINEST_POLL_OF_GPU
-        return self._handle.seconds_to_poll() or FINEST_POLL_OF_GPU
+            return POLLS_OF_GPU[0]
+        return self._handle.seconds_to_poll() or POLLS_OF_GPU[0]
 
 
 class HorovodCollectives:
@@ -224,10 +226,10 @@ class HorovodCollectives:
         kind: type[_HorovodHandle] = _HorovodHandle,
     ) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""
-        finest = FINEST_POLL_OF_GPU if tensor.is_cuda else FINEST_POLL
+        polls = POLLS_OF_GPU if tensor.is_cuda else POLLS
 
         def begin(there: torch.Tensor) -> Handle:
-            return kind(start(there), name.rpartition(".")[0], self._durations, finest)
+            return kind(start(there), name.rpartition(".")[0], self._durations, polls)
 
         self._cuda = tensor.device if tensor.is_cuda else self._cuda
         if tensor.is_cuda and not self._nccl:

@@ -65,9 +65,15 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def seen_after(clock: Clock, durations: collectives._Durations, seconds: float, busy: float = 0.0) -> float:
+def seen_after(
+    clock: Clock,
+    durations: collectives._Durations,
+    seconds: float,
+    busy: float = 0.0,
+    polls: tuple[float, float] = collectives.POLLS_OF_GPU,
+) -> float:
     """When a collective that takes so many seconds is seen to be done; first its engine is busy elsewhere."""
-    handle = collectives._HorovodHandle(0, "bucket", durations, collectives.FINEST_POLL_OF_GPU)
+    handle = collectives._HorovodHandle(0, "bucket", durations, polls)
     started, ends = clock.now, clock.now + seconds
     clock.now += busy
     while not handle.done():
@@ -91,5 +97,32 @@ def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_d
     run()
     run(busy=seconds + 0.05)
     late = [run() - seconds for _ in range(5)]
-    assert max(late) <= max(collectives.FINEST_POLL_OF_GPU, seconds / 4)  # (the first knows of no duration at all)
-    assert max(late[1:]) <= collectives.FINEST_POLL_OF_GPU * 1.01
+    assert max(late) <= max(collectives.POLLS_OF_GPU[0], seconds / 4)  # (the first knows of no duration at all)
+    assert max(late[1:]) <= collectives.POLLS_OF_GPU[0] * 1.01
+
+
+def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_delays_no_look(clock, monkeypatch):
+    state = {"ends": 0.0, "looks": 0}
+
+    def poll(handle: int) -> bool:
+        state["looks"] += 1
+        return clock.now >= state["ends"]
+
+    monkeypatch.setattr(collectives.hvd, "poll", poll)
+    monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
+    durations = collectives._Durations()
+
+    def run(seconds: float) -> tuple[float, float]:
+        """How late it is seen to be done, and after how many looks."""
+        state["ends"], state["looks"] = clock.now + seconds, 0
+        return seen_after(clock, durations, seconds, polls=collectives.POLLS) - seconds, state["looks"]
+
+    run(1.3)
+    assert run(1.3)[1] <= 0.1 * 1.3 / collectives.POLLS[1] + 3  # (270 looks, were it looked at all the time)
+    run(9.0)
+    late, looks = run(1.3)
+    assert late <= collectives.POLLS[1] * 1.01
+    assert looks <= 0.1 * 1.3 / collectives.POLLS[1] + 3
+    late, _ = run(0.2)  # much quicker than all before: seen at the first look, and the next ones in time
+    assert late <= 1.3
+    assert run(0.2)[0] <= collectives.POLLS[1] * 1.01
