@@ -40,8 +40,9 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--arms",
             metavar="A,B,...",
-            help="of horovod, ddp, post-local-sgd, torchft, decent-dp; all, majority, solo, auto, k3 (3 ranks), "
-            "0.75; sgp, osgp, dpsgd, adpsgd; lsgd, easgd; some compressed: horovod-fp16, solo-bf16, sgp-int8. "
+            help="of horovod, ddp, post-local-sgd, torchft, torchft-diloco, decent-dp; all, majority, solo, auto, "
+            "k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, local-sgd; lsgd, easgd; some compressed: horovod-fp16, "
+            "ddp-powersgd, solo-bf16, sgp-int8; some averaged every so many steps: dpsgd-avg4, sgp-bf16-avg8. "
             "No case has all",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")
@@ -49,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
             "--quick", action="store_true", help="a small run of fewer arms, to see that it works; judge nothing by it"
         )
         common.add_argument("--limit", type=float, metavar="MIN", help="end the job after so many minutes")
+        common.add_argument(
+            "--resume",
+            type=Path,
+            metavar="FILE",
+            help="keep each result there as it comes, and take those that are there: to run a case in pieces",
+        )
         common.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG)")
         case.add_arguments(one)

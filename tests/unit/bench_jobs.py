@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from scripts.benchmarks.support.arms import LEADERS, MUTANT, compression_of, gossip_of
+from scripts.benchmarks.support.arms import LEADERS, MUTANT, gossip_of, read_name
 
 Block = dict[str, Any]
 Own = dict[str, Any]
@@ -41,6 +41,8 @@ VARIANTS = {
     "no_stragglers keras": "--framework tensorflow",
     "sequence_lengths keras": "--framework tensorflow --arms horovod,solo --steps 14 --ms 0 --no-bucketed",
     "network compressed": "--arms horovod-fp16,dpsgd-fp16,dpsgd-int8 --mbit 50 --steps 3 --compute 0.5",
+    "network averaged": "--arms horovod,ddp-powersgd,torchft-diloco,local-sgd,sgp-avg4,dpsgd-avg4 --mbit 50 --steps 3 "
+    "--compute 0.5",
     "gpu ranks": "--ranks 2 --arms horovod,all --batch-size 64",
 }
 """Other runs, which have other figures, goals or jobs: the name's first word is the case."""
@@ -186,10 +188,11 @@ def exchange_cost(block: Block, rank: int, size: int, well: bool) -> Own:
 
 def network(block: Block, rank: int, size: int, well: bool) -> Own:
     """Trainings of three steps, the last rank's of which are a little slower."""
-    (arm, compression), speed = compression_of(block["arm"]), 50 / block["bandwidth_mbit"] * (size > 1)
+    (arm, compression, every), speed = read_name(block["arm"]), 50 / block["bandwidth_mbit"] * (size > 1)
     work, wire = {"horovod": (0.5, 2.4), "ddp": (0.5, 2.4), "easgd": (0.5, 0.0), "sgp": (0.5, 1.4)}.get(
-        arm, (0.62, 0.78)
+        arm, (0.5, 0.0) if arm == "local-sgd" else (0.62, 0.78)
     )
+    wire += 2.4 / every if every else 0.0
     share = {"none": 1.0, "int8": 0.25}.get(compression, 0.5)
     worse = 1.5 if not well and arm in ("sgp", "dpsgd") else 1.0
     score = 0.9 + 0.01 * block["repetition"]

@@ -7,6 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.gossip.plan import make_plan
 from scripts.benchmarks.cases import convergence, network, pull_cost, split_classes
 from scripts.benchmarks.support import plot
 from scripts.benchmarks.support.arms import (
@@ -27,10 +28,23 @@ EVERY = {"gossip": True, "leaders": True, "reduced": True}
 
 def test_names_mean_quorums_algorithms_and_compressions():
     assert [quorum_of(arm) for arm in ("solo", "k6", "0.75")] == ["solo", 6, 0.75]
-    assert [gossip_of(arm) for arm in ("sgp", "dpsgd-int8", "solo")] == [("sgp", "none"), ("dpsgd", "int8"), None]
+    for arm, (algorithm, compression, average_every) in {
+        "sgp": ("sgp", "none", 0),
+        "dpsgd-int8": ("dpsgd", "int8", 0),
+        "sgp-avg4": ("sgp", "none", 4),
+        "dpsgd-bf16-avg10": ("dpsgd", "bf16", 10),
+        "local-sgd": ("allreduce", "none", 4),
+        "local-sgd-avg8": ("allreduce", "none", 8),
+    }.items():
+        assert gossip_of(arm) == (algorithm, compression, average_every)
+        plan = make_plan(4, **gossip_of(arm)._asdict()).config
+        assert (plan.algorithm, plan.compression, plan.average_every) == gossip_of(arm)
+    assert [gossip_of(arm) for arm in ("solo", "post-local-sgd", "horovod")] == [None] * 3
     assert compression_of("horovod-fp16") == ("horovod", "fp16")
+    assert compression_of("ddp-powersgd") == ("ddp", "powersgd")
     assert compression_of("post-local-sgd") == ("post-local-sgd", "none")
     named = ["horovod", "ddp-bf16", "decent-dp", "solo", "solo-fp16", "0.75", "sgp", "adpsgd-bf16", "lsgd", "easgd"]
+    named += ["local-sgd", "ddp-powersgd", "torchft-diloco"]
     assert [arm for arm in named if eager(arm)] == ["solo", "solo-fp16", "0.75"]
     assert [arm for arm in named if waits_for_nobody(arm)] == ["adpsgd-bf16", "lsgd", "easgd"]
 
@@ -40,7 +54,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
     assert parse_arms("horovod,adpsgd, sgp-bf16", 4, gossip=True) == ["horovod", "adpsgd", "sgp-bf16"]
     assert parse_arms("horovod,lsgd,easgd", 4, leaders=True) == ["horovod", "lsgd", "easgd"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    named = "horovod-fp16,ddp-bf16,solo-fp16,decent-dp,post-local-sgd,torchft"
+    named = "horovod-fp16,ddp-bf16,ddp-powersgd,solo-fp16,decent-dp,post-local-sgd,torchft,torchft-diloco,dpsgd-avg4"
     assert parse_arms(named, 4, RIVALS, **EVERY) == named.split(",")
 
 
@@ -54,8 +68,15 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("1.5", EVERY, "no arm"),
         ("nan", EVERY, "no arm"),
         ("sgp-int4", EVERY, "messages of sgp may be fp16, bf16, int8"),
+        ("sgp-avg", EVERY, "messages of sgp may be fp16, bf16, int8; -avg4 may come last"),
         ("adpsgd-int8", EVERY, "adpsgd has no fixed neighbours"),
-        *((arm, EVERY, "is not compressed so") for arm in ("horovod-bf16", "lsgd-fp16", "all-int8")),
+        ("adpsgd-avg4", EVERY, "adpsgd has no steps that all ranks take"),
+        ("local-sgd-bf16", EVERY, "averages over all ranks travel as they are"),
+        *((arm, EVERY, "is for those that gossip") for arm in ("horovod-avg4", "solo-avg4", "lsgd-avg8")),
+        *(
+            (arm, EVERY, "is not compressed so")
+            for arm in ("horovod-bf16", "horovod-powersgd", "lsgd-fp16", "all-int8")
+        ),
         *((arm, {}, f"{arm!r} is not there in this case") for arm in ("decent-dp", "post-local-sgd", "torchft")),
         *((arm, {"gossip": True}, "is not there in this case") for arm in ("lsgd", "horovod-fp16")),
         ("horovod,sgp", {"leaders": True}, "'sgp' is not there in this case"),
@@ -73,10 +94,12 @@ def test_decent_dp_wants_ranks_that_pair_off(ranks):
         parse_arms("horovod,decent-dp", ranks, RIVALS)
 
 
-@pytest.mark.parametrize(("arm", "package"), [("decent-dp", "decent_dp"), ("torchft", "torchft")])
+@pytest.mark.parametrize(
+    ("arm", "package"), [("decent-dp", "decent_dp"), ("torchft", "torchft"), ("torchft-diloco", "torchft")]
+)
 def test_rivals_that_are_not_installed_are_refused(arm, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else name)
-    with pytest.raises(ValueError, match=f"pip install {arm}"):
+    with pytest.raises(ValueError, match=f"pip install {package.replace('_', '-')}"):
         parse_arms(f"horovod,{arm}", 4, RIVALS)
     assert installed(["horovod", arm, "sgp"]) == ["horovod", "sgp"]
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from scripts.benchmarks.cases import convergence, gpu, hetero, network, sequence_lengths, split_classes
+from scripts.benchmarks.jobs import network as network_job
 from scripts.benchmarks.jobs.shared import arm as arms_of_jobs
 from scripts.benchmarks.jobs.shared import torch_ranks
 from scripts.benchmarks.support import leadership, plot
 from scripts.benchmarks.support.arms import FOLLOWING, LEADERS, MUTANT
-from scripts.benchmarks.support.launch import NotHereError, Progress, repetitions
+from scripts.benchmarks.support.launch import GROUPS_ENV, NotHereError, Progress, groups_env, repetitions
 from scripts.benchmarks.support.schedule import replay, synchronous_seconds
 from scripts.benchmarks.support.trainings import block_of
 
@@ -127,16 +128,22 @@ def test_sequence_lengths_bounds_are_those_of_the_lengths():
 @pytest.mark.parametrize(
     ("arm", "need"),
     [
-        ("horovod", (14.0, False)),
-        ("ddp-fp16", (7.0, False)),
-        ("solo", (14.0, False)),
-        ("post-local-sgd", (3.5, False)),
-        ("torchft", (3.5, False)),
-        ("decent-dp", (8.0, True)),
-        ("sgp", (8.0, False)),
-        ("osgp-bf16", (4.0, True)),
-        ("dpsgd", (8.0, True)),
-        ("dpsgd-int8", (2.0 + 8 / 2048, True)),  # with a scale for every 2,048 elements
+        ("horovod", (0.0, 14.0)),
+        ("ddp-fp16", (0.0, 7.0)),
+        ("solo", (0.0, 14.0)),
+        ("post-local-sgd", (0.0, 3.5)),
+        ("torchft", (0.0, 3.5)),
+        ("torchft-diloco", (0.0, 3.5)),
+        ("local-sgd", (0.0, 3.5)),
+        ("local-sgd-avg7", (0.0, 2.0)),
+        ("decent-dp", (8.0, 0.0)),
+        ("sgp", (0.0, 8.0)),
+        ("sgp-avg4", (0.0, 11.5)),
+        ("osgp-bf16", (4.0, 0.0)),
+        ("dpsgd", (8.0, 0.0)),
+        ("dpsgd-avg4", (8.0, 3.5)),
+        ("dpsgd-bf16-avg4", (4.0, 3.5)),
+        ("dpsgd-int8", (2.0 + 8 / 2048, 0.0)),  # with a scale for every 2,048 elements
         ("adpsgd", None),
         ("lsgd", None),
     ],
@@ -144,12 +151,29 @@ def test_sequence_lengths_bounds_are_those_of_the_lengths():
 def test_what_a_step_must_send(arm, need):
     assert network.need_of(arm, 8, 8.0) == need
     alone = network.need_of(arm, 1, 8.0)
-    assert alone is None or alone.megabytes == 0
+    assert alone is None or sum(alone) == 0
+
+
+def test_power_sgd_sends_factors_of_the_gradients(monkeypatch):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = network_job.network(8.0)
+    sent = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            sent += parameter.numel()
+            continue
+        compressed, _, factors = powerSGD_hook._should_compress(*parameter.shape, 1, 2)
+        sent += factors if compressed else parameter.numel()
+    assert network.need_of("ddp-powersgd", 8, 8.0) == (0.0, pytest.approx(1.75 * 4e-6 * sent))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(2e6, rel=0.01)
 
 
 def test_messages_go_after_the_computation_or_under_it():
     block = {"compute": 0.5, "megabytes": 8.0, "bandwidth_mbit": 50.0}
-    for arm, least in (("horovod", 0.5 + 1.75 * WIRE), ("sgp", 0.5 + WIRE), ("dpsgd", WIRE), ("easgd", 0.5)):
+    leasts = {"horovod": 0.5 + 1.75 * WIRE, "sgp": 0.5 + WIRE, "dpsgd": WIRE, "easgd": 0.5}
+    leasts["dpsgd-avg4"] = WIRE + 1.75 / 4 * WIRE
+    for arm, least in leasts.items():
         assert network.least_seconds(arm, 8, block) == pytest.approx(least)
     assert network.least_seconds("dpsgd-int8", 8, block) == 0.5  # less than the computation
 
@@ -225,6 +249,48 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
     assert sent.is_contiguous()
     assert not gradient.is_contiguous()
     assert torch.equal(copies.decompress(sent, context), gradient)
+
+
+def test_an_arm_that_gossips_hands_its_options_over(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(arms_of_jobs.hvd, "GossipOptimizer", lambda optimizer, **options: asked.update(options))
+    for arm, options in {
+        "dpsgd-bf16-avg4": ("dpsgd", arms_of_jobs.hvd.Compression.bf16, 4),
+        "local-sgd": ("allreduce", arms_of_jobs.hvd.Compression.none, 4),
+        "osgp": ("osgp", arms_of_jobs.hvd.Compression.none, 0),
+    }.items():
+        asked.clear()
+        arms_of_jobs.Arm(arm, torch.nn.Linear(2, 2), job=None)
+        assert (asked["algorithm"], asked["compression"], asked["average_every"]) == options
+
+
+@pytest.mark.parametrize(("arm", "goes_on"), [("torchft-diloco", 1.0), ("post-local-sgd", 1.0), ("ddp", 5.0)])
+def test_ranks_of_rivals_go_on_from_their_own_weights_after_an_evaluation(monkeypatch, arm, goes_on):
+    def average(model):
+        torch.nn.init.constant_(model.weight, 5.0)
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    monkeypatch.setattr(arms_of_jobs.rivals, "wrap", lambda base, compression, model, optimizer, *_: (model, optimizer))
+    monkeypatch.setattr(arms_of_jobs, "average", average)
+    trained = arms_of_jobs.Arm(arm, model, job=None)
+    if arm == "ddp":
+        average(model)  # they share one model
+    with trained.consensus():
+        assert model.weight.unique().tolist() == [5.0]
+    assert model.weight.unique().tolist() == [goes_on]
+
+
+def test_only_jobs_with_groups_have_process_sets():
+    for arms, groups, wanted in (
+        ("horovod,sgp,lsgd", 2, GROUPS_ENV),
+        ("horovod,sgp,easgd", 2, {}),
+        ("horovod,lsgd", 1, {}),
+        ("horovod,lsgd", 4, {}),
+    ):
+        args = options(convergence, "--groups", str(groups), arms=arms, ranks=RANKS)
+        assert groups_env(convergence.blocks_of(args), RANKS) == wanted
+    assert not GROUPS_ENV.items() & network.ENVIRONMENT.items()
 
 
 def test_ranks_share_cores_where_there_are_fewer(monkeypatch):

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..support import plot, trainings
-from ..support.arms import parse_arms
+from ..support.arms import RIVALS, parse_arms
 from ..support.blocks import by_arm, grouped
 from ..support.intervals import Interval, mean_interval
-from ..support.launch import GROUPS_ENV, Block, Say, repetitions
+from ..support.launch import Block, Say, groups_env, repetitions
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
 from ..support.schedule import one_random
 from ..support.trainings import (
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         raise ValueError(f"--groups {args.groups}: {args.ranks} ranks cannot be parted into so many")
     blocks = blocks_of(args)
     say(f"{len(blocks)} trainings of {args.epochs} epochs, {steps_of(args)} steps")
-    found = measure(args, blocks, say, env=GROUPS_ENV)
+    found = measure(args, blocks, say, env=groups_env(blocks, args.ranks))
     names = ("compute", "epochs", "lr", "groups", "local_period", "global_period")
     setting = chosen(args, *names, seed="fold and run")
     report = Report("convergence", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 def blocks_of(args: argparse.Namespace) -> list[Block]:
     """Every arm on every fold from every seed, with each delay, in alternation."""
-    arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
+    arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
     more = chosen(args, "local_period", "global_period", evaluations=args.epochs, group=args.ranks // args.groups)
     blocks = []
     for fold in range(args.folds):

@@ -2,9 +2,10 @@
 
 Computation takes a quarter of what an allreduce takes on the wire, so communication dominates; what the real work
 leaves of that is slept. What a step costs at least follows from the bytes that it must send: an allreduce 2(P-1)/P
-times the weights, a message to one peer once the weights; whether these travel while the next step computes is the
-algorithm's. Where links are quick it is the machine's cores that decide: "CPU ms" is a rank's. Each run trains a small
-network on the real digits, for as many steps in all arms, and its accuracy stands beside its speed.
+times the weights, an average each N steps an Nth of that, a message to one peer once the weights; whether these travel
+while the next step computes is the algorithm's. Where links are quick it is the machine's cores that decide: "CPU ms"
+is a rank's. Each run trains a small network on the real digits, for as many steps in all arms, and its accuracy stands
+beside its speed.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from ..support.arms import (
     IN_BACKWARD,
     IN_STEP,
     LEADERS,
-    POST_LOCAL_PERIOD,
+    LOCAL_PERIOD,
     RIVALS,
     WARM_UP,
-    compression_of,
     gossip_of,
     installed,
     parse_arms,
+    read_name,
 )
 from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import mean_interval, quantile, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.network_model import power_sgd_megabytes
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged, row
 from ..support.trainings import BATCH, score
 
 HELP = "8 virtual hosts with slow links: seconds and bytes a step of every algorithm, with accuracy"
 ARMS = (
-    *("horovod", "ddp", "post-local-sgd", "torchft", "decent-dp", "solo"),
-    *("sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd"),
+    *("horovod", "ddp", "ddp-powersgd", "post-local-sgd", "torchft", "torchft-diloco", "decent-dp", "solo"),
+    *("local-sgd", "sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd", "sgp-avg4", "dpsgd-avg4"),
     *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
 )
 QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd")))
@@ -66,8 +68,9 @@ OF_BOUND = {"sgp": 0.9, "osgp": 0.89, "dpsgd": 0.89}
 """Wanted shares of the speed-up that the bytes allow: at 8 ranks that is 1.37, 1.95 and 1.95."""
 BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
 """Speed-ups over decent-dp that are wanted: it is the same algorithm."""
-ENVIRONMENT = {**launch.GROUPS_ENV, "HOROVOD_CYCLE_TIME": "5"}
-"""In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy."""
+ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
+"""In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy. (Leaders
+have no groups here: each host has one rank.)"""
 SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
 """Keys of a block that its rows tell."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
@@ -75,10 +78,10 @@ BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
 
 
 class Need(NamedTuple):
-    """Megabytes that a step of an arm must send, and whether they travel while a step computes."""
+    """Megabytes that a step of an arm must send: those that travel while a step computes, and those waited for."""
 
-    megabytes: float
-    hidden: bool
+    hidden: float
+    waited: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,14 +150,22 @@ def wire_seconds(megabytes: float, mbit: float) -> float:
 
 def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
     """Return what a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
-    base, compression = compression_of(arm)
-    share = BYTES[compression] / BYTES["none"]
+    base, compression, every = read_name(arm)
     if base in LEADERS or base == "adpsgd":
         return None
-    if gossip_of(arm) or base == "decent-dp":
-        return Need(share * megabytes * (ranks > 1), base != "sgp")
-    period = POST_LOCAL_PERIOD if base in IN_STEP else 1
-    return Need(share * 2 * (ranks - 1) / ranks * megabytes / period, hidden=False)
+    allreduce, hidden, waited = 2 * (ranks - 1) / ranks, 0.0, 0.0
+    if compression == "powersgd":
+        return Need(0.0, allreduce * power_sgd_megabytes(megabytes))
+    message = BYTES[compression] / BYTES["none"] * megabytes * (ranks > 1)
+    if base == "sgp":
+        waited = message
+    elif base in ("osgp", "dpsgd", "decent-dp"):
+        hidden = message
+    elif base in IN_STEP:
+        every = LOCAL_PERIOD
+    elif base != "local-sgd":
+        waited = allreduce * BYTES[compression] / BYTES["none"] * megabytes
+    return Need(hidden, waited + (allreduce * megabytes / every if every else 0.0))
 
 
 def least_seconds(arm: str, ranks: int, block: Block) -> float:
@@ -162,8 +173,8 @@ def least_seconds(arm: str, ranks: int, block: Block) -> float:
     need = need_of(arm, ranks, block["megabytes"])
     if need is None:
         return float(block["compute"])
-    wire = wire_seconds(need.megabytes, block["bandwidth_mbit"])
-    return max(block["compute"], wire) if need.hidden else float(block["compute"] + wire)
+    hidden, waited = (wire_seconds(megabytes, block["bandwidth_mbit"]) for megabytes in need)
+    return max(float(block["compute"]), hidden) + waited
 
 
 def step_seconds(block: Block) -> float:
@@ -173,7 +184,7 @@ def step_seconds(block: Block) -> float:
 
 def baseline(arms: Iterable[str]) -> str:
     """Whose steps speed-ups are over: Horovod's; with compression where there is none without."""
-    found = [arm for arm in arms if compression_of(arm)[0] == "horovod"]
+    found = [arm for arm in arms if read_name(arm).base == "horovod"]
     return found[0] if found and "horovod" not in found else "horovod"
 
 
@@ -203,7 +214,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
                 p90=quantile([1e3 * seconds for own in everyone for seconds in own["seconds"]], 0.9),
                 sent_mb=statistics.fmean(own["sent"] for own in everyone) / steps / 1e6,
                 wait_ms=None
-                if compression_of(arm)[0] in IN_BACKWARD
+                if read_name(arm).base in IN_BACKWARD
                 else 1e3 * statistics.fmean(own["waited"] for own in everyone) / steps,
                 cpu_ms=1e3 * statistics.fmean(own["cpu"] for own in everyone) / steps,
                 identical=identical(mine),

@@ -85,7 +85,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     found: list[Block] = []
     for size, blocks in plans.items():
         each = 2 * args.seconds + 10 + 2 * args.seconds / args.every
-        how: dict[str, Any] = {"ranks": size, "progress": progress, "env": launch.GROUPS_ENV}
+        how: dict[str, Any] = {"ranks": size, "progress": progress}
+        how["env"] = launch.groups_env(blocks, size)
         how["seconds"] = START + each * len(blocks)
         found += launch.measure(args, "time_to_accuracy", blocks, say, tell, **how)
     names = ("seconds", "every", "target", "compute", "lr", "groups", "local_period", "global_period")

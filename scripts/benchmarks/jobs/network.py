@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..support.arms import WARM_UP
 from ..support.digits import TEST_FOLD, fold
+from ..support.network_model import widths
 from .shared.arm import Arm
 from .shared.digit_models import accuracy, batches, digits
 from .shared.rank import Block, Job, traffic
@@ -20,11 +20,10 @@ from .shared.rank import Block, Job, traffic
 def network(megabytes: float) -> torch.nn.Module:
     """A classifier of digits whose weights, float32, have so many MB."""
     nn = torch.nn
-    inputs, classes = 64, 10
-    side = round(math.sqrt(megabytes * 1e6 / 4 + (inputs + classes) ** 2 / 4) - (inputs + classes) / 2)
+    inputs, first, second, classes = widths(megabytes)
     return nn.Sequential(
-        *(nn.Flatten(), nn.Linear(inputs, side), nn.ReLU()),
-        *(nn.Linear(side, side), nn.ReLU(), nn.Linear(side, classes)),
+        *(nn.Flatten(), nn.Linear(inputs, first), nn.ReLU()),
+        *(nn.Linear(first, second), nn.ReLU(), nn.Linear(second, classes)),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hvd_async.algorithms.gossip.options import COMPRESSIONS
 from hvd_async.algorithms.gossip.plan import make_plan
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
-GOSSIP = ("sgp", "osgp", "dpsgd", "adpsgd")
+GOSSIP = {"sgp": "sgp", "osgp": "osgp", "dpsgd": "dpsgd", "adpsgd": "adpsgd", "local-sgd": "allreduce"}
+"""Their algorithms."""
 LEADERS = ("lsgd", "easgd")
 FOLLOWING = {
     "lsgd": ("local_period", "global_period", "group", "global_pull"),
@@ -17,26 +19,87 @@ FOLLOWING = {
 }
 """Settings that a training may have of these; the rest is the optimizer's default."""
 SYNCHRONOUS = ("horovod", "ddp", "all")
-LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft")
-"""torch's own post-local SGD, D-PSGD as the package decent-dp has it, and torchft's local SGD: their ranks' weights
-differ."""
-POST_LOCAL_PERIOD = 4
-"""Steps between two averages of local SGD: that of torch's own example."""
-PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft"}
+LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft", "torchft-diloco")
+"""torch's own post-local SGD, D-PSGD as the package decent-dp has it, torchft's local SGD and DiLoCo: their ranks'
+weights differ."""
+LOCAL_PERIOD = 4
+"""Steps between two averages of local SGD, whoever's it is: that of torch's own example."""
+PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "torchft"}
 """Rivals' packages, by their names in Python."""
+COMPRESSED = (*COMPRESSIONS[1:], "powersgd")
+"""What may follow an arm's base, for what it sends."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
-IN_STEP = ("post-local-sgd", "torchft")
+IN_STEP = ("post-local-sgd", "torchft", "torchft-diloco")
 """They wait for others in the optimizer's step."""
+REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.fromkeys((*LOCAL_RIVALS, *LEADERS), ())
+"""How those that send gradients may have them compressed: Horovod knows fp16 alone, DDP's hooks PowerSGD too."""
 REDUCED = ("fp16", "bf16")
-"""How gradients may be compressed."""
+"""How partial allreduce may."""
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
 MUTANT = "drops_late"
 """A variant of ``solo`` that loses late gradients."""
+
+
+class Name(NamedTuple):
+    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, then perhaps ``-avgN``, as in ``dpsgd-bf16-avg4``.
+
+    Attributes:
+        base: a rival, ``plain``, an algorithm of gossip or of leaders, or a quorum.
+        compression: of what it sends.
+        average_every: steps after which all ranks are averaged; 0: never.
+    """
+
+    base: str
+    compression: str = "none"
+    average_every: int = 0
+
+
+class Gossip(NamedTuple):
+    """An arm that gossips: arguments of ``GossipOptimizer`` and of ``make_plan``."""
+
+    algorithm: str
+    compression: str
+    average_every: int
+
+
+def read_name(arm: str) -> Name:
+    """Return what an arm's name says; whether there is such a base is not looked at.
+
+    Raises:
+        ValueError: an algorithm of gossip is followed by what none of them has.
+    """
+    rest, compression, every = arm, "none", 0
+    head, _, last = rest.rpartition("-avg")
+    if head and last.isdigit():
+        rest, every = head, int(last)
+    head, _, last = rest.rpartition("-")
+    if head and last in COMPRESSED:
+        rest, compression = head, last
+    if rest not in GOSSIP and rest.partition("-")[0] in GOSSIP:
+        algorithm = rest.partition("-")[0]
+        known = ", ".join(COMPRESSIONS[1:])
+        raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {known}; -avg4 may come last")
+    return Name(rest, compression, every or LOCAL_PERIOD * (rest == "local-sgd"))
+
+
+def compression_of(arm: str) -> tuple[str, str]:
+    """(The arm's base, compression): of ``horovod-fp16`` that is ("horovod", "fp16"), of others "none"."""
+    return read_name(arm)[:2]
+
+
+def gossip_of(arm: str) -> Gossip | None:
+    """Return what an arm such as ``sgp`` or ``dpsgd-int8`` does; None of one that does not gossip.
+
+    Raises:
+        ValueError: there is no such compression.
+    """
+    base, compression, every = read_name(arm)
+    return Gossip(GOSSIP[base], compression, every) if base in GOSSIP else None
 
 
 def quorum_of(arm: str) -> str | int | float:
@@ -58,42 +121,20 @@ def quorum_of(arm: str) -> str | int | float:
     return fraction
 
 
-def compression_of(arm: str) -> tuple[str, str]:
-    """(The arm without it, compression): of ``horovod-fp16`` that is ("horovod", "fp16"), of others "none"."""
-    base, dash, compression = arm.rpartition("-")
-    return (base, compression) if dash and compression in COMPRESSIONS[1:] else (arm, "none")
-
-
-def gossip_of(arm: str) -> tuple[str, str] | None:
-    """(algorithm, compression of its messages) of an arm such as ``sgp`` or ``dpsgd-int8``; None of one that is none.
-
-    Raises:
-        ValueError: there is no such compression.
-    """
-    algorithm, dash, compression = arm.partition("-")
-    if algorithm not in GOSSIP:
-        return None
-    if dash and compression not in COMPRESSIONS[1:]:
-        raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {', '.join(COMPRESSIONS[1:])}")
-    return algorithm, compression or "none"
-
-
-def reductions_of(base: str) -> tuple[str, ...]:
-    """How an arm that sends gradients may have them compressed: Horovod knows fp16 alone."""
-    if base in (*LOCAL_RIVALS, *LEADERS):
-        return ()
-    return ("fp16",) if base == "horovod" else REDUCED
+def groups_in(arm: str, group: int | None, ranks: int) -> bool:
+    """Return whether an arm makes process sets: its leaders lead so many ranks each, and not only one or all."""
+    return group is not None and "group" in FOLLOWING.get(arm, ()) and 1 < group < ranks
 
 
 def eager(arm: str) -> bool:
     """Return whether an arm is partial allreduce of ours, with a quorum."""
-    return compression_of(arm)[0] not in (*RIVALS, PLAIN, *LEADERS) and gossip_of(arm) is None
+    return read_name(arm).base not in (*RIVALS, PLAIN, *LEADERS, *GOSSIP)
 
 
 def waits_for_nobody(arm: str) -> bool:
     """Return whether under an arm each rank steps at its own pace, whatever the others do."""
     how = gossip_of(arm)
-    return arm in LEADERS or (how is not None and how[0] == "adpsgd")
+    return arm in LEADERS or (how is not None and how.algorithm == "adpsgd")
 
 
 def named_arms(text: str, known: Sequence[str]) -> list[str]:
@@ -144,16 +185,18 @@ def parse_arms(
     if not arms:
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
-        how, (base, compression) = gossip_of(arm), compression_of(arm)
+        how, (base, compression, every) = gossip_of(arm), read_name(arm)
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
         if base == "decent-dp" and not pairs_off(ranks):
             raise ValueError(f"{ranks} ranks: the arm {arm} wants 2, 4, 8, ...: in its graph ranks pair off in turn")
         if not installed([base]):
-            raise ValueError(f"the arm {arm} needs its package: pip install {base}")
+            raise ValueError(f"the arm {arm} needs its package: pip install {PACKAGES[base].replace('_', '-')}")
         if how:
-            make_plan(ranks, how[0], compression=how[1])
-        elif compression != "none" and not (reduced and compression in reductions_of(base)):
+            make_plan(ranks, **how._asdict())
+        elif every:
+            raise ValueError(f"the arm {arm!r} is not there: {base} has no averages, -avg4 is for those that gossip")
+        elif compression != "none" and not (reduced and compression in REDUCTIONS.get(base, REDUCED)):
             raise ValueError(f"the arm {arm!r} is not there in this case: {base} is not compressed so")
         if not eager(arm):
             continue

@@ -25,6 +25,8 @@ from typing import Any
 import psutil
 
 from . import digits
+from .arms import groups_in
+from .kept import Kept
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 VIRTUAL = SCRIPTS / "virtual_cluster.py"
@@ -35,7 +37,7 @@ GOODBYE = 15.0
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
 GROUPS_ENV = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-"""Environment of jobs that make process sets, as groups of ranks have them."""
+"""Environment of jobs that make process sets. No others: each of Horovod's idle cycles costs two allgathers more."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
 
@@ -249,10 +251,10 @@ def measure(
     plan: dict[str, Any] | None = None,
     **how: Any,
 ) -> list[Block]:
-    """Run blocks in one job, and tell of each as it comes.
+    """Run blocks in one job, and tell of each as it comes; not those whose results an earlier run has kept.
 
     Args:
-        args: the command line: ``ranks``, and the ``limit`` in minutes, if one was given.
+        args: the command line: ``ranks``, the ``limit`` in minutes, if one was given, and the file to ``resume`` from.
         job: the module's name in ``jobs/``.
         blocks: what to do.
         say: takes a line of text.
@@ -263,15 +265,25 @@ def measure(
         plan: what the plan has beside the blocks.
         how: further arguments of ``run``.
     """
-    progress = progress or Progress(len(blocks), say)
-    return run(
-        job,
-        ranks or args.ranks,
-        {"blocks": blocks, **(plan or {})},
-        limit=args.limit * 60 if args.limit else seconds,
-        on_block=lambda block: progress(tell(block)),
-        **how,
-    )
+    ranks = ranks or args.ranks
+    kept = Kept(args.resume, [job, ranks, plan, how])
+    left = [block for block in blocks if kept.of(block) is None]
+    progress = progress or Progress(len(left), say)
+    asked = iter(left)  # results come in this order
+
+    def on_block(block: Block) -> None:
+        kept.add(next(asked), block)
+        progress(tell(block))
+
+    if left:
+        limit = args.limit * 60 if args.limit else seconds
+        run(job, ranks, {"blocks": left, **(plan or {})}, limit=limit, on_block=on_block, **how)
+    return [found for found in map(kept.of, blocks) if found is not None]
+
+
+def groups_env(blocks: Sequence[Block], ranks: int) -> dict[str, str]:
+    """Return the environment of a job of these blocks, one an arm: it makes process sets if an arm has groups."""
+    return GROUPS_ENV if any(groups_in(block["arm"], block["group"], ranks) for block in blocks) else {}
 
 
 def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arms import compression_of
+from .arms import COMPRESSED, read_name
 from .report import Report, Row
 
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
@@ -16,20 +16,22 @@ COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 WIDTH = 0.85
 """Width of a group of bars; groups are 1 apart."""
-ORDER = ("horovod", "ddp", "all", "majority", "solo", "auto", "post-local-sgd", "decent-dp", "torchft")
-LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1}
+ORDER = (
+    *("horovod", "ddp", "all", "majority", "solo", "auto"),
+    *("post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
+)
+LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1, "local-sgd": 4}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 FAMILIES = (
-    ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft"),
+    ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
     (),
-    ("sgp", "osgp", "dpsgd", "adpsgd"),
+    ("sgp", "osgp", "dpsgd", "adpsgd", "local-sgd"),
     ("lsgd", "easgd"),
 )
 STYLES = ("-", "--", "-.", ":")
 """Styles of their lines; partial allreduce, with its quorums, is the second."""
 DPI = 130
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-COMPRESSED = ("", "fp16", "bf16", "int8")
 
 
 def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
@@ -37,20 +39,21 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
     left. Arms that differ in their messages' compression alone share one."""
     place, hatch = _own_look(arm, arms)
     taken: dict[str, int] = {}
-    wanted = {compression_of(each)[0]: _own_look(each, arms)[0] for each in arms}
+    wanted = {read_name(each).base: _own_look(each, arms)[0] for each in arms}
     for algorithm, own in wanted.items():
         free = [each for each in range(len(COLOURS)) if each not in {*taken.values(), *wanted.values()}]
         taken[algorithm] = free[0] if own in taken.values() and free else own
-    return COLOURS[taken.get(compression_of(arm)[0], place)], hatch
+    return COLOURS[taken.get(read_name(arm).base, place)], hatch
 
 
 def _own_look(arm: str, arms: Sequence[str]) -> tuple[int, str]:
     """Place of an arm's own colour, and its hatch."""
-    algorithm, _, compression = arm.partition("-")
-    if algorithm in LOCAL and compression in COMPRESSED:
-        place = LOCAL[algorithm]
-        return place, HATCHES[(place + 2 + COMPRESSED.index(compression)) % len(HATCHES)]
-    others = [each for each in arms if each not in ORDER]
+    base, compression, every = read_name(arm)
+    if base in LOCAL:
+        place, variants = LOCAL[base], ("none", *COMPRESSED)
+        averaged = every > 0 and base != "local-sgd"
+        return place, HATCHES[(place + 2 + variants.index(compression) + 4 * averaged) % len(HATCHES)]
+    others = [each for each in arms if each not in ORDER and read_name(each).base not in LOCAL]
     place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
     return place % len(COLOURS), HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
 
@@ -64,7 +67,7 @@ def fill(arm: str, arms: Sequence[str]) -> dict[str, Any]:
 def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
     """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
     own, hatch = colour(arm, arms)
-    family = next((number for number, named in enumerate(FAMILIES) if compression_of(arm)[0] in named), 1)
+    family = next((number for number, named in enumerate(FAMILIES) if read_name(arm).base in named), 1)
     marker = MARKERS[HATCHES.index(hatch)]
     look = {"color": own, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
     return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}

@@ -81,7 +81,7 @@ class Arm:
         own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
 
     Attributes:
-        gossip: (algorithm, compression) of an arm that gossips, else None.
+        gossip: what an arm that gossips does, else None.
         waited: seconds that this rank's training thread has waited for others, in all. (DDP and decent-dp wait in the
             backward pass, local SGD in the optimizer's step; their computation counts too.)
     """
@@ -111,7 +111,8 @@ class Arm:
             elif self.gossip is None:
                 self.optimizer = hvd.EagerOptimizer(optimizer, quorum=quorum_of(base), compression=reduced, **own)
             else:
-                self.optimizer = hvd.GossipOptimizer(optimizer, algorithm=base, compression=reduced, **own)
+                own |= {**self.gossip._asdict(), "compression": reduced}
+                self.optimizer = hvd.GossipOptimizer(optimizer, **own)
 
     def train(self, loss: Loss, delay: float = 0.0, recorded: Loss | None = None) -> None:
         """One step; ``delay`` s of sleep stand for computation, before the gradients are there. The leader is the rank
@@ -167,13 +168,18 @@ class Arm:
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Collective: in it the model is what stands for all ranks. Where they share one it is that, after a drain."""
+        """Collective: in it the model is what stands for all ranks. Where they share one it is that, after a drain;
+        ranks whose weights differ go on from their own."""
         if hasattr(self.optimizer, "consensus"):
             with self.optimizer.consensus():
                 yield
-        else:
-            self.drain()
-            yield
+            return
+        own = [p.detach().clone() for p in self.model.parameters()] if self._base in LOCAL_RIVALS else []
+        self.drain()
+        yield
+        with torch.no_grad():
+            for parameter, weights in zip(self.model.parameters(), own, strict=False):
+                parameter.copy_(weights)
 
     def drain(self) -> None:
         """Apply every gradient everywhere, or end with what stands for all ranks; let batch-norm statistics agree."""

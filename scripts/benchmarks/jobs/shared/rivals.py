@@ -1,4 +1,4 @@
-"""Rivals that go through torch's process groups on Gloo: DDP, its post-local SGD, decent-dp and torchft's local SGD.
+"""Rivals that go through torch's process groups on Gloo: DDP, its post-local SGD, decent-dp, torchft's two.
 
 Each is imported when it is asked for: all jobs import this module, and torch.distributed.optim takes a core 1 s.
 """
@@ -13,11 +13,18 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ...support.arms import POST_LOCAL_PERIOD
+from ...support.arms import LOCAL_PERIOD
 from .rank import Job
 
 TOPOLOGY = "one-peer-exp"
 """The graph of decent-dp."""
+POWER_SGD_START = 2
+"""Steps before PowerSGD's first: torch allows no fewer, and all of them are within a warm-up."""
+ONE_BUCKET = 25
+"""MB, said and not left to DDP, so that there is no smaller first one: PowerSGD's hook waits for its second reduction
+on a thread of Gloo's, and with two buckets both wait on the two threads that there are, for ever."""
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""DiLoCo's outer SGD, of its paper and of torchft's example."""
 
 
 def wrap(
@@ -31,29 +38,37 @@ def wrap(
     """A rival's model and optimizer.
 
     Args:
-        name: ``ddp``, ``post-local-sgd``, ``decent-dp`` or ``torchft``.
-        compression: of DDP's gradients: "none", "fp16" or "bf16".
+        name: ``ddp``, ``post-local-sgd``, ``decent-dp``, ``torchft`` or ``torchft-diloco``.
+        compression: of DDP's gradients: "none", "fp16", "bf16" or "powersgd".
         model: the same on all ranks.
         optimizer: of its parameters, in one group.
         job: this rank.
         ends: takes what is to be ended with the arm, on all ranks.
     """
-    if name == "torchft":
-        _average_by_torchft(model, optimizer, job, ends)
+    if name.startswith("torchft"):
+        _average_by_torchft(name, model, optimizer, job, ends)
         return model, optimizer
     if not torch.distributed.is_initialized():
         where = f"file://{job.folder / 'ddp'}"
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
     if name == "decent-dp":
         return _decent_dp(model, optimizer)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    bucket = ONE_BUCKET if compression == "powersgd" else None
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, bucket_cap_mb=bucket)
     if name == "post-local-sgd":
         return _post_local_sgd(wrapped, optimizer)
-    if compression in ("fp16", "bf16"):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    if compression != "none":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        wrapped.register_comm_hook(None, hooks[compression])
+        hooks = {
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "powersgd": powerSGD_hook.powerSGD_hook,
+        }
+        state = None
+        if compression == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_START)
+        wrapped.register_comm_hook(state, hooks[compression])
     return wrapped, optimizer
 
 
@@ -66,7 +81,7 @@ def _post_local_sgd(
 
     state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
     wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(POST_LOCAL_PERIOD))
+    return wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(LOCAL_PERIOD))
 
 
 class _InBackward:
@@ -102,13 +117,13 @@ def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
 
 
 def _average_by_torchft(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, ends: contextlib.ExitStack
+    name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: Job, ends: contextlib.ExitStack
 ) -> None:
     """Each rank is a group of its own to torchft, whose managers ask a lighthouse, on rank 0, before each average."""
     os.environ.setdefault("RUST_LOG", "error")  # it tells every request otherwise
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import LocalSGD
+    from torchft.local_sgd import DiLoCo, LocalSGD
 
     host = socket.gethostbyname(socket.gethostname())
     store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -138,4 +153,8 @@ def _average_by_torchft(
         hostname=host,
     )
     ends.callback(manager.shutdown)
-    ends.enter_context(LocalSGD(manager, model, optimizer, sync_every=POST_LOCAL_PERIOD))
+    if name == "torchft":
+        ends.enter_context(LocalSGD(manager, model, optimizer, sync_every=LOCAL_PERIOD))
+    else:
+        outer = torch.optim.SGD(model.parameters(), **OUTER)
+        ends.enter_context(DiLoCo(manager, [model], optimizer, outer, sync_every=LOCAL_PERIOD))
