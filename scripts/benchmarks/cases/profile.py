@@ -14,7 +14,7 @@ from ..support import launch, plot
 from ..support.arms import PLAIN, WARM_UP, parse_arms
 from ..support.blocks import everywhere, grouped
 from ..support.intervals import spread
-from ..support.launch import START, Block, Say, repetitions
+from ..support.launch import START, Block, Progress, Say, repetitions
 from ..support.report import Column, Report, Row, chosen, ranged, row
 
 HELP = "CPU, wake-ups and fresh pages of one step, by thread, of every algorithm in both frameworks"
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.steps, args.repetitions = min(args.steps, 5), 1
     arms = [PLAIN, *parse_arms(args.arms, args.ranks, rivals=("horovod",), gossip=True, leaders=True)]
     found: list[Block] = []
+    progress = Progress(len(args.framework) * len(arms) * args.repetitions, say)
 
     def tell(block: Block) -> str:
         return f"{block['framework']}, {block['arm']}: {cpu_ms(block):.1f} ms of CPU a step"
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         common = chosen(args, "steps", "megabytes", framework=framework)
         blocks = [{**common, "arm": arm, "repetition": i} for i, arm in repetitions(arms, args.repetitions)]
         seconds = START + len(blocks) * (20 + 2 * (args.steps + WARM_UP))
-        found += launch.measure(args, JOBS[framework], blocks, say, tell, seconds=seconds)
+        found += launch.measure(args, JOBS[framework], blocks, say, tell, seconds=seconds, progress=progress)
     return Report("profile", args.ranks, rows_of(found), COLUMNS, draw=draw)
 
 
