@@ -107,7 +107,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "a host", "list(bucket.gathering.whole.values())", "[n + 1 for n in bucket.gathering.whole.values()]"
         ),
         "a host is not told that its late step has ended": Mutant(
-            "two hosts", "return [EndStep(self._optimizer, self._hosts.first.index(host), count, version)]", "return []"
+            "two hosts",
+            "return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]",
+            "return []",
         ),
         "a host's steps are not counted anew after an end": Mutant(
             "a host", "bucket.gathering.begin_anew()", "bucket.gathering.held.clear()"

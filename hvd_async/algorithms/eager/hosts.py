@@ -41,7 +41,7 @@ class Hosts:
 
     def among(self, ranks: Collection[int]) -> list[int]:
         """Return the hosts of some ranks, in the ranks' order."""
-        return list(dict.fromkeys(self.of[rank] for rank in ranks))
+        return list(ranks) if self.size == 1 else list(dict.fromkeys(self.of[rank] for rank in ranks))
 
 
 @dataclass
@@ -62,8 +62,9 @@ class Gathering:
         Returns:
             The steps that its ranks' gradients are, by rank; empty if some are missing, or there are none.
         """
-        if any(rank not in self.held and rank not in done for rank in ranks):
-            return {}
+        for rank in ranks:
+            if rank not in self.held and rank not in done:
+                return {}
         steps = {rank: self.held.pop(rank) for rank in ranks if rank in self.held}
         self.whole[host] += bool(steps)
         return steps

@@ -215,10 +215,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 f"rank {rank} handed over step {event.step} of bucket {event.bucket} after step "
                 f"{held.get(rank, bucket.position[rank])}, with {bucket.fired} rounds fired"
             )
-        if any(held.get(other, event.step) != event.step for other in self._hosts.ranks(host)):
+        if held and any(held.get(other, event.step) != event.step for other in self._hosts.ranks(host)):
             raise ProtocolError(f"rank {rank} handed over step {event.step}, and other ranks of its host another")
-        if any(event.landed > each.fired for each in self._buckets):
-            raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
+        for each in self._buckets:
+            if event.landed > each.fired:
+                raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
         held[rank] = event.step
         bucket.loaded = True
         for each in self._buckets:  # a rank in its next step has seen the round of the one before
@@ -235,8 +236,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 bucket.waiting[rank] = now
             elif self._hosts.size > 1:
                 self._late.add(host)
-        count = bucket.gathering.whole[host]
-        if not active or any(each.gathering.whole[host] != count for each in self._buckets):
+        if not active or (self._auto is None and host not in self._late):
+            return []  # (nobody asks for more)
+        if len({each.gathering.whole[host] for each in self._buckets}) > 1:
             return []
         step = steps[active[0]]
         if self._auto is not None:
@@ -245,7 +247,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             return []
         self._late.remove(host)
         version = max(step, min(each.landed for each in self._buckets))
-        return [EndStep(self._optimizer, self._hosts.first.index(host), count, version)]
+        return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]
 
     def _took(self, rank: int, event: VersionTaken, now: float) -> list[Command]:
         config = self._running(rank, event)
