@@ -125,6 +125,9 @@ LONG: Mapping[str, Mapping[str, Job]] = {
         "two buckets": eager("2 drain 2 drain", "2 drain 1 drain", buckets=2),
         "two buckets, pace by rounds": eager("3 drain", "3 drain", buckets=2, pace="rounds"),
         "three ranks": eager("2 drain", "2 drain", "1 drain"),
+        "two hosts": eager("2 drain", "2 drain", "1 drain", "drain", local_size=2),
+        "two hosts, two buckets": eager("1 drain", "1 drain", "1 drain", "drain", buckets=2, local_size=2),
+        "two hosts, pace by rounds": eager("2 drain", "2 drain", "1 drain", "1 drain", pace="rounds", local_size=2),
         "three ranks, grace": eager("1 drain 1 drain", "1 drain drain", "1 leave", grace=1.0, quorum=2),
     },
     "gossip": {
