@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -231,10 +231,21 @@ def test_a_host_goes_on_without_a_rank_whose_optimizer_is_gone(handed):
         ]
 
 
-def test_a_step_that_was_broken_off_while_it_waited_for_its_host_is_ended_by_the_next_call(monkeypatch):
-    """Rank 2 is late with host 1 and times out while rank 3 computes; its next call brings no gradient."""
+def times_out(worker: EagerWorker, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+    """A step waits for its host's other ranks longer than it may."""
+    monkeypatch.setattr(worker.engine, "timeout", 0.05)
+    with pytest.raises(Exception, match="waited longer than"):
+        step()
+    monkeypatch.setattr(worker.engine, "timeout", float("inf"))
+    assert not worker.ready
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_step_that_was_broken_off_while_it_waited_for_its_host_is_ended_by_the_next_call(late, monkeypatch):
+    """Rank 2 is late with host 1 and times out in this step while rank 3 computes; its next call brings no gradient. In
+    the second step it has seen the rounds of all its steps before."""
     timed_out = threading.Event()
-    one = plan("solo", 16, [2] * 4, local_size=2)
+    one = plan("solo", 16, [3] * 4, local_size=2)
 
     def train(rank: int) -> tuple[list[int], int]:
         engine = local_engine()
@@ -243,25 +254,59 @@ def test_a_step_that_was_broken_off_while_it_waited_for_its_host_is_ended_by_the
         worker.apply = record.rounds.append
         worker.connect(["w"], [1])
         if rank >= 2:
-            engine.wait(lambda: len(worker._inbox.ready) == 2)
-        if rank == 2:
-            monkeypatch.setattr(engine, "timeout", 0.05)
-            with pytest.raises(Exception, match="waited longer than"):
-                worker.step(one.rows(rank, 1), [{"lr": 1.0}], record.rounds.append)
-            monkeypatch.setattr(engine, "timeout", float("inf"))
-            assert not worker.ready
-            timed_out.set()
-            assert worker.step(one.rows(rank, 2), [{"lr": 1.0}], record.rounds.append) == 2
-        elif rank == 3:
-            assert timed_out.wait(GATE_TIMEOUT)
-            worker.step(one.rows(rank, 1), [{"lr": 1.0}], record.rounds.append)
-        else:
-            worker.step(one.rows(rank, 1), [{"lr": 1.0}], record.rounds.append)
-        worker.step(one.rows(rank, 2), [{"lr": 1.0}], record.rounds.append)
+            engine.wait(lambda: len(worker._inbox.ready) == 3)
+
+        def step(number: int) -> int:
+            return worker.step(one.rows(rank, number), [{"lr": 1.0}], record.rounds.append)
+
+        for number in range(1, 4):
+            if rank == 2 and number == late:
+                times_out(worker, monkeypatch, lambda number=number: step(number))  # type: ignore[misc]
+                timed_out.set()
+                assert step(number) == (3 if late == 1 else 0)
+                continue
+            if rank == 3 and number == late:
+                assert timed_out.wait(GATE_TIMEOUT)
+            step(number)
         worker.drain()
         return [round_.gradients for round_ in record.rounds], worker.stats().gradients_produced
 
-    assert Cluster(4, jitter=0.001).run(train) == [([2, 2, 4], 2)] * 4
+    assert Cluster(4).run(train) == [([2, 2, 2, 6], 3)] * 4
+
+
+def test_a_step_waits_for_all_buckets_of_its_host(monkeypatch):
+    """The first bucket of host 1 is in round 1, the second is not, as rank 3 has not handed it over."""
+    first_in, timed_out = threading.Barrier(3), threading.Event()
+    one = plan("solo", 16, [1] * 4, buckets=2, local_size=2)
+
+    def train(rank: int) -> list[tuple[int, ...]]:
+        engine = local_engine()
+        assert engine is not None
+        worker, record = one.worker(engine), Record()
+        worker.apply = record.rounds.append
+        worker.connect(["w"], [1])
+        rows = one.rows(rank, 1)
+        if rank >= 2:
+            worker.hand_over(0, rows.pop(0))
+            engine.wait(lambda: worker._in_flight.landed[0] == 1 or bool(worker._in_flight._flights))
+        if rank != 1:
+            first_in.wait(GATE_TIMEOUT)
+        if rank == 1:
+            engine.wait(lambda: bool(worker._in_flight._flights))
+        if rank >= 2:
+            engine.wait(lambda: worker._in_flight.landed[1] == 1)
+        if rank == 2:
+            times_out(worker, monkeypatch, lambda: worker.step(rows, [{"lr": 1.0}], record.rounds.append))
+            timed_out.set()
+        if rank == 3:
+            assert timed_out.wait(GATE_TIMEOUT)
+        worker.step(rows, [{"lr": 1.0}], record.rounds.append)
+        worker.drain()
+        return [round_.counts for round_ in record.rounds]
+
+    results = Cluster(4).run(train)
+    assert results == [results[0]] * 4
+    assert [sum(counts) for counts in zip(*results[0], strict=True)] == [4, 4]
 
 
 def test_one_round_a_step_is_refused_where_ranks_skip_rounds_together():

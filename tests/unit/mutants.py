@@ -111,6 +111,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]",
             "return []",
         ),
+        "what a host holds back is forgotten at a drain": Mutant(
+            "two hosts", "bucket.loaded = bool(bucket.gathering.held)", "bucket.loaded = False"
+        ),
         "a host's steps are not counted anew after an end": Mutant(
             "a host", "bucket.gathering.begin_anew()", "bucket.gathering.held.clear()"
         ),

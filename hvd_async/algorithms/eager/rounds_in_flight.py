@@ -142,16 +142,8 @@ class RoundsInFlight:
                 self._counters.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
-        """Return gradients that no round has carried yet, by bucket."""
-        return [self._all(*both) for both in zip(self._pending, self._held_back, strict=True)]
-
-    @staticmethod
-    def _all(pending: _Pending, held: _Held) -> PendingGradient:
-        """Return one bucket's, those included that wait for others of the host."""
-        late = [(vector, version) for vector, version in held.gradients if vector is not None]
-        vectors = [vector for vector in (pending.vector, *(vector for vector, _ in late)) if vector is not None]
-        total = sum(vectors[1:], start=vectors[0]) if vectors else None
-        return PendingGradient(total, [*pending.versions, *(version for _, version in late)])
+        """Return gradients that no round has carried yet and that may go, by bucket; all after an end."""
+        return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def keep_for_cut(self) -> None:
         """Keep a copy of the pending gradients, as the state to save after a cut."""
