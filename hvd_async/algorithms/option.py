@@ -124,6 +124,18 @@ def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
         raise ValueError(f"{name}={value!r} is not known: take one of {', '.join(map(repr, known))}")
 
 
+def check_hosts(ranks: int, local_size: int) -> None:
+    """Refuse hosts of ``local_size`` ranks into which so many ranks cannot be parted.
+
+    Raises:
+        ValueError: it leaves some over.
+    """
+    if local_size < 1 or ranks % local_size:
+        raise ValueError(
+            f"hierarchical: {local_size} ranks a host do not divide {ranks} ranks into hosts of equal size"
+        )
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of a family beside its name, type and default, which are those of the dataclass's field.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -70,7 +71,10 @@ def eager_driver(
         ValueError: an argument that cannot be.
     """
     hvd, options, rank_group = binding.hvd, picked(EagerOptions, given), binding.rank_group(given)
-    options.check(rank_group.named)
+    local = host_size(options.hierarchical, hvd, rank_group.process_set is None)
+    options.check(rank_group.named, local)
+    if local == rank_group.named > 1:  # one host: its ranks wait for each other, and for nobody else
+        options = dataclasses.replace(options, quorum="all")
     check_passes(given["backward_passes_per_step"])
     check_compression(given["compression"])
     factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], rank_group.size)
@@ -79,7 +83,8 @@ def eager_driver(
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
         groups = given["num_groups"]
     made = replica(options, rank_group, factors, groups)
-    return driver(binding.lifecycle, rank_group, made, options.buffers, options.config(), options.late_cap_mb)
+    config = options.config(local if rank_group.size == rank_group.named else 1)  # (a rank outside is by itself)
+    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb)
 
 
 def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:

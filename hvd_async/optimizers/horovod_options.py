@@ -95,12 +95,12 @@ def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
 
 
 def host_size(hierarchical: Any, hvd: Any, everyone: bool) -> int:
-    """Ranks of a host that are averaged before they gossip.
+    """Ranks of a host that step together, or are averaged before they gossip; 1 if none are.
 
     Args:
         hierarchical: True for Horovod's local ranks, False for none, or a number of ranks, numbered host by host.
         hvd: Horovod's module; asked about its hosts if it is True.
-        everyone: whether all ranks of the job gossip, and no process set of them.
+        everyone: whether all ranks of the job share the optimizer, and no process set of them.
 
     Raises:
         ValueError: hosts of different sizes, ranks in another order, a process set, or no number of ranks.

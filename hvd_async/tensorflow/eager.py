@@ -49,6 +49,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     bucket_cap_mb: float = 25.0,
     late_cap_mb: float = 4096.0,
     pace: str = "steps",
+    hierarchical: bool | int = False,
     nonfinite: str = "skip",
     round_transform: RoundTransform | None = None,
     model: Any = None,

@@ -31,6 +31,7 @@ LIMIT = 60.0
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "solo": ("EagerOptimizer", {"quorum": "solo"}),
     "all": ("EagerOptimizer", {"quorum": "all"}),
+    "host": ("EagerOptimizer", {"hierarchical": RANKS}),
     "sgp": ("GossipOptimizer", {"algorithm": "sgp"}),
     "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd"}),
     "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),

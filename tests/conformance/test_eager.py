@@ -3,6 +3,7 @@ binding."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case, Script
-from tests.conformance.drive import check_late_rank, with_late_rank
+from tests.conformance.drive import check_late_rank, wait_for_rounds, with_late_rank
 from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, SGD, TINY, TORCH, Binding, all_modes, both
 from tests.conformance.keras_ranks import KerasTrainer, apply_plainly, conv_model, flat
-from tests.conformance.reference import replay
+from tests.conformance.reference import Applied, replay
 
 EVERY_SCRIPT = Script("all", tuple(step for script in SCRIPTS for step in script.steps))
 NESTEROV = CASES[5]
@@ -52,6 +53,60 @@ def test_rounds_of_a_cluster_with_a_late_rank(binding, schedule, case, tapes):
     check_late_rank(
         binding.framework, lambda x, rounds: replay(binding.framework, case, x, rounds, schedule.size), outcomes, tapes
     )
+
+
+@all_modes
+@pytest.mark.parametrize("case", [NESTEROV, ADAM], ids=["nesterov", "adam"])
+def test_hosts_equal_a_reference_whose_ranks_are_hosts(binding, case):
+    """Host 1 is late by three rounds: they are of host 0's sums, and the drain's carries all three steps of host 1."""
+    three_taken = [threading.Event() for _ in range(2)]
+
+    def train(rank: int) -> tuple[Any, ...]:
+        trainer = binding.trainer(case, hierarchical=2)
+        worker, before, gradients = trainer.opt._async.worker_now(), trainer.weights(), []
+        if rank >= 2:
+            assert all(event.wait(60) for event in three_taken)
+            wait_for_rounds(worker, 3)
+        for step in range(1, 4):
+            gradients.append(trainer.gradient(rank, step).astype(np.float64))
+            trainer.step()
+        if rank < 2:
+            three_taken[rank].set()
+        trainer.opt.drain()
+        return before, trainer.weights(), gradients, trainer.opt.rounds
+
+    ranks = Cluster(4).run(train)
+    first = [np.append(a + b, 2.0) for a, b in zip(ranks[0][2], ranks[1][2], strict=True)]
+    late = np.append(sum([*ranks[2][2], *ranks[3][2]]), 6.0)
+    expected = replay(binding.framework, case, ranks[0][0], [Applied(sums, case.lr) for sums in [*first, late]], 4)
+    for _, weights, _, rounds in ranks:
+        assert rounds == 4
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bucket_cap_mb": TINY}, {"compression": "fp16"}, {"backward_passes_per_step": 2}, {"op": "Sum"}],
+    ids=str,
+)
+@pytest.mark.parametrize("hosts", [2, 1])
+def test_all_hosts_give_the_bits_of_all_ranks(binding, options, hosts):
+    def given() -> dict[str, Any]:
+        places = {"compression": binding.hvd.Compression, "op": binding.hvd}
+        return {name: getattr(places[name], value) if name in places else value for name, value in options.items()}
+
+    def train(rank: int) -> list[Any]:
+        outcomes = []
+        for quorum in ({"quorum": "all"}, {"hierarchical": 4 // hosts, "quorum": hosts}):
+            trainer = binding.trainer(ADAM, **quorum, **given())
+            trainer.train(rank, range(4))
+            trainer.opt.drain()
+            outcomes.append((trainer.state(), trainer.opt.stats().staleness, trainer.opt.stats().contributors[4]))
+        return outcomes
+
+    for plain, by_hosts in Cluster(4).run(train):
+        assert by_hosts == plain
 
 
 @both

@@ -76,7 +76,8 @@ def test_the_algorithm_in_force_can_be_read(hvd, plain):
     with scripted_engine(4):
         eager = hvd.EagerOptimizer(plain(), quorum="majority", max_staleness=3)
         assert eager.settings == {
-            "algorithm": "eager", "quorum": "majority", "max_staleness": 3, "grace": 0.0, "seed": 0, "pace": "steps"
+            "algorithm": "eager", "quorum": "majority", "max_staleness": 3, "grace": 0.0, "seed": 0, "pace": "steps",
+            "local_size": 1,
         }  # fmt: skip
         gossip = hvd.GossipOptimizer(plain(), algorithm="dpsgd")
         assert {"algorithm": "dpsgd", "topology": "bipartite-exponential"}.items() <= gossip.settings.items()
@@ -137,6 +138,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"pace": "slow"}, "'steps', 'rounds'"),
     ({"pace": "rounds", "quorum": "all"}, 'take pace="steps", or a quorum that does not wait for all'),
     ({"nonfinite": "ignore"}, "'skip', 'raise'"),
+    ({"hierarchical": 3}, "3 ranks a host do not divide 4 ranks into hosts of equal size"),
+    ({"hierarchical": 0}, "hierarchical=0: take True, False, or the number of ranks of a host"),
+    ({"hierarchical": 2, "quorum": 3}, "quorum=3 of 2 hosts cannot be.*a number of hosts from 1 to 2"),
+    ({"hierarchical": True, "process_set": ProcessSet(0, 2)}, "pass the number of ranks of a host that are inside"),
 ]
 TOO_FAR = {"compression": torch_hvd.Compression.bf16, "max_staleness": 256}
 TORCHS: list[tuple[dict[str, Any], str]] = [
@@ -156,6 +161,30 @@ KERASS: list[tuple[dict[str, Any], str]] = [
     ({"groups": 0}, "list of lists of variables"),
     ({"groups": ["dense"]}, "list of lists of variables"),
 ]
+
+
+@PLAIN
+def test_hosts_in_force(hvd, plain):
+    """One host is quorum "all"; a rank outside of the process set is by itself."""
+    some = ProcessSet(0, 2)
+    given: list[tuple[int, dict[str, Any], Any]] = [
+        (0, {"hierarchical": 2, "quorum": 2}, (2, 2)),
+        (0, {"hierarchical": 1, "quorum": 4}, (1, 4)),
+        (0, {"hierarchical": 4}, (4, "all")),
+        (2, {"hierarchical": 2, "process_set": some}, (2, "all")),
+        (1, {"hierarchical": 2, "process_set": some}, (1, "all")),
+    ]
+    for rank, options, expected in given:
+        with scripted_engine(4, rank):
+            settings = hvd.EagerOptimizer(plain(), **options).settings
+        assert (settings["local_size"], settings["quorum"]) == expected
+    for module in (horovod.torch, horovod.tensorflow):
+        hosts = {"size": 4, "rank": 3, "local_size": 2, "cross_size": 2, "local_rank": 1, "cross_rank": 1}
+        with pytest.MonkeyPatch.context() as patch, scripted_engine(4, 3):
+            for name, value in hosts.items():
+                patch.setattr(module, name, lambda value=value: value)
+            if module.__name__.removeprefix("horovod.") in hvd.__name__:
+                assert hvd.EagerOptimizer(plain(), hierarchical=True).settings["local_size"] == 2
 
 
 @pytest.mark.parametrize(("options", "hint"), SHARED)

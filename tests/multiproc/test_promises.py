@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jobs.table import Promise, Quorum, bounded, conservation, promises, quorums, uneven
 from launch import RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
+from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
 pytestmark = pytest.mark.multiproc
 
@@ -84,6 +84,6 @@ def test_uneven_batches_finish_and_train_on(job: RunJob, setting: Setting, quoru
         assert all(int(s) <= 4 for s in rank["staleness"])
 
 
-@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_MPI], ids=str)
+@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     setting.run(job).check().case("end")

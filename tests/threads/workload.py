@@ -114,9 +114,13 @@ def plan(
     quorum: Quorum, staleness: int, steps: Sequence[int], slow: int | None = None, buckets: int = 1, **options: Any
 ) -> Plan:
     """One drain; the slow rank as slow as the quorum and the bound let it be."""
-    config = EagerConfig(quorum, staleness, options.get("grace", 0.0), options.get("seed", 0), buckets)
-    size = len(steps)
-    waits_for_slow = quorum in ("all", "majority") or (not isinstance(quorum, str) and needed(quorum, size) >= size)
+    local = options.get("local_size", 1)
+    config = EagerConfig(
+        quorum, staleness, options.get("grace", 0.0), options.get("seed", 0), buckets, local_size=local
+    )
+    hosts = len(steps) // local
+    waits_for_slow = quorum in ("all", "majority") or (not isinstance(quorum, str) and needed(quorum, hosts) >= hosts)
+    waits_for_slow = waits_for_slow or hosts == 1
     return Plan(config, [steps], slow, 0 if waits_for_slow else staleness, options.get("early", False))
 
 

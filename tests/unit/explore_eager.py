@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    EndStep,
     GradientReady,
     SetHyperparameters,
     StartRound,
@@ -26,6 +27,10 @@ class EagerRank(Rank):
 
     Attributes:
         pending: of each bucket, the versions that gradients were computed at which no round has carried.
+        released: of each bucket, gradients since the last end that may go, as its host's others are there.
+        whole: of rounds that have not landed, the steps of its host that were whole when they started.
+        host_steps, ends_at: steps of its host that were whole as far as it knows, and the version the last one ends at.
+        settled_at: steps at the last end.
         submitted: the last round of each bucket that its engine has submitted.
         knows: rounds whose hyperparameters have come and that have not landed.
         ready: rounds that have landed.
@@ -34,6 +39,11 @@ class EagerRank(Rank):
     pending: list[list[int]] = field(default_factory=list)
     submitted: list[int] = field(default_factory=list)
     knows: set[int] = field(default_factory=set)
+    released: list[int] = field(default_factory=list)
+    whole: dict[int, int] = field(default_factory=dict)
+    host_steps: int = 0
+    ends_at: int = 0
+    settled_at: int = 0
     ready: int = 0
     version: int = 0
     steps: int = 0
@@ -42,11 +52,17 @@ class EagerRank(Rank):
 
 @dataclass
 class EagerBook(Book):
-    """What rounds have gone: of each bucket their number, and who is in for the next; who has hyperparameters."""
+    """What rounds have gone: of each bucket their number, and where ranks are in it; who has hyperparameters."""
 
     fired: list[int] = field(default_factory=list)
-    arrived: list[list[int]] = field(default_factory=list)
-    position: list[dict[int, int]] = field(default_factory=list)
+    handed: list[dict[int, int]] = field(default_factory=list)
+    """Gradients of each rank since the last end."""
+    step: list[dict[int, int]] = field(default_factory=list)
+    """The step of each rank's last gradient, or the version it has taken since."""
+    before: list[dict[int, int]] = field(default_factory=list)
+    """``step`` before that."""
+    ended: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(Host, step since the last end) -> the version with which it ended on a rank."""
     settled_rounds: set[int] = field(default_factory=set)
     """Those whose hyperparameters were told."""
     hyper: Any = None
@@ -72,10 +88,19 @@ class EagerWorld(World):
         for rank in self.ranks:
             rank.pending = [[] for _ in range(buckets)]
             rank.submitted = [0] * buckets
+            rank.released = [0] * buckets
         self.book.fired = [0] * buckets
         self.book.hyper = self.first_hyper(self.numbers[0])
-        self.book.arrived = [[] for _ in range(buckets)]
-        self.book.position = [dict.fromkeys(self.numbers, 0) for _ in range(buckets)]
+        for name in ("handed", "step", "before"):
+            setattr(self.book, name, [dict.fromkeys(self.numbers, 0) for _ in range(buckets)])
+
+    @property
+    def by_hosts(self) -> bool:
+        return self.config.local_size > 1
+
+    def host(self, rank: int) -> int:
+        """The first rank of its host."""
+        return rank - rank % self.config.local_size
 
     def first_hyper(self, rank: int) -> list[dict[str, Any]]:
         return self._hyper(rank, 0)
@@ -86,7 +111,11 @@ class EagerWorld(World):
     # -- training threads: phase 0 before a step; 1 to buckets: a bucket is handed over; then in step(), and waiting -
 
     def can_step(self, rank: EagerRank) -> bool:
-        return rank.phase <= self.config.buckets or rank.ready >= rank.steps + rank.base
+        if rank.phase <= self.config.buckets:
+            return True
+        if self.by_hosts and (rank.host_steps < rank.steps - rank.settled_at or rank.ready < rank.ends_at):
+            return False
+        return rank.ready >= rank.steps + rank.base
 
     def step(self, rank: EagerRank) -> None:
         buckets = self.config.buckets
@@ -106,6 +135,10 @@ class EagerWorld(World):
             rank.phase += 1
             return None
         rank.version = rank.ready
+        if self.by_hosts:
+            rank.version = rank.ends_at
+            step = self.host(rank.number), rank.steps - rank.settled_at
+            assert self.book.ended.setdefault(step, rank.version) == rank.version, "a host's ranks go on apart"
         if self.config.pace == "rounds":
             rank.base = rank.version - rank.steps
             rank.outbox.append(VersionTaken(0, rank.version))
@@ -120,7 +153,7 @@ class EagerWorld(World):
         bucket = rank.phase - 1
         rank.pending[bucket].append(rank.version)
         rank.produced[bucket] += 1
-        rank.outbox.append(GradientReady(0, bucket, rank.steps + rank.base))
+        rank.outbox.append(GradientReady(0, bucket, rank.steps + rank.base, rank.ready if self.by_hosts else 0))
 
     def has_all(self, rank: EagerRank) -> bool:
         assert rank.drained is not None
@@ -130,26 +163,39 @@ class EagerWorld(World):
         assert rank.drained is not None
         rank.version = rank.drained.rounds  # (rounds of those that are out already are for the next step)
         rank.base = rank.drained.rounds - rank.steps
+        rank.settled_at = rank.steps
 
     # -- engines ----------------------------------------------------------------------------------------------
 
     def on_command(self, rank: EagerRank, command: Any) -> None:
         match command:
-            case ("round", bucket, number, knows):
+            case ("round", bucket, number, knows, whole):
                 assert number == rank.submitted[bucket] + 1, "rounds out of order"
                 rank.submitted[bucket] = number
-                for version in rank.pending[bucket]:
+                going = len(rank.pending[bucket])
+                if self.by_hosts:
+                    may = whole[rank.place // self.config.local_size]
+                    rank.whole[number] = min(may, rank.whole.get(number, may))
+                    going = min(going, may - rank.released[bucket])
+                    rank.released[bucket] += going
+                for version in rank.pending[bucket][:going]:
                     stale = number - 1 - version
                     assert 0 <= stale <= self.config.max_staleness, f"{stale} rounds stale in round {number}"
-                rank.pending[bucket] = []
+                del rank.pending[bucket][:going]
                 if knows:
                     rank.knows.add(number)
+            case EndStep(_, host, steps, version):
+                if host == rank.place // self.config.local_size:
+                    self._end_step(rank, steps, version)
             case SetHyperparameters(_, number, _):
                 assert number not in rank.knows
                 rank.knows.add(number)
             case _:
                 if isinstance(command, Drained) and command.flushed:
                     assert not any(rank.pending), "a gradient stayed behind"
+                if isinstance(command, Drained):
+                    rank.released, rank.host_steps, rank.ends_at = [0] * self.config.buckets, 0, command.rounds
+                    rank.whole = dict.fromkeys(rank.whole, 0)
                 super().on_command(rank, command)
 
     def landing(self, rank: EagerRank) -> list[int]:
@@ -160,11 +206,18 @@ class EagerWorld(World):
     def land(self, rank: EagerRank, what: int) -> None:
         rank.knows.discard(what)
         rank.ready = what
+        self._end_step(rank, rank.whole.pop(what, 0), what)
+
+    def _end_step(self, rank: EagerRank, steps: int, version: int) -> None:
+        if steps > rank.host_steps:
+            rank.host_steps, rank.ends_at = steps, version
 
     def obeys_surely(self, rank: EagerRank) -> bool:
         """The thread is over, or in an end, or waits for a round that cannot land before this rank has obeyed more."""
         if self.in_end(rank) or not rank.agreed or self.token(rank) == "sum":
             return self.token(rank) != "sum" or (rank.phase == 1 and rank.combined < rank.calls)
+        if self.by_hosts:
+            return False  # (it may be all that the thread waits for)
         number = rank.steps + rank.base
         waits = self.token(rank) == "step" and rank.phase > self.config.buckets
         there = (number in rank.knows or rank.ready >= number) and min(rank.submitted) >= number
@@ -174,6 +227,8 @@ class EagerWorld(World):
         """The thread is over, in an end, or waits for this round; rounds beyond it would be taken with it, or not."""
         if self.in_end(rank) or not rank.agreed:
             return True
+        if self.by_hosts:
+            return False
         return self.token(rank) == "step" and rank.phase > self.config.buckets and rank.ready < rank.steps + rank.base
 
     def goes_on_surely(self, rank: EagerRank) -> bool:
@@ -185,69 +240,97 @@ class EagerWorld(World):
 
     def slim(self, command: Command) -> Any:
         match command:
-            case StartRound(_, bucket, number, hyper, _):
-                return ("round", bucket, number, hyper is not None)
+            case StartRound(_, bucket, number, hyper, _, whole):
+                return ("round", bucket, number, hyper is not None, tuple(whole))
         return command
 
     def hear(self, rank: EagerRank, event: OptimizerEvent) -> None:
         book = self.book
         match event:
-            case GradientReady(_, bucket, step):
-                book.position[bucket][rank.number] = step
-                if step == book.fired[bucket] + 1:
-                    book.arrived[bucket].append(rank.number)
+            case GradientReady(_, bucket, step, _):
+                book.handed[bucket][rank.number] += 1
+                book.before[bucket][rank.number], book.step[bucket][rank.number] = book.step[bucket][rank.number], step
             case StepEntered(_, step, _):
                 book.entered[rank.number] = step
             case VersionTaken(_, version):
-                for position in book.position:
-                    position[rank.number] = version
+                for step in book.step:
+                    step[rank.number] = version
+
+    def whole(self, bucket: int, host: int) -> int:
+        """Gradients since the last end that no rank of a host lacks that is not done; all, if all are."""
+        handed = {rank: self.book.handed[bucket][rank] for rank in range(host, host + self.config.local_size)}
+        return min(
+            (count for rank, count in handed.items() if rank not in self.book.done), default=max(handed.values())
+        )
+
+    def position(self, bucket: int, rank: int) -> int:
+        """The step whose gradient may go, or the version taken since."""
+        book = self.book
+        if book.handed[bucket][rank] > self.whole(bucket, self.host(rank)):
+            return book.before[bucket][rank]
+        return book.step[bucket][rank]
+
+    def arrived(self, bucket: int, active: set[int]) -> set[int]:
+        """The hosts that wait for the next round."""
+        number = self.book.fired[bucket] + 1
+        return {self.host(rank) for rank in active if self.position(bucket, rank) == number}
 
     def check(self, command: Command, ending: bool) -> None:
         match command:
-            case StartRound(_, bucket, number, hyper, _):
+            case StartRound(_, bucket, number, hyper, _, whole):
+                hosts = self.numbers[:: self.config.local_size] if self.by_hosts else ()
+                assert whole == [self.whole(bucket, host) for host in hosts], "a host's gradients go apart"
                 self._check_round(bucket, number, ending)
                 if hyper is not None:
                     self._check_hyper(number, hyper, ending)
             case SetHyperparameters(_, number, hyper):
                 assert number not in self.book.settled_rounds, "hyperparameters of a round that has them"
                 self._check_hyper(number, hyper, ending)
+            case EndStep(_, host, steps, _):
+                first = self.numbers[:: self.config.local_size][host]
+                assert all(self.whole(bucket, first) == steps for bucket in range(self.config.buckets))
             case _:
                 raise AssertionError(f"{command} of a partial allreduce")
 
     def _check_round(self, bucket: int, number: int, ending: bool) -> None:
         book = self.book
         assert number == book.fired[bucket] + 1, f"round {number} of bucket {bucket} after {book.fired[bucket]}"
-        book.fired[bucket] = number
-        arrived, book.arrived[bucket] = book.arrived[bucket], []
         active = set(self.numbers) - book.done.keys()
+        arrived = self.arrived(bucket, active)
+        book.fired[bucket] = number
         if ending:
             assert not active
             return
         for rank in active:
-            assert number - book.position[bucket][rank] <= self.config.max_staleness
+            assert number - self.position(bucket, rank) <= self.config.max_staleness
         assert self._met(number, arrived, active), f"round {number} with {arrived} of {active}"
 
-    def _met(self, number: int, arrived: list[int], active: set[int]) -> bool:
-        """Whether these make the quorum of a round."""
-        quorum = self.config.quorum
+    def _met(self, number: int, arrived: set[int], ranks: set[int]) -> bool:
+        """Whether these hosts make the quorum of a round, of those of these ranks."""
+        quorum, active, hosts = (
+            self.config.quorum,
+            {self.host(rank) for rank in ranks},
+            self.numbers[:: self.config.local_size],
+        )
         if quorum == "majority":
-            return initiator(number, self.config.seed, active, self.numbers) in arrived
+            return initiator(number, self.config.seed, active, hosts) in arrived
         if quorum == "solo":
             return bool(arrived)
-        want = len(active) if isinstance(quorum, str) else min(needed(quorum, len(self.numbers)), len(active))
+        want = len(active) if isinstance(quorum, str) else min(needed(quorum, len(hosts)), len(active))
         return len(arrived) >= want > 0
 
     def check_due(self, event: OptimizerEvent) -> None:
         book = self.book
         active = set(self.numbers) - book.done.keys()
-        for bucket, arrived in enumerate(book.arrived):
-            number = book.fired[bucket] + 1
-            arrived = [rank for rank in arrived if rank in active]
-            fits = all(number - book.position[bucket][rank] <= self.config.max_staleness for rank in active)
+        for bucket, fired in enumerate(book.fired):
+            number, arrived = fired + 1, self.arrived(bucket, active)
+            fits = all(number - self.position(bucket, rank) <= self.config.max_staleness for rank in active)
             if not arrived or not fits or not self._met(number, arrived, active):
                 continue
             assert self.config.grace, f"round {number} could go, and does not"
-            assert len(arrived) < len(active), f"round {number} could go before its grace ends, and does not"
+            assert len(arrived) < len({self.host(rank) for rank in active}), (
+                f"round {number} could go before its grace ends, and does not"
+            )
             assert self.machine.deadline() is not None, "nobody is told when a grace ends"
 
     def _check_hyper(self, number: int, hyper: Any, ending: bool) -> None:
@@ -269,8 +352,11 @@ class EagerWorld(World):
         assert set(book.fired) == {drained.rounds}
         assert book.settled_rounds == set(range(1, drained.rounds + 1)), "a round never got its hyperparameters"
         book.entered = {}
-        book.position = [dict.fromkeys(self.numbers, drained.rounds) for _ in book.position]
-        book.arrived = [[] for _ in book.arrived]
+        book.ended = {}
+        for step in book.step:
+            step.update(dict.fromkeys(self.numbers, drained.rounds))
+        for handed in book.handed:
+            handed.update(dict.fromkeys(self.numbers, 0))
 
     # -- time -------------------------------------------------------------------------------------------------
 

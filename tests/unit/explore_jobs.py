@@ -43,8 +43,9 @@ def eager(
     pace: str = "steps",
     grace: float = 0.0,
     opening: bool = False,
+    local_size: int = 1,
 ) -> Job:
-    config = EagerConfig(quorum, staleness, grace, 0, buckets, pace)
+    config = EagerConfig(quorum, staleness, grace, 0, buckets, pace, local_size)
     return lambda machine: EagerWorld(machine, config, programs(*texts), opening)
 
 
@@ -85,6 +86,11 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "one leaves, one cuts": eager("1 cut 1 drain", "1 leave"),
         "three ranks": eager("1 drain", "1 drain", "1 drain"),
         "three ranks, two needed": eager("1 drain", "1 drain", "1 leave", quorum=2),
+        "a host": eager("2 drain 1 drain", "2 drain 1 drain", local_size=2),
+        "a host, uneven, cut": eager("2 cut 1 drain", "1 cut drain", local_size=2),
+        "a host, two buckets": eager("1 drain 1 drain", "1 drain drain", buckets=2, local_size=2),
+        "a host, one leaves": eager("2 drain 1 drain", "1 leave", local_size=2),
+        "two hosts": eager("1 drain", "1 drain", "1 drain", "drain", local_size=2),
     },
     "gossip": {
         "opening": gossip("1 drain", "drain", opening=True),
@@ -119,6 +125,9 @@ LONG: Mapping[str, Mapping[str, Job]] = {
         "two buckets": eager("2 drain 2 drain", "2 drain 1 drain", buckets=2),
         "two buckets, pace by rounds": eager("3 drain", "3 drain", buckets=2, pace="rounds"),
         "three ranks": eager("2 drain", "2 drain", "1 drain"),
+        "two hosts": eager("2 drain", "2 drain", "1 drain", "drain", local_size=2),
+        "two hosts, two buckets": eager("1 drain", "1 drain", "1 drain", "drain", buckets=2, local_size=2),
+        "two hosts, pace by rounds": eager("2 drain", "2 drain", "1 drain", "1 drain", pace="rounds", local_size=2),
         "three ranks, grace": eager("1 drain 1 drain", "1 drain drain", "1 leave", grace=1.0, quorum=2),
     },
     "gossip": {

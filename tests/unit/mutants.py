@@ -71,7 +71,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "staleness 2", "bucket.loaded = True\n", "bucket.loaded = bucket.loaded\n"
         ),
         "a round has the hyperparameters of another step": Mutant(
-            "steps that differ", "if lead is None or lead.step != number:", "if lead is None:"
+            "steps that differ",
+            "[*leads, *self._in_step.values()] if rank.step == number)",
+            "[*leads, *self._in_step.values()])",
         ),
         "a round that has hyperparameters gets others": Mutant(
             "steps that differ", "round_ is None or round_.hyper is not None or not", "round_ is None or not"
@@ -86,7 +88,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "two buckets", "dict.fromkeys(self.ranks, last)", "dict(bucket.position)"
         ),
         "a quorum counts ranks that are done": Mutant(
-            "all", "        active = self._active()\n", "        active = set(self.ranks)\n"
+            "all", "active, whose = set(self._hosts.among(self._active())),", "active, whose = set(self._hosts.first),"
         ),
         "a version that is taken frees nobody": Mutant(
             "pace by rounds",
@@ -95,8 +97,28 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a rank that is done frees nobody": Mutant(
             "steps that differ",
-            "        return self._advance(rank, now)\n\n    # -- firing",
-            "        return []\n\n    # -- firing",
+            "return [*itertools.chain(*gathered), *self._advance(rank, now)]",
+            "return [*itertools.chain(*gathered)]",
+        ),
+        "a rank that is done keeps its host waiting": Mutant(
+            "a host, uneven, cut", "[self._gather(self._hosts.of[rank], bucket, now) for", "[[] for"
+        ),
+        "a host's gradients go apart": Mutant(
+            "a host", "list(bucket.gathering.whole.values())", "[n + 1 for n in bucket.gathering.whole.values()]"
+        ),
+        "a host is not told that its late step has ended": Mutant(
+            "two hosts",
+            "return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]",
+            "return []",
+        ),
+        "what a host holds back is forgotten at a drain": Mutant(
+            "two hosts", "bucket.loaded = bool(bucket.gathering.held)", "bucket.loaded = False"
+        ),
+        "a host's steps are not counted anew after an end": Mutant(
+            "a host", "bucket.gathering.begin_anew()", "bucket.gathering.held.clear()"
+        ),
+        "a host waits for its first rank alone": Mutant(
+            "a host", "gather(host, self._hosts.ranks(host), self._done)", "gather(host, [host], self._done)"
         ),
         "nobody is told when a grace ends": Mutant(
             "grace", "bucket.wake_at = bucket.quorum_at + config.grace", "bucket.wake_at = None"

@@ -31,6 +31,7 @@ PURE = {
     "option",
     "quorum",
     "auto_quorum",
+    "hosts",
     "plan",
     "options",
     "selection",

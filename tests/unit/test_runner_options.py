@@ -230,7 +230,7 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
         ("--topology ring", "--topology only means something with --algorithm sgp, osgp, dpsgd or adpsgd"),
         ("--algorithm allreduce --peers 2", "--peers only means something with --algorithm sgp"),
-        ("--hierarchical", "--hierarchical only means something with --algorithm sgp"),
+        ("--algorithm lsgd --hierarchical", "--hierarchical only means something with --algorithm eager, sgp"),
         ("--average-every 3", "--average-every only means something with --algorithm sgp"),
         ("--algorithm allreduce --schedule 5:sgp", "--schedule only means something with --algorithm sgp"),
         ("--algorithm dpsgd --schedule 0:allreduce,5:sgp", "never comes to --algorithm dpsgd"),

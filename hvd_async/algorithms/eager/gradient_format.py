@@ -105,12 +105,15 @@ class ReducedRound:
             elements count gradients.
         hyper: the hyperparameters to apply it with.
         counts: how many gradients it carried in each bucket.
+        whole: how many steps of this rank's host since the last drain or cut had been handed over when it started; 0
+            where ranks do not step host by host.
     """
 
     index: int
     sums: tuple[Vector, ...]
     hyper: Hyper
     counts: tuple[int, ...]
+    whole: int = 0
 
     @property
     def gradients(self) -> int:

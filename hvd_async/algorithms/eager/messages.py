@@ -16,6 +16,8 @@ class EagerConfig(Config, frozen=True, tag=True):
         grace: seconds to wait for more ranks once the quorum is there; ``seed``: of majority's initiator draw.
         buckets: how many buckets a round has.
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
+        local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
+            count hosts; 1: they count ranks.
     """
 
     quorum: str | int | float
@@ -24,6 +26,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     seed: int
     buckets: int
     pace: str = "steps"
+    local_size: int = 1
 
     @property
     def counts(self) -> int:
@@ -39,10 +42,11 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True):
-    """The gradient of ``bucket`` of this rank's step is in its engine's pending buffer."""
+    """The gradient of ``bucket`` of this rank's step is with its engine, where so many rounds have landed."""
 
     bucket: int
     step: int
+    landed: int = 0
 
 
 class VersionTaken(OptimizerEvent, frozen=True, tag=True):
@@ -79,12 +83,26 @@ class RoundTrigger(msgspec.Struct, frozen=True):
 
 
 class StartRound(OptimizerCommand, frozen=True, tag=True):
-    """Submit the pending gradient of this bucket for this round. ``hyper``: None if it follows."""
+    """Submit the pending gradient of this bucket for this round. ``hyper``: None if it follows.
+
+    ``whole``: of each host, how many of its ranks' gradients since the last drain or cut may go, as all its ranks have
+    handed them over; empty where each rank is by itself.
+    """
 
     bucket: int
     round: int
     hyper: Hyper | None
     firing: RoundTrigger
+    whole: list[int] = msgspec.field(default_factory=list)
+
+
+class EndStep(OptimizerCommand, frozen=True, tag=True):
+    """The ranks of a host have all handed over step number ``steps`` since the last end, too late for its round:
+    it ends when their weights are at ``version``."""
+
+    host: int
+    steps: int
+    version: int
 
 
 class SetHyperparameters(OptimizerCommand, frozen=True, tag=True):
@@ -101,4 +119,4 @@ class ReportReceived(OptimizerCommand, frozen=True, tag=True):
 
 
 EVENTS = (StepEntered, GradientReady, VersionTaken, RoundsReceived)
-COMMANDS = (StartRound, SetHyperparameters, ReportReceived)
+COMMANDS = (StartRound, EndStep, SetHyperparameters, ReportReceived)

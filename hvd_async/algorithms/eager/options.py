@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum
-from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option
+from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
 from hvd_async.runtime.family import Algorithm
 
 PACES = ("steps", "rounds")
@@ -23,7 +23,7 @@ class EagerOptions:
         'who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each '
         'round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that '
         "brings the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's "
-        "stderr)",
+        "stderr); hosts in place of ranks with ``hierarchical``",
         help="who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count of "
         "ranks, a fraction such as 0.75, or auto, which learns from the arrival times",
         read=parse_quorum,
@@ -62,6 +62,15 @@ class EagerOptions:
         "longest rank has batches, and a rank that is slow for good gives fewer gradients",
         choices=PACES,
     )
+    hierarchical: bool | int = option(
+        False,
+        "the ranks of a host take each step together, so that their gradients go in the same round, and ``quorum``, "
+        "``max_staleness`` and ``grace`` count hosts. True for Horovod's local ranks, or so many ranks, numbered host "
+        "by host",
+        help="the ranks of a host take each step together, and the quorum counts hosts",
+        absent="off",
+        flags=("--hierarchical-gossip", "--hierarchical"),
+    )
     nonfinite: str = option(
         "skip",
         'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
@@ -74,13 +83,21 @@ class EagerOptions:
         flags=(),
     )
 
-    def check(self, ranks: int | None) -> None:
+    def check(self, ranks: int | None, local_size: int | None = None) -> None:
         """Refuse what no job of so many ranks can have; None: nobody knows how many yet.
+
+        Args:
+            ranks: that share the optimizer.
+            local_size: ranks that step together; None if only ``hierarchical`` says so.
 
         Raises:
             ValueError: with a hint.
         """
-        check_quorum(self.quorum, ranks)
+        together = self.hierarchical if local_size is None and not isinstance(self.hierarchical, bool) else local_size
+        if ranks is not None and together is not None:
+            check_hosts(ranks, together)
+            ranks //= together
+        check_quorum(self.quorum, ranks, "ranks" if together in (None, 1) else "hosts")
         late, grace = self.max_staleness, self.grace
         if isinstance(late, bool) or not isinstance(late, int) or late < 0:
             raise ValueError(
@@ -100,14 +117,15 @@ class EagerOptions:
                 f'{late} never does: take pace="steps", or a quorum that does not wait for all'
             )
 
-    def config(self) -> dict[str, Any]:
-        """Return what ranks must have in common, of ``EagerConfig``."""
+    def config(self, local_size: int = 1) -> dict[str, Any]:
+        """Return what ranks must have in common, of ``EagerConfig``, where so many of a host step together."""
         return {
             "quorum": self.quorum,
             "max_staleness": self.max_staleness,
             "grace": float(self.grace),
             "seed": self.seed,
             "pace": self.pace,
+            "local_size": local_size,
         }
 
 
@@ -115,7 +133,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "eager": Algorithm(
         "eager",
         "eager",
-        {name: getattr(EagerOptions, name) for name in ("quorum", "max_staleness", "grace", "pace")},
+        {name: getattr(EagerOptions, name) for name in ("quorum", "max_staleness", "grace", "pace", "hierarchical")},
         sends="gradients",
         waits_for="quorum",
         about="rounds that do not wait for late ranks",

@@ -26,14 +26,14 @@ class Decision(NamedTuple):
     reason: str
 
 
-def check_quorum(quorum: Quorum, size: int | None) -> None:
-    """Refuse a quorum that no round at ``size`` ranks (None: nobody knows how many yet) can have.
+def check_quorum(quorum: Quorum, size: int | None, whom: str = "ranks") -> None:
+    """Refuse a quorum that no round at ``size`` ranks, or hosts, (None: nobody knows how many yet) can have.
 
     Raises:
         ValueError: it is not "solo", "majority", "all", "auto", a count in 1..size, or a fraction in (0, 1].
     """
     most = "" if size is None else f" to {size}"
-    hint = f'take "solo", "majority", "all", "auto", a number of ranks from 1{most}, or a fraction such as 0.75'
+    hint = f'take "solo", "majority", "all", "auto", a number of {whom} from 1{most}, or a fraction such as 0.75'
     if isinstance(quorum, bool) or not isinstance(quorum, str | int | float):
         raise ValueError(f"quorum={quorum!r} is not a quorum: {hint}")
     if isinstance(quorum, str):
@@ -41,7 +41,7 @@ def check_quorum(quorum: Quorum, size: int | None) -> None:
             raise ValueError(f"quorum={quorum!r} is not known: {hint}")
     elif isinstance(quorum, int):
         if quorum < 1 or (size is not None and quorum > size):
-            of = "" if size is None else f" of {size} ranks"
+            of = "" if size is None else f" of {size} {whom}"
             raise ValueError(f"quorum={quorum}{of} cannot be: {hint}")
     elif not 0.0 < quorum <= 1.0:
         raise ValueError(f"quorum={quorum} is not a fraction in (0, 1]: {hint}")
@@ -85,8 +85,9 @@ def decide(
     ranks: Sequence[int],
     seed: int,
     why: str = "",
+    whose: str = "",
 ) -> Decision:
-    """May ``round`` fire?
+    """May ``round`` fire? Where ranks step host by host, each host is here as its first rank.
 
     Args:
         quorum: one that ``check_quorum`` accepted, with a number in place of "auto".
@@ -95,15 +96,16 @@ def decide(
         ranks: all that share the optimizer.
         seed: of majority's draw.
         why: why this quorum, if it was chosen by itself.
+        whose: "the host of " where hosts are counted, for people.
     """
     if not arrived:
         return Decision(False, None, "nobody has arrived")
     first, present, left = arrived[0], len(arrived), len(active)
     if quorum == "solo":
-        return Decision(True, first, f"solo: rank {first} came first")
+        return Decision(True, first, f"solo: {whose}rank {first} came first")
     if quorum == "majority":
         drawn = initiator(round, seed, active, ranks)
-        return Decision(drawn in arrived, drawn, f"majority: rank {drawn} was drawn; {present} of {left} are in")
+        return Decision(drawn in arrived, drawn, f"majority: {whose}rank {drawn} was drawn; {present} of {left} are in")
     want = left if isinstance(quorum, str) else min(needed(quorum, len(ranks)), left)
     text = f"quorum: {present} of {left} are in, {want} needed"
     return Decision(present >= want, first, f"{text} ({why})" if why else text)

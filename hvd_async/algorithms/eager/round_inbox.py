@@ -14,12 +14,16 @@ class RoundInbox(Inbox):
 
     Attributes:
         ready: rounds that wait to be applied, in order.
+        whole: how many steps of this rank's host, since the last drain or cut, all its ranks have handed over, as far
+            as it was told; 0 where ranks do not step host by host.
+        ends_at: the version with which the last of them ends.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
         super().__init__(changed)
         self.ready: deque[ReducedRound] = deque()
         self._discards = False
+        self.whole = self.ends_at = 0
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
@@ -28,7 +32,24 @@ class RoundInbox(Inbox):
         with self._changed:
             if not self._discards:
                 self.ready.extend(rounds)
+            for round_ in rounds:
+                self._end_step(round_.whole, round_.index)
             self._changed.notify_all()
+
+    def end_step(self, whole: int, version: int) -> None:
+        """A late step of the host ends when this rank's weights are at ``version``."""
+        with self._changed:
+            self._end_step(whole, version)
+            self._changed.notify_all()
+
+    def _end_step(self, whole: int, version: int) -> None:
+        if whole > self.whole:
+            self.whole, self.ends_at = whole, version
+
+    def end(self, rounds: int) -> None:
+        """All ranks have ended, after so many rounds."""
+        with self._changed:
+            self.whole, self.ends_at = 0, rounds
 
     def discard(self) -> None:
         """Keep nothing from now on: nobody takes it (engine thread, as ``deliver``, so without the lock)."""

@@ -1,7 +1,8 @@
 """A rank's gradients on their way, on the engine thread: pending until a round takes them, in flight until it is whole.
 
 What the engine takes for a round is what is pending at that moment; whatever comes later stays for the next round, so
-nothing is lost and nothing counts twice.
+nothing is lost and nothing counts twice. Where ranks step host by host, a gradient is not pending before those of the
+host's other ranks are there, as the round's command says; so they go in the same round.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
@@ -32,6 +35,15 @@ class _Pending:
 
 
 @dataclass
+class _Held:
+    """One bucket's gradients (None: an empty one) and their versions, while others of the host may be missing."""
+
+    gradients: deque[tuple[Vector | None, int]] = field(default_factory=deque)
+    released: int = 0
+    """How many are pending or gone, since the last drain or cut."""
+
+
+@dataclass
 class _Flight:
     """A round some of whose buckets have gone but which is not whole yet."""
 
@@ -39,6 +51,8 @@ class _Flight:
     counts: list[int]
     started: float
     hyper: Hyper | None = None
+    whole: int | None = None
+    """As of the round, by the buckets that have gone."""
 
 
 class RoundsInFlight:
@@ -49,15 +63,23 @@ class RoundsInFlight:
         wire: how vectors travel.
         deliver: called with rounds that are ready to be applied, in order.
         counters: of the optimizer.
+        host: the number of this rank's host, with which it steps; None if it steps by itself.
     """
 
     def __init__(
-        self, engine: Engine, wire: GradientFormat, deliver: Callable[[list[ReducedRound]], None], counters: Counters
+        self,
+        engine: Engine,
+        wire: GradientFormat,
+        deliver: Callable[[list[ReducedRound]], None],
+        counters: Counters,
+        host: int | None = None,
     ) -> None:
         self._engine, self._wire, self._deliver, self._counters = engine, wire, deliver, counters
+        self._host = host
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
         self._pending = [_Pending() for _ in range(self._buckets)]
+        self._held_back = [_Held() for _ in range(self._buckets)]
         self._busy: set[str] = set()
         self._held: deque[StartRound] = deque()
         self._flights: dict[int, _Flight] = {}
@@ -66,6 +88,41 @@ class RoundsInFlight:
         """Completed rounds, by bucket."""
         self.at_cut: list[PendingGradient] | None = None
         """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
+
+    @property
+    def complete(self) -> int:
+        """Rounds that have landed in all buckets, and have their hyperparameters."""
+        return self._next_ready - 1
+
+    def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
+        """Take in a gradient, computed at ``version``; None if it is empty."""
+        if self._host is not None:
+            self._held_back[bucket].gradients.append((vector, version))
+        elif vector is not None:
+            self.add(bucket, vector, version)
+
+    def release(self, bucket: int, whole: int | None) -> None:
+        """Make the first ``whole`` gradients since the last drain or cut pending, or all that are here."""
+        held = self._held_back[bucket]
+        while held.gradients and (whole is None or held.released < whole):
+            held.released += 1
+            vector, version = held.gradients.popleft()
+            if vector is not None:
+                self.add(bucket, vector, version)
+
+    def end_step(self, whole: int) -> None:
+        """Add a late step of the host to what is pending, unless a round that started before has yet to take that."""
+        for bucket in {*range(self._buckets)} - {held.bucket for held in self._held}:
+            self.release(bucket, whole)
+
+    def end(self) -> None:
+        """All ranks have ended: whatever is here is pending, and the host's steps count from 0."""
+        for bucket, held in enumerate(self._held_back):
+            self.release(bucket, None)
+            held.released = 0
+        for flight in self._flights.values():
+            flight.whole = 0
+        self._held = deque(msgspec.structs.replace(go, whole=[0] * len(go.whole)) for go in self._held)
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """Add a gradient, computed at ``version``, to the pending ones."""
@@ -85,7 +142,7 @@ class RoundsInFlight:
                 self._counters.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
-        """Return gradients that no round has carried yet, by bucket."""
+        """Return gradients that no round has carried yet and that may go, by bucket; all after an end."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def keep_for_cut(self) -> None:
@@ -114,6 +171,10 @@ class RoundsInFlight:
         flight = self._flight(go.round)
         if go.hyper is not None:
             flight.hyper = go.hyper
+        if self._host is not None:
+            whole = go.whole[self._host]
+            self.release(go.bucket, whole)
+            flight.whole = whole if flight.whole is None else min(flight.whole, whole)
         late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
         taken = self._take(go.bucket, go.firing, late_by)
         vector = self._wire.zeros(go.bucket) if taken is None else taken
@@ -168,7 +229,8 @@ class RoundsInFlight:
                 break
             del self._flights[self._next_ready]
             self._counters.came(time.monotonic() - flight.started)
-            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, tuple(flight.counts)))
+            counts, whole = tuple(flight.counts), flight.whole or 0
+            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole))
             self._next_ready += 1
         if ready:
             self._deliver(ready)

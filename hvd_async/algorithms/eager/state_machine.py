@@ -7,7 +7,11 @@ The laws it keeps:
    the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
    A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round started after that,
    so its staleness (round - 1 - v) keeps the bound.
-3. *Quorum.* When ``decide`` says so, round t starts: at once if all ranks are ready, else after ``grace`` seconds.
+   Where ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
+   in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
+   that they begin the next with equal weights.
+3. *Quorum.* When ``decide`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all have, or
+   after ``grace`` seconds.
 4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
    they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
    waits for them.
@@ -24,13 +28,16 @@ re-based to the rounds started and all ranks are active again); rejected, if the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
+from hvd_async.algorithms.eager.hosts import Gathering, Hosts
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    EndStep,
     GradientReady,
     ReportReceived,
     RoundsReceived,
@@ -51,6 +58,7 @@ class _Bucket:
     """Where one bucket stands: rounds fired, each rank's position, who is in for the next round."""
 
     position: dict[int, int]
+    gathering: Gathering
     fired: int = 0
     waiting: dict[int, float] = field(default_factory=dict)
     """Ranks that have arrived for round fired + 1, in order, and when."""
@@ -95,6 +103,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._auto: AutoQuorum | None = None
+        self._hosts = Hosts(ranks, 1)
+        self._late: set[int] = set()
+        """Hosts some bucket of whose step was gathered after its round had fired."""
         self._buckets: list[_Bucket] = []
         self._in_step: dict[int, _InStep] = {}
         """In the order in which they were heard."""
@@ -133,7 +144,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 round_ = bucket.fired + 1
                 late = {r for r in self._active() if bucket.position[r] < round_}
                 blocking = self._too_late(bucket, round_) or late
-                return f"round {round_}", frozenset(blocking)
+                return f"round {round_}", bucket.gathering.missing(blocking, self._hosts, self._active())
+        for gathering in (bucket.gathering for bucket in self._buckets):
+            if gathering.held:
+                return "the step of a host", gathering.missing(gathering.held, self._hosts, self._active())
         for bucket in self._buckets:
             if bucket.called and bucket.landed < bucket.fired:
                 silent = frozenset(self.ranks) - bucket.answered
@@ -144,14 +158,18 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
+        self._hosts = Hosts(self.ranks, config.local_size)
+        hosts = len(self._hosts.first)
         # a rank outside of a process set is alone, with the quorum of the others
-        most = max(len(self.ranks), config.quorum) if isinstance(config.quorum, int) else len(self.ranks)
-        check_quorum(config.quorum, most)
+        check_quorum(config.quorum, max(hosts, config.quorum) if isinstance(config.quorum, int) else hosts)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
         self._last_hyper = self._told[self.ranks[0]]
         if config.quorum == "auto":
-            self._auto = AutoQuorum(self.ranks, config.max_staleness, config.pace)
-        self._buckets = [_Bucket(dict.fromkeys(self.ranks, 0)) for _ in range(config.buckets)]
+            self._auto = AutoQuorum(self._hosts.first, config.max_staleness, config.pace)
+        self._buckets = [
+            _Bucket(dict.fromkeys(self.ranks, 0), Gathering(dict.fromkeys(self._hosts.first, 0)))
+            for _ in range(config.buckets)
+        ]
         for bucket in self._buckets:
             bucket.loaded = any(opened.loaded for opened in self._opened.values())
         return config
@@ -190,27 +208,52 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._running(rank, event)
         if not 0 <= event.bucket < len(self._buckets):
             raise ProtocolError(f"rank {rank} named bucket {event.bucket} of {len(self._buckets)}")
-        bucket = self._buckets[event.bucket]
-        if event.step != bucket.position[rank] + 1 or event.step > bucket.fired + 1:
+        bucket, host = self._buckets[event.bucket], self._hosts.of[rank]
+        held = bucket.gathering.held
+        if event.step != bucket.position[rank] + 1 or event.step > bucket.fired + 1 or rank in held:
             raise ProtocolError(
                 f"rank {rank} handed over step {event.step} of bucket {event.bucket} after step "
-                f"{bucket.position[rank]}, with {bucket.fired} rounds fired"
+                f"{held.get(rank, bucket.position[rank])}, with {bucket.fired} rounds fired"
             )
-        bucket.position[rank] = event.step
+        if held and any(held.get(other, event.step) != event.step for other in self._hosts.ranks(host)):
+            raise ProtocolError(f"rank {rank} handed over step {event.step}, and other ranks of its host another")
+        for each in self._buckets:
+            if event.landed > each.fired:
+                raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
+        held[rank] = event.step
         bucket.loaded = True
         for each in self._buckets:  # a rank in its next step has seen the round of the one before
-            each.landed = max(each.landed, event.step - 1)
-        if event.step == bucket.fired + 1:
-            bucket.waiting[rank] = now
-        if self._auto is not None and all(b.position[rank] >= event.step for b in self._buckets):
-            self._auto.arrived(rank, now, late=self._all_fired(event.step))
-        return self._advance(rank, now, event.bucket)
+            each.landed = max(each.landed, event.step - 1, event.landed)
+        return [*self._gather(host, bucket, now), *self._advance(rank, now, event.bucket)]
+
+    def _gather(self, host: int, bucket: _Bucket, now: float) -> list[Command]:
+        """Let a host's gradients of a bucket arrive if none is missing; with the last bucket its step is whole."""
+        steps = bucket.gathering.gather(host, self._hosts.ranks(host), self._done)
+        active = [rank for rank in steps if rank not in self._done]
+        for rank in active:
+            bucket.position[rank] = step = steps[rank]
+            if step == bucket.fired + 1:
+                bucket.waiting[rank] = now
+            elif self._hosts.size > 1:
+                self._late.add(host)
+        if not active or (self._auto is None and host not in self._late):
+            return []  # (nobody asks for more)
+        if len({each.gathering.whole[host] for each in self._buckets}) > 1:
+            return []
+        step = steps[active[0]]
+        if self._auto is not None:
+            self._auto.arrived(host, now, late=self._all_fired(step))
+        if host not in self._late:
+            return []
+        self._late.remove(host)
+        version = max(step, min(each.landed for each in self._buckets))
+        return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]
 
     def _took(self, rank: int, event: VersionTaken, now: float) -> list[Command]:
         config = self._running(rank, event)
         if config.pace != "rounds":
             raise ProtocolError(f"rank {rank} sent VersionTaken in pace {config.pace!r}")
-        if any(not b.position[rank] <= event.version <= b.fired for b in self._buckets):
+        if any(not b.position[rank] <= event.version <= b.fired or rank in b.gathering.held for b in self._buckets):
             raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
         for bucket in self._buckets:
             bucket.position[rank] = event.version
@@ -240,7 +283,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             bucket.waiting.pop(rank, None)
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
-        return self._advance(rank, now)
+        gathered = [self._gather(self._hosts.of[rank], bucket, now) for bucket in self._buckets]
+        return [*itertools.chain(*gathered), *self._advance(rank, now)]
 
     # -- firing -----------------------------------------------------------------------------------------------
 
@@ -255,7 +299,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def _round(self, number: int) -> _Round:
         if number not in self._rounds:
             assert self._config is not None
-            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number, self._active())
+            active = set(self._hosts.among(self._active()))
+            quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number, active)
             self._rounds[number] = _Round(quorum, why)
         return self._rounds[number]
 
@@ -269,7 +314,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if self._config is None or self._refused:
             return []
         commands: list[Command] = []
-        active = self._active()
+        active, whose = set(self._hosts.among(self._active())), "the host of " if self._hosts.size > 1 else ""
         for index in range(len(self._buckets)) if only is None else [only]:
             bucket = self._buckets[index]
             bucket.wake_at = None
@@ -278,13 +323,14 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 continue
             number, config = bucket.fired + 1, self._config
             round_ = self._round(number)
-            decision = decide(round_.quorum, number, list(bucket.waiting), active, self.ranks, config.seed, round_.why)
+            arrived = self._hosts.among(bucket.waiting)
+            decision = decide(round_.quorum, number, arrived, active, self._hosts.first, config.seed, round_.why, whose)
             if not decision.fire:
                 bucket.quorum_at = None
                 continue
             if bucket.quorum_at is None:
                 bucket.quorum_at = now
-            if now < bucket.quorum_at + config.grace and len(bucket.waiting) < len(active):
+            if now < bucket.quorum_at + config.grace and len(arrived) < len(active):
                 bucket.wake_at = bucket.quorum_at + config.grace
                 continue
             if self._too_late(bucket, number):
@@ -295,29 +341,29 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return commands
 
     def _fire(self, index: int, initiator: int, reason: str, by: int, now: float) -> StartRound:
-        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step."""
+        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step: one of the
+        host that this rank is the first of, if it can be."""
         bucket = self._buckets[index]
         arrivals, bucket.waiting = bucket.waiting, {}
         bucket.fired += 1
         bucket.quorum_at = None
-        bucket.loaded = False
+        bucket.loaded = bool(bucket.gathering.held)
         bucket.fired_at, bucket.called = now, 0
         bucket.answered.clear()
         number, held = bucket.fired, 0.0
         round_ = self._round(number)
         if self._all_fired(number):
             held = sum(now - rank.at for rank in self._in_step.values() if rank.step == number)
-            lead = self._in_step.get(initiator)
-            if lead is None or lead.step != number:
-                lead = next((rank for rank in self._in_step.values() if rank.step == number), None)
+            leads = [self._in_step[rank] for rank in self._hosts.ranks(initiator) if rank in self._in_step]
+            lead = next((rank for rank in [*leads, *self._in_step.values()] if rank.step == number), None)
             if lead is not None and round_.hyper is None:
                 self._settle(number, lead.hyper)
             if self._auto is not None:
                 self._auto.fired(now)
         first = min(arrivals.values(), default=now)
-        return StartRound(
-            self._optimizer, index, number, round_.hyper, RoundTrigger(reason, by, len(arrivals), first, now, held)
-        )
+        firing = RoundTrigger(reason, by, len(arrivals), first, now, held)
+        whole = list(bucket.gathering.whole.values()) if self._hosts.size > 1 else []
+        return StartRound(self._optimizer, index, number, round_.hyper, firing, whole)
 
     def _settle(self, number: int, hyper: Hyper) -> None:
         self._rounds[number].hyper = self._last_hyper = hyper
@@ -326,6 +372,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Reduce all pending gradients in a last round, with the last hyperparameters."""
+        for host in self._hosts.first:
+            for bucket in self._buckets:
+                self._gather(host, bucket, now)
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands: list[Command] = []
@@ -333,12 +382,15 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             while bucket.fired < last:
                 round_ = self._round(bucket.fired + 1)
                 round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
-                commands.append(self._fire(index, rank, "drain: all ranks are done", rank, now))
+                host = self._hosts.of[rank]
+                commands.append(self._fire(index, host, "drain: all ranks are done", rank, now))
         for number, round_ in sorted(self._rounds.items()):
             if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
                 commands.append(SetHyperparameters(self._optimizer, number, self._last_hyper))
         for bucket in self._buckets:
             bucket.position = dict.fromkeys(self.ranks, last)
+            bucket.gathering.begin_anew()
+        self._late.clear()
         self._in_step.clear()
         self._rounds.clear()
         if self._auto is not None:

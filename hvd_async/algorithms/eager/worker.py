@@ -15,6 +15,7 @@ from hvd_async.algorithms.eager.counters import Counters, GradientLedger
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    EndStep,
     GradientReady,
     ReportReceived,
     RoundsReceived,
@@ -67,7 +68,9 @@ class EagerWorker(Worker):
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
         self._counters = Counters(wire.members or range(engine.size))
-        self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters)
+        ranks = wire.members or range(engine.size)
+        self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
+        self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
         # Training thread's:
         self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
         self._handed: set[int] = set()  # buckets of the step after this that have been handed over
@@ -75,6 +78,7 @@ class EagerWorker(Worker):
         self.version = 0
         self.ledger = GradientLedger(config.buckets)
         self._settled_at = 0  # steps at the last drain or cut
+        self._ended = 0  # steps that all ranks of this one's host have handed over, as far as this one has waited for
         self.mend: int | None = None
         """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
 
@@ -83,12 +87,17 @@ class EagerWorker(Worker):
     @property
     def ready(self) -> bool:
         """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
-        return self._inbox.agreed and not self._announced and self._behind <= 0 and self.whole.fine
+        return self._inbox.agreed and not self._announced and not self._broken_off and self.whole.fine
 
     @property
     def _behind(self) -> int:
         """Rounds that its steps have brought and its weights have not seen."""
         return self._steps + self._base - self.version
+
+    @property
+    def _broken_off(self) -> bool:
+        """Whether its last step was not waited for to its end."""
+        return self._behind > 0 or (self._host is not None and self._ended < self._steps)
 
     @property
     def gone(self) -> frozenset[int]:
@@ -152,22 +161,40 @@ class EagerWorker(Worker):
         """
         number = self._registered_number()
         self._check_able()
-        if self._behind > 0:
+        if most is not None and self._host is not None and self.config.pace == "rounds":
+            raise ReplicaStateError(
+                "synchronize() takes one round a step, and with hierarchical= and pace='rounds' a host's ranks skip "
+                "rounds together: do what you do after it in round_transform="
+            )
+        if self._broken_off:
             warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
         elif sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
         else:
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
-        self._await(lambda: len(self._inbox.ready) >= self._behind)
+        self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
         with self.whole("a step could not be ended"):
+            self._ended = self._steps
             self.ledger.take_back(self._emptied())
-            rounds = self._inbox.waiting(most)
+            rounds = self._inbox.waiting(most if self._host is None else self._most(most))
             if self.config.pace == "rounds":
                 taken = VersionTaken(number, self.version + len(rounds))
                 self._base = taken.version - self._steps
                 self.engine.call_soon(lambda: self.engine.send(taken))
         return rounds
+
+    def _host_has_ended(self, most: int | None) -> bool:
+        """Whether the other ranks of the host have handed this step over, and all rounds are here that belong to it."""
+        if self._host is None:
+            return True
+        whole = self._inbox.whole >= self._steps - self._settled_at
+        return whole and len(self._inbox.ready) >= self._most(most)
+
+    def _most(self, most: int | None) -> int:
+        """Return how many rounds this step takes: as many as its host's other ranks, which go on with equal weights."""
+        own = max(0, self._inbox.ends_at - self.version)
+        return own if most is None else min(own, most)
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
         """Hand over what is left of this step."""
@@ -276,7 +303,7 @@ class EagerWorker(Worker):
         binding end it."""
         with self.whole("a drain could not be ended"):
             drained = self._take_drained()
-            self._settled_at, self.shown, self.mend = self._steps, 0, drained.mend
+            self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
             self._base = drained.rounds - self._steps
             self.ledger.note_drained(drained)
         self.ledger.check_drained(drained, self.engine.rank)
@@ -319,20 +346,25 @@ class EagerWorker(Worker):
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
-        if vector is not None:
-            self._in_flight.add(bucket, vector, version)
-        self.engine.send(GradientReady(number, bucket, step))
+        self._in_flight.arrive(bucket, vector, version)
+        self.engine.send(GradientReady(number, bucket, step, self._in_flight.complete))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartRound():
                 self._in_flight.go(command)
+            case EndStep(_, host, steps, version):
+                if host == self._host:
+                    self._in_flight.end_step(steps)
+                    self._inbox.end_step(steps, version)
             case SetHyperparameters(_, round_, hyper):
                 self._in_flight.settle(round_, hyper)
             case ReportReceived():
                 self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._in_flight.landed)))
             case Drained():
+                self._in_flight.end()
+                self._inbox.end(command.rounds)
                 self._in_flight.forget_cut()
                 if not command.flushed:
                     self._in_flight.keep_for_cut()

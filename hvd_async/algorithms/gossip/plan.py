@@ -14,7 +14,7 @@ import numpy as np
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS, NO_USE, NOT_GIVEN, GossipAlgorithm
-from hvd_async.algorithms.option import check_one_of
+from hvd_async.algorithms.option import check_hosts, check_one_of
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
 
@@ -157,8 +157,7 @@ def make_plan(
         "hierarchical": local_size > 1,
     }
     kind = _checked(algorithm, given)
-    if local_size < 1 or size % local_size:
-        raise ValueError(f"hierarchical: {local_size} ranks a host do not divide {size} ranks into hosts of equal size")
+    check_hosts(size, local_size)
     if max_staleness is None:
         max_staleness = kind.options.get("max_staleness", 0)
     average_every = average_every or kind.options.get("average_every", 0)

@@ -1,0 +1,106 @@
+"""Gradients of a rank that steps with its host: which of them a round takes, and that an end counts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
+from hvd_async.algorithms.eager.messages import RoundTrigger, StartRound
+from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
+
+FIRED = RoundTrigger("why", 0, 2, 0.0, 0.0, 0.0)
+
+
+class Bench:
+    """Rank 2, the first of host 1 of two, whose collectives bring back what it gives when a test says so."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+        self.landing: list[Callable[[], None]] = []
+        self.delivered: list[ReducedRound] = []
+        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self)
+        wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
+        self.counters = Counters(range(4))
+        self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, self.counters, 1)
+
+    def allreduce_sum(self, vector: Any, *_: Any) -> Any:
+        """Take what the rank gives."""
+        self.taken.append(float(vector[0]))
+        return vector
+
+    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        given = start()
+        self.landing.append(lambda: done(given))
+
+    def arrive(self, value: float | None, version: int = 0) -> None:
+        """A gradient; None for an empty one."""
+        self.rounds.arrive(0, None if value is None else np.array([value, 1.0]), version)
+
+    def go(self, round_: int, whole: int) -> None:
+        """A round starts, and so many steps of host 1 are whole."""
+        self.rounds.go(StartRound(0, 0, round_, [], FIRED, [9, whole]))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_round_takes_what_is_whole_and_no_more(bench: Bench) -> None:
+    for value in (1.0, 10.0, 100.0):
+        bench.arrive(value)
+    bench.go(1, 0)
+    bench.go(2, 2)
+    bench.go(3, 3)
+    assert bench.taken == [0.0, 11.0, 100.0]
+
+
+def test_an_empty_gradient_is_one_of_the_hosts_steps(bench: Bench) -> None:
+    bench.arrive(None)
+    bench.arrive(1.0)
+    bench.go(1, 1)
+    bench.go(2, 2)
+    assert bench.taken == [0.0, 1.0]
+
+
+def test_late_steps_are_added_up_when_they_are_whole(bench: Bench) -> None:
+    for value, whole in ((1.0, 1), (10.0, 2)):
+        bench.counters.add_held_bytes(16)
+        bench.arrive(value)
+        bench.rounds.end_step(whole)
+    assert [vector.tolist() for vector, _ in bench.rounds.pending()] == [[11.0, 2.0]]
+    assert bench.counters.stats(steps=0, rounds=0).held_bytes == 16
+
+
+def test_a_late_step_is_kept_from_rounds_that_started_before(bench: Bench) -> None:
+    """Round 5 waits for the name of round 1, which is in flight here."""
+    for round_ in range(1, 6):
+        bench.go(round_, 0)
+    bench.arrive(1.0)
+    bench.rounds.end_step(1)
+    bench.landing[0]()
+    bench.go(6, 1)
+    bench.landing[1]()
+    assert bench.taken == [0.0] * 5 + [1.0]
+
+
+def test_what_lands_after_an_end_tells_nothing_of_the_steps_after_it(bench: Bench) -> None:
+    bench.arrive(1.0)
+    bench.go(1, 1)
+    for round_ in range(2, 6):
+        bench.go(round_, 1)
+    bench.rounds.end()
+    for land in list(bench.landing):
+        land()
+    bench.landing[-1]()
+    assert [round_.whole for round_ in bench.delivered] == [0] * 5
+    bench.arrive(10.0)
+    bench.go(6, 0)
+    bench.go(7, 1)
+    assert bench.taken == [1.0, *[0.0] * 5, 10.0]
