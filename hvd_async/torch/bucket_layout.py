@@ -11,6 +11,7 @@ import torch
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import record_ready
 
 MIB = 2**20
@@ -62,6 +63,8 @@ class Layout:
         self.orders = [memory_order(parameter) for parameter in parameters]
         """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
         self._slots, self._slot = slots, slot
+        self.memory = ReusedMemory()
+        """The vectors'."""
         for parameter in parameters:
             if parameter.is_complex():
                 raise ValueError(
@@ -71,15 +74,12 @@ class Layout:
         self.buckets = [
             Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
         ]
+        self.nbytes = tuple((b.elements + slots) * b.dtype.itemsize for b in self.buckets)
+        """Bytes of each bucket's vector."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
 
     def __len__(self) -> int:
         return len(self.buckets)
-
-    @property
-    def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each bucket's vector."""
-        return tuple((b.elements + self._slots) * torch.finfo(b.dtype).bits // 8 for b in self.buckets)
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """Move what ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
@@ -106,7 +106,7 @@ class Layout:
         What is sparse travels as a dense vector: ranks need not know before whose gradients will be.
         """
         bucket = self.buckets[index]
-        flat = torch.empty(bucket.elements + self._slots, device=bucket.device, dtype=bucket.dtype)
+        flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
         views, gradients = [], []
         for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
             gradient = parameter.grad

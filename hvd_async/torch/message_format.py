@@ -9,15 +9,16 @@ import torch
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
 from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes, rows_of
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import copy_to_host
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def vector_with_room(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def vector_with_room(elements: int, dtype: torch.dtype, device: torch.device, memory: ReusedMemory) -> torch.Tensor:
     """Return an empty vector with memory behind it for a message's header: its message is sent without a copy."""
     nbytes = elements * dtype.itemsize
-    return torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=device)[:nbytes].view(dtype)
+    return memory.empty(row_bytes(nbytes), device)[:nbytes].view(dtype)
 
 
 def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
@@ -43,7 +44,7 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def make_message_format(
-    like: torch.Tensor, compression: str, rows: int, rank_group: RankGroup, parts: int = 1
+    like: torch.Tensor, compression: str, rows: int, rank_group: RankGroup, parts: int, memory: ReusedMemory
 ) -> MessageFormat:
     """How torch vectors of weights travel.
 
@@ -53,6 +54,7 @@ def make_message_format(
         rows: most messages in one exchange.
         rank_group: the ranks that gossip.
         parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
+        memory: for messages.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
@@ -64,7 +66,7 @@ def make_message_format(
     def encode(vector: torch.Tensor) -> torch.Tensor:
         if compression == "none":
             return vector.view(torch.uint8)
-        data = torch.empty(stride, dtype=torch.uint8, device=device)[:nbytes]
+        data = memory.empty(stride, device)[:nbytes]
         if compression == "int8":
             quantize(vector, data)
         else:  # (what is too large to be sent stays with the sender, as all that rounding leaves)

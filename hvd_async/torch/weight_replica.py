@@ -15,6 +15,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
+from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format, vector_with_room
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
@@ -39,6 +40,7 @@ class WeightReplica(replica.WeightReplica):
     ) -> None:
         self.named, self.named_buffers = named, list(named_buffers or [])
         self._averages_statistics = averages_statistics
+        self._memory = ReusedMemory()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on.
@@ -91,7 +93,7 @@ class WeightReplica(replica.WeightReplica):
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         kind, parts = self.dtype(), [p.detach().reshape(-1) for p in self.parameters]
-        vector = vector_with_room(sum(part.numel() for part in parts), kind, parts[0].device)
+        vector = vector_with_room(sum(part.numel() for part in parts), kind, parts[0].device, self._memory)
         return torch.cat([part.to(kind) for part in parts], out=vector)
 
     @torch.no_grad()
@@ -121,7 +123,7 @@ class WeightReplica(replica.WeightReplica):
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
     def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
-        return make_message_format(self.read(), compression, rows, rank_group, parts)
+        return make_message_format(self.read(), compression, rows, rank_group, parts, self._memory)
 
     def is_finite(self, weights: torch.Tensor) -> bool:
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)

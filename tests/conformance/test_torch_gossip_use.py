@@ -19,6 +19,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
+from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format
 from tests.conformance.drive import scripted_engine
 from tests.conformance.gossip_ranks import MOMENTUM, PAIRS, SGD, STAR, alike, by_options, check_mean, drain, watch
@@ -253,7 +254,7 @@ def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
     values[:9] = [127.0, 0.5, 1.5, -0.0, 1e-6, 1.00390625, 65520.0, -1e5, 3.4e38][:elements]
     if codec == "int8":
         values[6:9] = 2.5
-    ours = make_message_format(torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts)
+    ours = make_message_format(torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts, ReusedMemory())
     theirs = message_format.make_message_format(elements, kind, codec, 3, None, parts)
     for field in ("nbytes", "rows", "lossless", "differences"):
         assert getattr(ours, field) == getattr(theirs, field)

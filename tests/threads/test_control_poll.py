@@ -29,7 +29,7 @@ def test_less_than_zeromqs_millisecond_is_slept_and_not_rounded_up(monkeypatch, 
     endpoint = transport._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
     try:
         endpoint._poller = poller = Poller()
-        assert not endpoint._poll(timeout)
+        assert endpoint._poll(timeout) == (False, False)
     finally:
         endpoint._close()
     assert (sum(naps), poller.asked) == (slept, [milliseconds])

@@ -21,10 +21,10 @@ def told(own, exchange, receivers):
     rows = [HEADER.pack(1, 1.0) for _ in senders]
     result = rows, [senders.count(place) for place in range(RANKS)]
     engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
-    post = SimpleNamespace(pack=list, unpack=lambda row: (None, row), nbytes=0, members=(), process_set=None)
+    post = SimpleNamespace(pack=list, unpack=lambda row: (b"x", row), nbytes=1, members=(), process_set=None)
     mail = MessageExchange(engine, post, lambda *_: None, lambda *_: None, lambda: None)
     if any(rank == own for rank, _ in exchange.messages):
-        letters = [OutgoingMessage(receivers[own], None)] if receivers[own] >= 0 else []
+        letters = [OutgoingMessage(receivers[own], b"x")] if receivers[own] >= 0 else []
         mail.offer(7, 1, letters, 1.0)
         assert sent.pop() == MessageQueued(7, 1)
     mail.exchange(exchange)

@@ -1,0 +1,71 @@
+"""Vectors that come and go with each step: whose memory serves the next one, and whose does not."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from hvd_async.torch.memory import ReusedMemory
+
+CPU = torch.device("cpu")
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_serves_again_when_the_last_tensor_on_it_is_gone():
+    memory = ReusedMemory()
+    first = memory.empty(400, CPU)
+    where, view = address(first), first.view(torch.float32)[10:20].view(2, 5)
+    del first
+    assert address(memory.empty(400, CPU)) != where  # a view of it lives
+    view.fill_(7.0)
+    other = memory.empty(400, CPU)
+    assert view.tolist() == [[7.0] * 5] * 2
+    del view
+    assert address(memory.empty(404, CPU)) != where  # another length
+    assert where in {address(again) for again in (other, memory.empty(400, CPU), memory.empty(400, CPU))}
+
+
+def test_a_gradient_that_a_user_keeps_is_not_written_over():
+    memory, parameter = ReusedMemory(), torch.nn.Parameter(torch.zeros(8))
+    parameter.grad = memory.empty(32, CPU).view(torch.float32).fill_(3.0)
+    kept, parameter.grad = parameter.grad, None
+    memory.empty(32, CPU).fill_(0)
+    assert kept.tolist() == [3.0] * 8
+
+
+def test_what_is_cleared_is_given_back_also_what_was_still_held():
+    memory = ReusedMemory()
+    held, free = memory.empty(64, CPU), memory.empty(64, CPU)
+    del free
+    memory.clear()
+    del held
+    gc.collect()
+    assert not any(memory._free.values())
+
+
+def test_memory_is_let_go_in_one_thread_and_taken_in_another():
+    memory, seen = ReusedMemory(), []
+
+    def work() -> None:
+        for number in range(200):
+            mine = memory.empty(80, CPU).view(torch.int64).fill_(number)
+            seen.append(bool((mine == number).all()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 800 and all(seen)
+    assert sum(map(len, memory._free.values())) <= 4  # as many as were held at once
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch keeps its memory itself")
+def test_on_a_gpu_torch_keeps_it():
+    memory = ReusedMemory()
+    assert memory.empty(64, torch.device("cuda")).is_cuda
+    assert not memory._free
