@@ -106,6 +106,11 @@ def make_message_format(
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
         return row[:nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
+    def times(x: torch.Tensor, a: float) -> torch.Tensor:
+        if x.numel() != elements:
+            return x * a
+        return torch.mul(x, a, out=vector_with_room(elements, kind, device, memory))
+
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
 
@@ -121,6 +126,7 @@ def make_message_format(
         lossless=compression == "none",
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),
+        times=times,
         split=split,
         concatenate=lambda pieces: torch.cat(list(pieces)),
         join=lambda pieces: torch.cat(list(pieces))[:elements],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 import time
 from collections import deque
@@ -43,6 +44,7 @@ class MessageFormat:
         lossless: whether ``decode(encode(x))`` is x.
         differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
         add: ``add(x, y, a)`` is x + a y; it may change x.
+        times: ``times(x, a)`` is a x, a new vector.
         split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
         concatenate: one flat array of several.
         join: takes ``split`` back.
@@ -69,6 +71,7 @@ class MessageFormat:
     join: Callable[[Sequence[Vector]], Vector]
     zeros: Callable[[], Vector]
     scalar: Callable[[float], Vector]
+    times: Callable[[Vector, float], Vector] = operator.mul
     process_set: Any = None
     members: tuple[int, ...] = ()
     process_set_id: int = 0

@@ -10,16 +10,18 @@ Columns of p sum to 1, so sums of x and of w over ranks and messages in flight n
 later (its weights are those of their own step); D-PSGD (Lian et al., NeurIPS 2017, Algorithm 1) has symmetric p, whose
 w stay 1, and sends the x_i of before the update.
 
-``add(x, y, a)`` of a message format is x + a y; it may reuse the memory of x.
+``add(x, y, a)`` of a message format is x + a y; it may reuse the memory of x. ``times(x, a)`` is a x, a new vector.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 Vector = Any
 Add = Callable[[Vector, Vector, float], Vector]
+Times = Callable[[Vector, float], Vector]
 
 MIN_WEIGHT = 0.75
 """Push-sum weight below which a rank that receives less than it sends keeps what it has: z = x / w diverges as w goes
@@ -52,11 +54,11 @@ class Sent(NamedTuple):
     p: float
 
 
-def without(state: State, sent: Sent, add: Add) -> State:
+def without(state: State, sent: Sent, add: Add, times: Times = operator.mul) -> State:
     """Return the state without the share that a message carries, which was made of this state or an earlier one."""
     (x, w), p = sent
     # a message stays as it is until it is sent: where it is x itself, x must not change in place
-    return State(state.x * (1.0 - p) if x is state.x else add(state.x, x, -p), state.w - p * w)
+    return State(times(x, 1.0 - p) if x is state.x else add(state.x, x, -p), state.w - p * w)
 
 
 def receive(state: State, messages: Iterable[tuple[Message, float]], add: Add) -> State:
@@ -68,9 +70,9 @@ def receive(state: State, messages: Iterable[tuple[Message, float]], add: Add) -
     return State(x, w)
 
 
-def model(state: State) -> Vector:
+def model(state: State, times: Times = operator.mul) -> Vector:
     """Return z = x / w."""
-    return state.x if state.w == 1.0 else state.x * (1.0 / state.w)
+    return state.x if state.w == 1.0 else times(state.x, 1.0 / state.w)
 
 
 def biased(z: Vector, w: float) -> State:

@@ -72,7 +72,7 @@ class PushSumWorker(GossipWorker):
         if not self._early:
             state = self._send(self._step, state.x if x is None else x, state)
         elif self._sent_early is not None:
-            state = push_sum.without(state, self._sent_early, self._post.add)
+            state = push_sum.without(state, self._sent_early, self._post.add, self._post.times)
         if not late:
             self._await_messages()
         state = self._receive(state, self._step)
@@ -83,14 +83,14 @@ class PushSumWorker(GossipWorker):
             self._early = self._step + 1
             self._sent_early = self._offer(self._early, state.x, state.w)
         self._weight = state.w
-        return push_sum.model(state)
+        return push_sum.model(state, self._post.times)
 
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
         return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
 
     def _send(self, step: int, x: Vector, state: State) -> State:
         sent = self._offer(step, x, state.w)
-        return state if sent is None else push_sum.without(state, sent, self._post.add)
+        return state if sent is None else push_sum.without(state, sent, self._post.add, self._post.times)
 
     def _await_messages(self) -> None:
         """Wait for the messages that this step needs."""
@@ -178,7 +178,7 @@ class PushSumWorker(GossipWorker):
         if self._early and self._early <= self._longest:
             state = push_sum.biased(weights, self._weight)
             if self._sent_early is not None:
-                state = push_sum.without(state, self._sent_early, self._post.add)
+                state = push_sum.without(state, self._sent_early, self._post.add, self._post.times)
             self._weight, weights = state.w, push_sum.model(state)
         self._early, self._sent_early = 0, None
         discarded = self._receive_buffer.take_after(self._longest)

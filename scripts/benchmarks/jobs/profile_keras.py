@@ -28,9 +28,11 @@ class Weights(keras.Model):
         super().__init__()
         self.parts = [self.add_weight(shape=(elements,), initializer="zeros") for _ in range(PARAMETERS)]
 
-    def call(self, factor: tf.Tensor) -> tf.Tensor:
-        """The sum of all, times a factor. (Of gradients known while a graph is made, TensorFlow would reduce none.)"""
-        return factor * tf.add_n([tf.reduce_sum(part) for part in self.parts])
+    def call(self, factors: tf.Tensor) -> tf.Tensor:
+        """The sum of each, times a factor of its own. (TensorFlow would reduce gradients that are the same only once,
+        and none that it knows while it makes the graph.)"""
+        pairs = zip(self.parts, tf.unstack(factors), strict=True)
+        return tf.add_n([factor * tf.reduce_sum(part) for part, factor in pairs])
 
 
 def optimizer_of(arm: str, model: Weights) -> Any:
@@ -55,9 +57,9 @@ def run_block(job: Job, block: Block) -> None:
     optimizer.build(model.trainable_variables)
 
     @tf.function
-    def train(factor: tf.Tensor) -> None:
+    def train(factors: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            loss = model(factor)
+            loss = model(factors)
         gradients = tape.gradient(loss, model.trainable_variables)
         if arm in LEADERS:
             optimizer.record_loss(loss)
@@ -65,12 +67,12 @@ def run_block(job: Job, block: Block) -> None:
             gradients = keras_ranks.averaged(gradients)
         optimizer.apply(gradients, model.trainable_variables)
 
-    one = tf.ones([])
+    ones = tf.ones([PARAMETERS])
     ours = arm not in (PLAIN, "horovod")
     for _ in range(WARM_UP):
-        train(one)
+        train(ones)
     job.barrier()
-    own = used_by(lambda: train(one), block["steps"])
+    own = used_by(lambda: train(ones), block["steps"])
     if ours:
         optimizer.drain()
         stop_engine(optimizer)
