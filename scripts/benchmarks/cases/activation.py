@@ -40,13 +40,13 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.rounds, args.cpu_rounds, args.repetitions = min(args.rounds, 60), min(args.cpu_rounds, 6), 1
     arms = parse_arms(args.arms, args.cpu_ranks, rivals=())
     latencies = [
-        {"what": "latency", "busy": busy, "rounds": args.rounds}
-        for _ in range(args.repetitions)
+        {"what": "latency", "busy": busy, "rounds": args.rounds, "repetition": repetition}
+        for repetition in range(args.repetitions)
         for busy in (False, True)
     ]
     cpu = [
-        {"what": "engine", "arm": arm, "rounds": args.cpu_rounds, "megabytes": args.megabytes}
-        for _ in range(args.repetitions)
+        {"what": "engine", "arm": arm, "rounds": args.cpu_rounds, "megabytes": args.megabytes, "repetition": repetition}
+        for repetition in range(args.repetitions)
         for arm in arms
     ]
     progress = Progress(len(latencies) + len(cpu), say)
