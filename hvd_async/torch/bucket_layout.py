@@ -15,6 +15,8 @@ from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import record_ready
 
 MIB = 2**20
+SETS_KEPT = 2
+"""Vectors of all buckets whose memory is kept for the next step: those that are applied, and those on their way."""
 
 
 class Bucket:
@@ -63,8 +65,6 @@ class Layout:
         self.orders = [memory_order(parameter) for parameter in parameters]
         """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
         self._slots, self._slot = slots, slot
-        self.memory = ReusedMemory()
-        """The vectors'."""
         for parameter in parameters:
             if parameter.is_complex():
                 raise ValueError(
@@ -76,6 +76,8 @@ class Layout:
         ]
         self.nbytes = tuple((b.elements + slots) * b.dtype.itemsize for b in self.buckets)
         """Bytes of each bucket's vector."""
+        self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
+        """The vectors'."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
 
     def __len__(self) -> int:

@@ -13,9 +13,13 @@ class ReusedMemory:
     which costs more than to copy as much; on a GPU torch keeps its own.)
 
     A block is free when the last tensor on it is gone, views and Horovod's references included: its array is.
+
+    Args:
+        most: free blocks of one length that are kept: after a late rank has caught up there are many more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._free: dict[int, list[np.ndarray]] = {}
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -28,9 +32,14 @@ class ReusedMemory:
         except IndexError:
             block = np.empty(nbytes, np.uint8)
         lent = block.view()
-        weakref.finalize(lent, free.append, block).atexit = False
+        weakref.finalize(lent, _give_back, free, block, self._most).atexit = False
         return torch.from_numpy(lent)
 
     def clear(self) -> None:
         """Give back what is free now, and later what is still held."""
         self._free = {}
+
+
+def _give_back(free: list[np.ndarray], block: np.ndarray, most: int) -> None:
+    if len(free) < most:
+        free.append(block)

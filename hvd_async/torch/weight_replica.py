@@ -19,6 +19,8 @@ from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format, vector_with_room
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
+VECTORS_KEPT = 3
+"""Vectors whose memory is kept for the next step: the weights read, a message on its way, what is left without it."""
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
 
@@ -40,7 +42,7 @@ class WeightReplica(replica.WeightReplica):
     ) -> None:
         self.named, self.named_buffers = named, list(named_buffers or [])
         self._averages_statistics = averages_statistics
-        self._memory = ReusedMemory()
+        self._memory = ReusedMemory(most=VECTORS_KEPT)
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on.

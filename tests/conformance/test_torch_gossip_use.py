@@ -254,7 +254,9 @@ def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
     values[:9] = [127.0, 0.5, 1.5, -0.0, 1e-6, 1.00390625, 65520.0, -1e5, 3.4e38][:elements]
     if codec == "int8":
         values[6:9] = 2.5
-    ours = make_message_format(torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts, ReusedMemory())
+    ours = make_message_format(
+        torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts, ReusedMemory(1)
+    )
     theirs = message_format.make_message_format(elements, kind, codec, 3, None, parts)
     for field in ("nbytes", "rows", "lossless", "differences"):
         assert getattr(ours, field) == getattr(theirs, field)

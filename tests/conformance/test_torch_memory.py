@@ -16,7 +16,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def test_memory_serves_again_when_the_last_tensor_on_it_is_gone():
-    memory = ReusedMemory()
+    memory = ReusedMemory(most=8)
     first = memory.empty(400, CPU)
     where, view = address(first), first.view(torch.float32)[10:20].view(2, 5)
     del first
@@ -30,7 +30,7 @@ def test_memory_serves_again_when_the_last_tensor_on_it_is_gone():
 
 
 def test_a_gradient_that_a_user_keeps_is_not_written_over():
-    memory, parameter = ReusedMemory(), torch.nn.Parameter(torch.zeros(8))
+    memory, parameter = ReusedMemory(most=8), torch.nn.Parameter(torch.zeros(8))
     parameter.grad = memory.empty(32, CPU).view(torch.float32).fill_(3.0)
     kept, parameter.grad = parameter.grad, None
     memory.empty(32, CPU).fill_(0)
@@ -38,7 +38,7 @@ def test_a_gradient_that_a_user_keeps_is_not_written_over():
 
 
 def test_what_is_cleared_is_given_back_also_what_was_still_held():
-    memory = ReusedMemory()
+    memory = ReusedMemory(most=8)
     held, free = memory.empty(64, CPU), memory.empty(64, CPU)
     del free
     memory.clear()
@@ -47,8 +47,15 @@ def test_what_is_cleared_is_given_back_also_what_was_still_held():
     assert not any(memory._free.values())
 
 
+def test_no_more_is_kept_than_said():
+    memory = ReusedMemory(most=2)
+    late = [memory.empty(48, CPU) for _ in range(5)]
+    del late
+    assert sum(map(len, memory._free.values())) == 2
+
+
 def test_memory_is_let_go_in_one_thread_and_taken_in_another():
-    memory, seen = ReusedMemory(), []
+    memory, seen = ReusedMemory(most=8), []
 
     def work() -> None:
         for number in range(200):
@@ -66,6 +73,6 @@ def test_memory_is_let_go_in_one_thread_and_taken_in_another():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch keeps its memory itself")
 def test_on_a_gpu_torch_keeps_it():
-    memory = ReusedMemory()
+    memory = ReusedMemory(most=8)
     assert memory.empty(64, torch.device("cuda")).is_cuda
     assert not memory._free
