@@ -55,7 +55,7 @@ def test_no_more_is_kept_than_said():
 
 
 def test_memory_is_let_go_in_one_thread_and_taken_in_another():
-    memory, seen = ReusedMemory(most=8), []
+    memory, seen = ReusedMemory(most=16), []
 
     def work() -> None:
         for number in range(200):
@@ -68,7 +68,7 @@ def test_memory_is_let_go_in_one_thread_and_taken_in_another():
     for thread in threads:
         thread.join(60)
     assert seen == [True] * 800
-    assert sum(map(len, memory._free.values())) <= 4  # as many as were held at once
+    assert sum(map(len, memory._free.values())) <= 8  # as many as were held at once: two a thread
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch keeps its memory itself")
