@@ -104,3 +104,26 @@ def test_what_lands_after_an_end_tells_nothing_of_the_steps_after_it(bench: Benc
     bench.go(6, 0)
     bench.go(7, 1)
     assert bench.taken == [1.0, *[0.0] * 5, 10.0]
+
+
+@pytest.mark.parametrize("host", [1, None])
+def test_what_a_round_under_way_will_carry_is_not_saved_by_a_cut(bench: Bench, host: int | None) -> None:
+    """The fifth round waits for the name of the first, and takes what is pending when that has landed."""
+    bench.rounds._host = host
+    for round_ in range(1, 6):
+        bench.go(round_, 0)
+    bench.arrive(7.0)
+    bench.rounds.end()
+    bench.rounds.keep_for_cut()
+    kept = bench.rounds.at_cut
+    bench.landing[0]()
+    assert bench.taken == [0.0, 0.0, 0.0, 0.0, 7.0]
+    assert [(vector, versions) for vector, versions in kept or []] == [(None, [])]
+
+
+def test_what_no_round_will_carry_is_saved_by_a_cut(bench: Bench) -> None:
+    bench.go(1, 0)
+    bench.arrive(7.0)
+    bench.rounds.end()
+    bench.rounds.keep_for_cut()
+    assert [vector.tolist() for vector, _ in bench.rounds.at_cut or []] == [[7.0, 1.0]]

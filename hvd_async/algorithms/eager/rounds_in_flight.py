@@ -146,8 +146,13 @@ class RoundsInFlight:
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def keep_for_cut(self) -> None:
-        """Keep a copy of the pending gradients, as the state to save after a cut."""
-        held = [PendingGradient(None if vector is None else vector + 0, at) for vector, at in self.pending()]
+        """Keep a copy of the pending gradients, as the state to save after a cut; not of those that a round will carry
+        which has started, and waits for its name."""
+        going = {go.bucket for go in self._held}
+        held = [
+            PendingGradient(None, []) if vector is None or bucket in going else PendingGradient(vector + 0, at)
+            for bucket, (vector, at) in enumerate(self.pending())
+        ]
         self._counters.add_held_bytes(self._nbytes(held))
         self.at_cut = held
 
