@@ -35,8 +35,8 @@ Call = Callable[[], tf.Tensor]
 ALIGNMENT = 64
 """Bytes to which TensorFlow's kernels want tensors aligned; they abort on others."""
 INLINE = -1
-"""As a session's number of threads: none. Ops run in the thread that calls it, and what follows a collective in that
-which ends the collective. (Threads of a pool spin before they sleep, which took 2 ms of CPU a collective.)"""
+"""A session's number of threads that stands for none. Ops run in the thread that calls it, and what follows a
+collective in that which ends the collective. (Threads of a pool spin before they sleep: 2 ms of CPU a collective.)"""
 
 
 class _Handle:

@@ -58,6 +58,18 @@ def check_together(plan: Plan, records: Sequence[Record]) -> None:
                 assert own == own[:1] * size, f"the ranks of a host went apart: {steps}"
 
 
+def joined(plan: Plan, kept: Sequence[Any] | None = None) -> tuple[EagerWorker, Record]:
+    """A rank that has met the others, and the rounds that it applies; ``kept``: gradients pending at an earlier cut."""
+    engine = local_engine()
+    assert engine is not None
+    worker, record = plan.worker(engine), Record()
+    worker.apply = record.rounds.append
+    if kept is not None:
+        worker.restore(list(kept))
+    worker.connect(["w"], [1])
+    return worker, record
+
+
 @pytest.mark.parametrize(
     ("quorum", "staleness", "shape", "slow", "buckets"), covering(DIMENSIONS, 3 if LONG_RUN else 2), ids=str
 )
@@ -119,21 +131,17 @@ def test_a_late_host_finds_the_same_three_rounds_on_its_ranks():
     one = plan("solo", 16, [3] * 4, local_size=2)
 
     def train(rank: int) -> tuple[list[int], list[dict[int, list[int]]]]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         returned = []
         for step in range(1, 4):
             if rank >= 2 and step == 1:
-                engine.wait(lambda: len(worker._inbox.ready) == 3)
+                worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
             if rank == 3 and step == 1:
                 assert one_is_in.wait(GATE_TIMEOUT)
             rows = one.rows(rank, step)
             if rank == 2 and step == 1:
                 worker.hand_over(0, rows.pop(0))
-                engine.call_soon(one_is_in.set)  # (after what was posted before)
+                worker.engine.call_soon(one_is_in.set)  # (after what was posted before)
             returned.append(worker.step(rows, [{"lr": 1.0}], record.rounds.append))
         worker.drain()
         return returned, carried(one, record, 0)
@@ -150,22 +158,18 @@ def test_rounds_that_come_while_a_late_rank_wakes_belong_to_its_next_step():
     one = plan("solo", 16, [5, 5, 1, 1], local_size=2)
 
     def train(rank: int) -> list[int]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         waits = worker._await
 
         def late(ready: Callable[[], bool]) -> None:
             waits(ready)
             assert worker._in_flight.pending()[0].versions == [0]
             ended.set()
-            engine.wait(lambda: len(worker._inbox.ready) == 5)
+            worker.engine.wait(lambda: len(worker._inbox.ready) == 5)
             worker._await = waits  # type: ignore[method-assign]
 
         if rank >= 2:
-            engine.wait(lambda: len(worker._inbox.ready) == 3)
+            worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
         if rank == 2:
             worker._await = late  # type: ignore[method-assign, assignment]
         returned = []
@@ -184,11 +188,7 @@ def test_an_empty_gradient_of_one_rank_leaves_the_others_of_its_host_in():
     one = plan("all", 4, [3] * 4, local_size=2)
 
     def train(rank: int) -> list[dict[int, list[int]]]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         for step in range(1, 4):
             empty = (rank, step) == (1, 2)
             worker.step({0: None} if empty else one.rows(rank, step), [{"lr": 1.0}], record.rounds.append)
@@ -210,7 +210,7 @@ def test_after_a_cut_each_rank_keeps_its_own_and_a_new_job_takes_it_up():
         worker = one.worker(engine)
         worker.connect(["w"], [1])
         if rank >= 2:
-            engine.wait(lambda: len(worker._inbox.ready) == 2)
+            worker.engine.wait(lambda: len(worker._inbox.ready) == 2)
         for step in (1, 2):
             worker.step(one.rows(rank, step), [{"lr": 1.0}])
         worker.drain(flush=False)
@@ -221,12 +221,7 @@ def test_after_a_cut_each_rank_keeps_its_own_and_a_new_job_takes_it_up():
     kept = Cluster(4).run(cut)
 
     def resume(rank: int) -> list[int]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.restore(kept[rank])
-        worker.connect(["w"], [1])
+        worker, record = joined(one, kept[rank])
         worker.drain()
         assert [list(places) for places in (carried(one, record, 0)[0][2], carried(one, record, 0)[0][3])] == [
             [1, 2]
@@ -242,11 +237,7 @@ def test_a_host_goes_on_without_a_rank_whose_optimizer_is_gone(handed):
     one = plan("solo", 4, [4, 4, 4, 4], buckets=2, local_size=2)
 
     def train(rank: int) -> list[ReducedRound]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         for step in range(1, 5):
             rows = one.rows(rank, step)
             if rank == 1 and step == 2:
@@ -282,13 +273,9 @@ def test_a_step_that_was_broken_off_while_it_waited_for_its_host_is_ended_by_the
     one = plan("solo", 16, [3] * 4, local_size=2)
 
     def train(rank: int) -> tuple[list[int], int]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         if rank >= 2:
-            engine.wait(lambda: len(worker._inbox.ready) == 3)
+            worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
 
         def step(number: int) -> int:
             return worker.step(one.rows(rank, number), [{"lr": 1.0}], record.rounds.append)
@@ -314,21 +301,17 @@ def test_a_step_waits_for_all_buckets_of_its_host(monkeypatch):
     one = plan("solo", 16, [1] * 4, buckets=2, local_size=2)
 
     def train(rank: int) -> list[tuple[int, ...]]:
-        engine = local_engine()
-        assert engine is not None
-        worker, record = one.worker(engine), Record()
-        worker.apply = record.rounds.append
-        worker.connect(["w"], [1])
+        worker, record = joined(one)
         rows = one.rows(rank, 1)
         if rank >= 2:
             worker.hand_over(0, rows.pop(0))
-            engine.wait(lambda: worker._in_flight.landed[0] == 1 or bool(worker._in_flight._flights))
+            worker.engine.wait(lambda: worker._in_flight.landed[0] == 1 or bool(worker._in_flight._flights))
         if rank != 1:
             first_in.wait(GATE_TIMEOUT)
         if rank == 1:
-            engine.wait(lambda: bool(worker._in_flight._flights))
+            worker.engine.wait(lambda: bool(worker._in_flight._flights))
         if rank >= 2:
-            engine.wait(lambda: worker._in_flight.landed[1] == 1)
+            worker.engine.wait(lambda: worker._in_flight.landed[1] == 1)
         if rank == 2:
             times_out(worker, monkeypatch, lambda: worker.step(rows, [{"lr": 1.0}], record.rounds.append))
             timed_out.set()

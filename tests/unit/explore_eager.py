@@ -52,7 +52,7 @@ class EagerRank(Rank):
 
 @dataclass
 class EagerBook(Book):
-    """What rounds have gone: of each bucket their number, and where ranks are in it; who has hyperparameters."""
+    """Rounds that have gone, by bucket, where ranks are in each, and who has hyperparameters."""
 
     fired: list[int] = field(default_factory=list)
     handed: list[dict[int, int]] = field(default_factory=list)

@@ -52,7 +52,7 @@ class _Flight:
     started: float
     hyper: Hyper | None = None
     whole: int | None = None
-    """As of the round, by the buckets that have gone."""
+    """``ReducedRound.whole``: the least of the buckets that have gone."""
 
 
 class RoundsInFlight:

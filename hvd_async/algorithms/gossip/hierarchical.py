@@ -69,7 +69,7 @@ class HierarchicalWorker(GossipWorker):
         self._locals = range(self._host * size, (self._host + 1) * size)
         self._averages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph, size)
-        """Of this rank's shard."""
+        """Estimates of this rank's shard."""
         self._weights = [1.0] * size
         """Push-sum weights of the shards; ``weight`` is their mean."""
         self._excess: Vector | None = None

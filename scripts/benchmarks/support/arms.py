@@ -27,7 +27,7 @@ LOCAL_PERIOD = 4
 PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "torchft"}
 """Rivals' packages, by their names in Python."""
 COMPRESSED = (*COMPRESSIONS[1:], "powersgd")
-"""What may follow an arm's base, for what it sends."""
+"""Names of compressions that may follow an arm's base."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""

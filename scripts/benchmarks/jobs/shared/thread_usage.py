@@ -1,4 +1,4 @@
-"""What this process's threads have used: CPU time, wake-ups, fresh pages. By what each thread is for."""
+"""CPU time, wake-ups and fresh pages that this process's threads have used, by kind of thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {
     "hvd_async-horovod-op": "collectives' callers",
     "ZMQbg": "ZeroMQ",
 }
-"""What threads are for, by the beginning of their names."""
+"""Kinds of threads, by the beginning of their names."""
 OTHERS = "Horovod, framework"
 PAGES = "fresh pages"
 PARAMETERS = 16
