@@ -332,3 +332,13 @@ def test_optimizer_state_is_broadcast_before_the_first_step(monkeypatch):
     Cluster(2).run(first)
     state, moments = states[0]
     assert Cluster(2).run(train) == [(moments, state["hvd_async"]["rounds"])] * 2
+
+
+def test_a_header_is_not_written_over_the_part_behind_a_message():
+    """Two parts of 16 bytes lie in 32, which is as long as a row of one with its header."""
+    vector = torch.arange(8.0)
+    post = make_message_format(vector, "none", 1, RankGroup(None, (0,), 0, 0, 1), 2, ReusedMemory(1))
+    first, second = post.split(vector)
+    row = post.pack([(post.encode(first), HEADER.pack(1, 0.5))])
+    assert row[0, :16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert second.tolist() == [4.0, 5.0, 6.0, 7.0]
