@@ -71,7 +71,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import zmq
 from hvd_async.testing import CODEC
 from hvd_async.runtime import transport
-transport.HANDSHAKE_MS = 2_000
+transport.HANDSHAKE_MS = 60_000
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 from hvd_async.runtime.messages import Hello
 WAIT = 10.0
@@ -99,7 +99,7 @@ for line in sys.stdin:
         come(1)
         print("ok", flush=True)
     elif line == "look\\n":
-        for _ in range(20):
+        for _ in range(5):
             hub.receive(0.1)  # (who knocks is noticed when the coordinator looks, as it does whenever something comes)
         for channel in range(len(channels)):
             talk(channel)
@@ -150,12 +150,14 @@ def test_a_thousand_idle_connections_leave_rank_0_its_files():
 
         port = int(ask("port"))
         with contextlib.ExitStack() as idle:  # before all ranks are in
-            knock(idle, port, 1100)
-            assert ask("look") == "ok"
+            for _ in range(5):  # (so few at a time that they fit in, even when nobody looks at them meanwhile)
+                knock(idle, port, 300)
+                assert ask("look") == "ok"
         assert ask("look") == "ok"
         assert ask("second") == "ok"
-        knock(stack, port, 1100)  # when all are in
-        assert ask("look") == "ok"
+        for _ in range(5):  # when all are in
+            knock(stack, port, 300)
+            assert ask("look") == "ok"
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", port), 0.5)
         hub.communicate(timeout=WAIT)

@@ -52,10 +52,18 @@ def _plain(entry: tuple[Any, ...]) -> list[Any]:
 
 
 def asleep(report: Report, rank: int, size: int, make: Make) -> None:
-    """Rank 1 sleeps between its first and its second step until the others have taken ``ASLEEP``; the pulls go on."""
-    trainer = make(told=lambda x, rank, step: float(rank), algorithm="lsgd", global_period=2, group=size)
+    """Rank 1 sleeps between its first and its second step until the others have taken ``ASLEEP``; the pulls go on.
+
+    Rank 0, whose loss is the lowest, has said so before the others go on, and it stays known however fast they are.
+    """
+    options = {"algorithm": "lsgd", "global_period": 2, "loss_window": size * ASLEEP}
+    trainer = make(told=lambda x, rank, step: float(rank), group=size, **options)
     batons = [Baton(f"asleep.{other}") for other in range(size)]
+    first = Baton("asleep.first")
     trainer.step(rank, 1)
+    if rank == 0:
+        first.lay()
+    first.wait()
     optimizer = trainer.optimizer
     if rank == 1:
         for other in range(size):
