@@ -9,6 +9,7 @@ from typing import Any
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,
+    MessageComing,
     MessageQueued,
     NoMessage,
     PairRequested,
@@ -32,12 +33,14 @@ class GossipRank(Rank):
 
     Attributes:
         letters: receivers of what it has offered and no exchange has taken, by key.
+        coming: steps that it has announced, and offered nothing of yet.
         flying: exchanges that it has submitted and that have not landed here: number, messages, pairs.
         submitted: the last exchange that it has submitted.
         ends: drains and cuts that have returned.
     """
 
     letters: dict[int, list[int]] = field(default_factory=dict)
+    coming: set[int] = field(default_factory=set)
     held: list[StartExchange] = field(default_factory=list)
     flying: list[StartExchange] = field(default_factory=list)
     submitted: int = 0
@@ -64,7 +67,10 @@ class GossipBook(Book):
     inside: dict[int, float] = field(default_factory=dict)
     exchanges: int = 0
     average: int = 0
-    flight: int | None = None
+    flights: set[int] = field(default_factory=set)
+    coming: dict[int, int] = field(default_factory=dict)
+    early: dict[int, int] = field(default_factory=dict)
+    """The last step of each rank that went before it was offered."""
     announced: set[int] = field(default_factory=set)
     sent: set[tuple[Message, int]] = field(default_factory=set)
     """Messages that have not come, and to whom (by place) they go."""
@@ -130,9 +136,13 @@ class GossipWorld(World):
         if rank.phase == 0:
             rank.step += 1
             rank.produced[0] += 1
+            if late:
+                self._announce(rank, rank.step)
             if config.algorithm != "allreduce":
                 if not late and (rank.step == 1 or not self._ahead):
                     self._offer(rank, rank.step)
+                if self._ahead:
+                    self._announce(rank, rank.step + 1)
                 rank.phase = 1
                 self._tell_starved(rank)
                 return
@@ -146,17 +156,27 @@ class GossipWorld(World):
             self._offer(rank, rank.step + 1)
         rank.at, rank.phase = rank.at + 1, 0
 
+    def _receivers(self, rank: GossipRank, step: int) -> list[int]:
+        return [to for to, _ in self.plan.out_edges(rank.place, step) if step <= self._last(rank, to, step)]
+
+    def _announce(self, rank: GossipRank, step: int) -> None:
+        if self._receivers(rank, step):
+            rank.coming.add(step)
+            rank.outbox.append(MessageComing(0, step))
+
     def _offer(self, rank: GossipRank, step: int) -> None:
         if not self.plan.moves(step):
             return
-        out = [to for to, _ in self.plan.out_edges(rank.place, step) if step <= self._last(rank, to, step)]
-        if not out:
-            rank.outbox.append(NoMessage(0, step))
-            return
-        rank.letters[step] = out
-        rank.offered += 1
+        out = self._receivers(rank, step)
+        if out or step in rank.coming:
+            rank.letters[step] = out
+        rank.coming.discard(step)
+        rank.offered += bool(out)
         self.book.sent |= {((rank.ends, rank.place, step), to) for to in out}
-        rank.outbox.append(MessageQueued(0, step))
+        if any((rank.number, step) in exchange.messages for exchange in rank.held):
+            self._submit(rank)
+        else:
+            rank.outbox.append(MessageQueued(0, step) if out else NoMessage(0, step))
 
     def _last(self, rank: GossipRank, other: int, step: int) -> int:
         last = rank.retired.get(other, step)
@@ -209,6 +229,8 @@ class GossipWorld(World):
 
     def _submit(self, rank: GossipRank) -> None:
         while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
+            if any(sender == rank.number and key in rank.coming for sender, key in rank.held[0].messages):
+                return
             exchange = rank.held.pop(0)
             assert exchange.round == rank.submitted + 1, "exchanges out of order"
             rank.submitted = exchange.round
@@ -227,9 +249,10 @@ class GossipWorld(World):
         exchange = next(exchange for exchange in rank.flying if exchange.round == what)
         rank.flying.remove(exchange)
         rank.landed += 1
-        rank.gone += any(sender == rank.number for sender, _ in exchange.messages)
         told = False
         for sender, key, receivers in self.book.carried.get(what, []):
+            rank.gone += sender == rank.place and bool(receivers)
+            told |= sender == rank.place == exchange.messages[0][0] and not receivers
             if rank.place not in receivers:
                 continue
             told |= sender == exchange.messages[0][0]
@@ -253,8 +276,10 @@ class GossipWorld(World):
             return True
         if self.plan.config.algorithm == "adpsgd":
             return False
-        if isinstance(rank.inbox[0], StartExchange | StartAverage):
-            return True
+        command = rank.inbox[0]
+        if isinstance(command, StartExchange | StartAverage):  # (where this rank's message comes yet, both tell of it)
+            own = command.messages if isinstance(command, StartExchange) else []
+            return not any(sender == rank.number and key in rank.coming for sender, key in own)
         if self.token(rank) != "step" or self.can_go_on(rank):
             return False
         flies = any(sender == rank.number for exchange in rank.flying for sender, _ in exchange.messages)
@@ -286,14 +311,21 @@ class GossipWorld(World):
     def hear(self, rank: GossipRank, event: OptimizerEvent) -> None:
         book = self.book
         match event:
+            case MessageComing(_, key):
+                book.coming = dict(sorted({**book.coming, rank.number: key}.items()))
+            case MessageQueued(_, key) | NoMessage(_, key) if book.early.get(rank.number) == key:
+                pass
             case MessageQueued(_, key):
+                book.coming.pop(rank.number, None)
                 book.offers[rank.number].append(key)
+            case NoMessage():
+                book.coming.pop(rank.number, None)
             case PairRequested():
                 book.wants += [] if rank.number in book.wants else [rank.number]
             case AverageEntered(_, _, [weight]):
                 book.inside[rank.number] = weight
             case ExchangeDone(_, number):
-                book.flight = None if book.flight == number else book.flight
+                book.flights.discard(number)
         if rank.number in book.done:
             book.wants = [other for other in book.wants if other != rank.number]
 
@@ -320,8 +352,12 @@ class GossipWorld(World):
         book.exchanges += 1
         assert exchange.round == book.exchanges
         assert exchange.messages or exchange.pairs, "an exchange of nothing"
-        assert ending or book.flight is None, "two exchanges at once"
-        book.flight = exchange.round
+        book.flights.add(exchange.round)
+        if self._all_coming(active):
+            assert (sorted(exchange.messages), exchange.pairs) == (sorted(book.coming.items()), [])
+            book.early, book.coming = dict(sorted({**book.early, **book.coming}.items())), {}
+            return
+        assert ending or book.flights == {exchange.round}, "two exchanges at once"
         first = {rank: keys[0] for rank, keys in book.offers.items() if keys}
         earliest = min(first.values(), default=0)
         expected = sorted((rank, key) for rank, key in first.items() if key == earliest)
@@ -336,12 +372,19 @@ class GossipWorld(World):
             assert other in self.plan.config.neighbours[asks], "averaged with a rank that is no neighbour"
         book.wants = [rank for rank in book.wants if rank not in paired]
 
+    def _all_coming(self, active: set[int]) -> bool:
+        """Whether all have announced messages of one step, after all before it have gone."""
+        book = self.book
+        alike = len(set(book.coming.values())) == 1 and not any(book.offers.values())
+        return alike and book.coming.keys() == active
+
     def check_due(self, event: OptimizerEvent) -> None:
         book = self.book
         active = set(self.numbers) - book.done.keys()
         neighbours = self.plan.config.neighbours
         pairs = any(active.intersection(neighbours[rank]) for rank in book.wants)
-        if book.flight is None and (pairs or any(book.offers.values())):
+        assert not self._all_coming(active), "all have announced a step, and it does not go"
+        if not book.flights and (pairs or any(book.offers.values())):
             assert self.slow, "an exchange could go, and does not"
             assert self.machine.deadline() is not None, "nobody is told when an exchange goes"
         assert not active or not book.inside.keys() >= active, "all are in an average that does not go"
@@ -353,14 +396,15 @@ class GossipWorld(World):
         assert not book.inside.keys() - book.gone, "a rank is done in an average"
         assert book.announced | {drained.last} | book.gone >= set(self.numbers)
         book.bases = {rank: counts[0] for rank, counts in book.told.items()}
-        book.wants, book.inside, book.average, book.flight = [], {}, 0, None
+        book.wants, book.inside, book.average, book.flights = [], {}, 0, set()
+        book.coming, book.early = {}, {}
         book.announced = set()
 
     # -- time -------------------------------------------------------------------------------------------------
 
     def ages(self) -> bool:
         machine: Any = self.machine
-        news = machine._flight is None and machine._free_since > -1.0
+        news = not machine._flights and machine._free_since > -1.0
         return news or any(at > -1.0 for at in self._since())
 
     def _since(self) -> list[float]:
@@ -376,8 +420,7 @@ class GossipWorld(World):
         machine._wants = {rank: _older(at) for rank, at in machine._wants.items()}
         machine._free_since = _older(machine._free_since)
         machine._wake_at = None if machine._wake_at is None else machine._wake_at - 1.0
-        if machine._flight is not None:
-            machine._flight = replace(machine._flight, started=0.0)
+        machine._flights = dict.fromkeys(machine._flights, 0.0)
 
 
 def _older(time: float) -> float:

@@ -10,6 +10,7 @@ from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,
     GossipConfig,
+    MessageComing,
     MessageQueued,
     NoMessage,
     PairRequested,
@@ -62,8 +63,12 @@ class GossipLedger:
         self.gone: dict[int, int] = {}
         self.told: dict[int, int] = {}
         """The last step of which a rank has offered something, or said that it has nothing."""
+        self.coming: dict[int, int] = {}
+        """Steps that ranks have announced, and offered nothing of yet."""
+        self.early: dict[int, int] = {}
+        """The last step of each rank that went before it was offered."""
         self.freed = 0.0
-        self._flight: tuple[int, float] | None = None
+        self._flights: dict[int, float] = {}
 
     def active(self) -> set[int]:
         """Ranks that are not done."""
@@ -74,11 +79,17 @@ class GossipLedger:
         match event:
             case Registered():
                 self.opened.add(rank)
+            case MessageComing(_, key):
+                self.coming[rank] = key
+            case MessageQueued(_, key) | NoMessage(_, key) if self.early.get(rank) == key:
+                pass
             case MessageQueued(_, key):
+                self.coming.pop(rank, None)
                 self.offers[rank].append((key, now))
                 self.told[rank] = key
                 self.starved.pop(rank, None)
             case NoMessage(_, key):
+                self.coming.pop(rank, None)
                 self.told[rank] = self.gone[rank] = key
                 self.starved.pop(rank, None)
             case WaitingForMessage(_, seen):
@@ -88,9 +99,9 @@ class GossipLedger:
             case AverageEntered(_, _, [weight]):
                 self.inside[rank] = weight
             case ExchangeDone(_, number):
-                if self._flight is not None and self._flight[0] == number:
-                    self.durations.append(now - self._flight[1])
-                    self._flight, self.freed = None, now
+                if number in self._flights:
+                    self.durations.append(now - self._flights.pop(number))
+                    self.freed = now
             case Finished(_, (steps,), flush):
                 self.done.add(rank)
                 self.wants.pop(rank, None)
@@ -169,23 +180,38 @@ class GossipLedger:
 
     def _check_nothing_is_due(self, now: float, deadline: float | None) -> None:
         """Law 1: what can go now has gone, and there is a deadline for what only waits for others."""
-        if self._flight is not None or not self._can_go():
+        assert not self._all_coming(), "all have announced a step, and it does not go"
+        if self._flights or not self._can_go():
             return
         assert not self._there() >= self.active(), "all have something, and nothing goes"
         assert now < self._first() + max(self.durations, default=0.0), "it has waited longer than any exchange took"
         assert deadline is not None
         assert deadline <= self._first() + max(self.durations) + EPSILON
 
+    def _all_coming(self) -> bool:
+        """Whether all active ranks have announced messages of one step, after all before it have gone."""
+        alike = len(set(self.coming.values())) == 1 and not any(self.offers.values())
+        return alike and self.coming.keys() == self.active()
+
     def _check_exchange(self, exchange: StartExchange, ending: bool, now: float) -> None:
         all_there = self._there() >= self.active()
         self.exchanges += 1
         assert exchange.round == self.exchanges
+        if self._all_coming():
+            assert (sorted(exchange.messages), exchange.pairs) == (sorted(self.coming.items()), [])
+            self.early |= self.coming
+            self.told |= self.coming
+            self.gone |= self.coming
+            self.coming.clear()
+            self._flights[exchange.round] = now
+            self.whole += 1
+            return
         assert exchange.messages or exchange.pairs, "an exchange of nothing"
         if ending:
             assert self.done == set(self.ranks)
             assert not exchange.pairs
         else:
-            assert self._flight is None, "two exchanges at once"
+            assert not self._flights, "two exchanges at once"
             assert not self._is_ahead(), "messages pile up"
             assert all_there or now >= self._first() + min(self.durations, default=0.0) - EPSILON, "too early"
             self.whole += all_there
@@ -197,7 +223,7 @@ class GossipLedger:
             self.gone[rank] = max(key, self.gone.get(rank, key))
         self._check_pairs(exchange.pairs)
         if not ending:
-            self._flight = (exchange.round, now)
+            self._flights[exchange.round] = now
 
     def _check_pairs(self, pairs: list[tuple[int, int]]) -> None:
         """Law 3."""
@@ -253,4 +279,7 @@ class GossipLedger:
         self.gone.clear()
         self.told.clear()
         self.starved.clear()
-        self.flush, self.average, self._flight = False, 0, None
+        self.coming.clear()
+        self.early.clear()
+        self._flights.clear()
+        self.flush, self.average = False, 0

@@ -17,6 +17,7 @@ from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,
+    MessageComing,
     MessageQueued,
     NoMessage,
     PairRequested,
@@ -76,6 +77,8 @@ class Rank:
     flying: list[StartExchange] = field(default_factory=list)
     letters: dict[int, list[int]] = field(default_factory=dict)
     """Receivers of what it has offered, by key."""
+    coming: set[int] = field(default_factory=set)
+    """Steps that it has announced, and offered nothing of yet."""
     retired: dict[int, int] = field(default_factory=dict)
     come: list[tuple[int, int]] = field(default_factory=list)
     """Messages that are here: (sender, key)."""
@@ -151,11 +154,15 @@ class Simulation:
         """A step of SGP, OSGP, D-PSGD or of averages only."""
         yield
         late = self.config.max_staleness
+        if late:
+            self._announce(rank, step)
         if self.plan.moves(step):
             yield from self._until(rank, lambda: rank.offered - rank.gone <= (0 if late else 1))
         if self.config.algorithm != "allreduce":
             if not late and (step == 1 or not self.ahead):
                 self._offer(rank, end, step)
+            if self.ahead:
+                self._announce(rank, step + 1)
             rank.owed = [(s, k) for k in range(1, step - late + 1) for s, _ in self.plan.in_edges(rank.index, k)]
             self._tell_starved(rank)
             yield from self._until(rank, lambda: self._is_fed(rank))
@@ -169,18 +176,29 @@ class Simulation:
         if self.ahead:
             self._offer(rank, end, step + 1)
 
+    def _receivers(self, rank: Rank, step: int) -> list[int]:
+        return [to for to, _ in self.plan.out_edges(rank.index, step) if step <= self._last(rank, to, step)]
+
+    def _announce(self, rank: Rank, step: int) -> None:
+        if self._receivers(rank, step):
+            rank.coming.add(step)
+            rank.outbox.append(MessageComing(0, step))
+
     def _offer(self, rank: Rank, end: int, step: int) -> None:
         if not self.plan.moves(step):
             return
-        out = [to for to, _ in self.plan.out_edges(rank.index, step) if step <= self._last(rank, to, step)]
-        if not out:
-            rank.outbox.append(NoMessage(0, step))
-            return
-        rank.letters[step] = out
-        self.offered[rank.index].append(step)
+        out = self._receivers(rank, step)
+        if out:
+            self.offered[rank.index].append(step)
+            rank.offered += 1
+        if out or step in rank.coming:
+            rank.letters[step] = out
+        rank.coming.discard(step)
         self.sent += [(end, to, rank.index, step) for to in out]
-        rank.offered += 1
-        rank.outbox.append(MessageQueued(0, step))
+        if any((rank.number, step) in exchange.messages for exchange in rank.held):
+            self._submit(rank)
+        else:
+            rank.outbox.append(MessageQueued(0, step) if out else NoMessage(0, step))
 
     def _last(self, rank: Rank, other: int, step: int) -> int:
         """The last step of which another rank sends messages, as far as is known."""
@@ -268,8 +286,8 @@ class Simulation:
         exchange = self.random.choice(whole)
         rank.flying.remove(exchange)
         rank.landed += 1
-        rank.gone += any(sender == rank.number for sender, _ in exchange.messages)
         for sender, key, receivers in self.carried.get(exchange.round, []):
+            rank.gone += sender == rank.index and bool(receivers)
             if rank.index in receivers:
                 rank.come.append((sender, key))
         if any(rank.number in pair for pair in exchange.pairs):
@@ -280,11 +298,12 @@ class Simulation:
         self._tell_starved(rank)
 
     def _tells(self, rank: Rank, exchange: StartExchange) -> bool:
-        """Whether this rank says that an exchange has landed: to whom its first rank sends."""
+        """Whether this rank says that an exchange has landed: to whom its first rank sends; itself, if to nobody."""
         if not exchange.messages:
             return rank.number == exchange.pairs[0][1]
         first = self.job.ranks.index(exchange.messages[0][0])
-        return any(rank.index in there for sender, _, there in self.carried.get(exchange.round, []) if sender == first)
+        carried = [there for sender, _, there in self.carried[exchange.round] if sender == first]
+        return any(rank.index in there or (rank.index == first and not there) for there in carried)
 
     def _on_command(self, rank: Rank) -> None:
         command = rank.inbox.popleft()
@@ -308,6 +327,8 @@ class Simulation:
 
     def _submit(self, rank: Rank) -> None:
         while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
+            if any(sender == rank.number and key in rank.coming for sender, key in rank.held[0].messages):
+                return
             exchange = rank.held.popleft()
             self.submitted.setdefault(exchange.round, set()).add(rank.index)
             for key in (key for sender, key in exchange.messages if sender == rank.number):
@@ -367,6 +388,7 @@ class Simulation:
             AverageEntered(0, ledger.average, [1.0]),
             AverageEntered(0, ledger.average + 2, [1.0]),
             *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
+            *(MessageComing(0, key) for key in (ledger.told.get(number), ledger.coming.get(number)) if key),
         ]
         if ledger.bases[number]:
             moves.append(Finished(0, [ledger.bases[number] - 1]))

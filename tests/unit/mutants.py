@@ -125,10 +125,13 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
     },
     "gossip": {
-        "two exchanges at once": Mutant("sgp", "self._flight = _Flight(exchange.round, now)", "self._flight = None"),
-        "an exchange is never over": Mutant(
-            "sgp", "self._flight, self._free_since = None, now", "self._free_since = now"
+        "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
+        "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
+        "an announced exchange goes before earlier messages": Mutant("osgp", " or any(self._offers.values())", ""),
+        "an announced exchange goes without a rank": Mutant(
+            "dpsgd", "self._coming.keys() != active", "not self._coming"
         ),
+        "announced messages go twice": Mutant("dpsgd", "if key == self._granted.get(rank)", "if False"),
         "messages of several steps go together": Mutant(
             "sgp of three ranks, uneven",
             "for rank, key in keys.items() if key == earliest]",

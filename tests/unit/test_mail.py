@@ -7,10 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageExchange, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, StartExchange
+from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageComing, MessageQueued, NoMessage, StartExchange
 
 RANKS = 4
 NOBODY = (-1,) * RANKS
+
+
+def exchanges(own, sent, senders=()):
+    """Exchanges on a rank, which complete when they are submitted: these ranks' messages come then."""
+    result = [HEADER.pack(1, 1.0) for _ in senders], [senders.count(place) for place in range(RANKS)]
+    engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
+    post = SimpleNamespace(pack=list, unpack=lambda row: (b"x", row), nbytes=1, members=(), process_set=None)
+    return MessageExchange(engine, post, lambda *_: None, lambda *_: None, lambda: None)
 
 
 def told(own, exchange, receivers):
@@ -18,11 +26,7 @@ def told(own, exchange, receivers):
     sent = []
     senders = [rank for rank, _ in exchange.messages if receivers[rank] == own]
     senders += [b if a == own else a for a, b in exchange.pairs if own in (a, b)]
-    rows = [HEADER.pack(1, 1.0) for _ in senders]
-    result = rows, [senders.count(place) for place in range(RANKS)]
-    engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
-    post = SimpleNamespace(pack=list, unpack=lambda row: (b"x", row), nbytes=1, members=(), process_set=None)
-    mail = MessageExchange(engine, post, lambda *_: None, lambda *_: None, lambda: None)
+    mail = exchanges(own, sent, senders)
     if any(rank == own for rank, _ in exchange.messages):
         letters = [OutgoingMessage(receivers[own], b"x")] if receivers[own] >= 0 else []
         mail.offer(7, 1, letters, 1.0)
@@ -49,3 +53,52 @@ def test_also_where_some_ranks_only_send():
 
 def test_of_pairs_the_partner_of_the_first():
     assert telling(StartExchange(7, 1, [], [(3, 1), (0, 2)])) == [1]
+
+
+# -- announced before they are queued -------------------------------------------------------------------------------
+
+ALL = StartExchange(7, 1, [(rank, 2) for rank in range(RANKS)], [])
+
+
+def test_an_exchange_waits_for_messages_that_were_announced():
+    mail = exchanges(0, sent := [], [3])
+    mail.announce(7, 2)
+    mail.exchange(ALL)
+    assert (sent, mail.completed) == ([MessageComing(7, 2)], 0)
+    mail.offer(7, 2, [OutgoingMessage(1, b"x")], 1.0)
+    assert (sent, mail.completed, mail.own_sent) == ([MessageComing(7, 2)], 1, 1)
+
+
+def test_messages_are_queued_where_the_exchange_is_not_known_yet():
+    mail = exchanges(0, sent := [], [3])
+    mail.announce(7, 2)
+    mail.offer(7, 2, [OutgoingMessage(1, b"x")], 1.0)
+    assert sent == [MessageComing(7, 2), MessageQueued(7, 2)]
+    mail.exchange(ALL)
+    assert (mail.completed, mail.own_sent) == (1, 1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_rank_without_receivers_after_all_takes_part_and_says_itself_that_the_exchange_is_over(known):
+    mail = exchanges(0, sent := [], [3])
+    mail.announce(7, 2)
+    if known:
+        mail.exchange(ALL)
+    mail.offer(7, 2, [], 1.0)
+    if not known:
+        assert sent.pop() == NoMessage(7, 2)
+        mail.exchange(ALL)
+    assert sent == [MessageComing(7, 2), ExchangeDone(7, 1)]
+    assert (mail.completed, mail.own_sent) == (1, 0)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_nobody_waits_for_messages_of_an_optimizer_that_is_gone(known):
+    mail = exchanges(1, sent := [], [3])
+    mail.announce(7, 2)
+    if known:
+        mail.exchange(ALL)
+    mail.withdraw()
+    if not known:
+        mail.exchange(ALL)
+    assert (sent, mail.completed) == ([MessageComing(7, 2)], 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, NoMessage, StartExchange
+from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageComing, MessageQueued, NoMessage, StartExchange
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Rows, Vector
 
@@ -106,6 +106,8 @@ class MessageExchange:
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._outbox: dict[int, _QueuedStep] = {}
+        self._coming: set[int] = set()
+        """Steps whose messages were announced and not queued yet."""
         self._busy: set[str] = set()
         self._held: deque[StartExchange] = deque()
         self._last: int | None = None
@@ -116,13 +118,26 @@ class MessageExchange:
         self.seconds = 0.0
         """Duration of all exchanges here, summed."""
 
+    def announce(self, optimizer: int, key: int) -> None:
+        """Say that messages of a step will be queued, or that there are none, once those of earlier steps are here."""
+        self._coming.add(key)
+        self._engine.send(MessageComing(optimizer, key))
+
     def offer(self, optimizer: int, key: int, messages: list[OutgoingMessage], weight: float) -> None:
         """Queue a step's messages, one to a receiver, for an exchange; without any, announce that there are none."""
-        if not messages:
-            self._engine.send(NoMessage(optimizer, key))
-            return
-        self._outbox[key] = _QueuedStep(messages, weight)
-        self._engine.send(MessageQueued(optimizer, key))
+        if messages or key in self._coming:
+            self._outbox[key] = _QueuedStep(messages, weight)
+        self._coming.discard(key)
+        if any((self._engine.rank, key) in command.messages for command in self._held):
+            self._try_held()
+        else:
+            self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
+
+    def withdraw(self) -> None:
+        """Send nothing of steps that were announced: nobody will queue their messages any more."""
+        self._outbox.update((key, _QueuedStep([], 0.0)) for key in self._coming)
+        self._coming.clear()
+        self._try_held()
 
     def pause(self, last: int) -> None:
         """Submit nothing of the exchanges after number ``last``, until ``resume``."""
@@ -142,6 +157,8 @@ class MessageExchange:
         while self._held and self._name(self._held[0]) not in self._busy:
             if self._last is not None and self._held[0].round > self._last:
                 return
+            if any(sender == self._engine.rank and key in self._coming for sender, key in self._held[0].messages):
+                return
             self._submit(self._held.popleft())
 
     def _pieces(self, data: Vector) -> list[Vector]:
@@ -156,10 +173,12 @@ class MessageExchange:
         name, own, started = self._name(command), self._engine.rank, time.monotonic()
         self._busy.add(name)
         rows: list[tuple[int, Vector, bytes]] = []
+        queued = 0
         for sender, key in command.messages:
             if sender == own:
                 messages, weight = self._outbox.pop(key)
                 self.sent += len(messages)
+                queued = int(bool(messages))
                 for to, data, own_weight in messages:
                     header = HEADER.pack(key, weight if own_weight is None else own_weight)
                     rows += [(to, piece, header) for piece in self._pieces(data)]
@@ -189,10 +208,10 @@ class MessageExchange:
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
             self.completed += 1
-            self.own_sent += any(sender == own for sender, _ in command.messages)
+            self.own_sent += queued
             # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
-            # exchanges would seem to take no time.
-            if first in senders:
+            # exchanges would seem to take no time. (Where the first has none after all, it says so itself.)
+            if first in senders or (first == self._place[own] and command.messages and not queued):
                 self._engine.send(ExchangeDone(command.optimizer, command.round))
             self._after()
             self._try_held()

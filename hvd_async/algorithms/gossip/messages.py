@@ -37,6 +37,13 @@ class MessageQueued(OptimizerEvent, frozen=True, tag=True):
     key: int
 
 
+class MessageComing(OptimizerEvent, frozen=True, tag=True):
+    """This rank will queue messages of its step ``key`` as soon as it has those of earlier steps, whatever else comes:
+    it is in that step's mixing. (The last of them is in an exchange when all active ranks have said so.)"""
+
+    key: int
+
+
 class NoMessage(OptimizerEvent, frozen=True, tag=True):
     """This rank has no message of its step ``key``, in which others may have some."""
 
@@ -91,5 +98,5 @@ class RankFinished(OptimizerCommand, frozen=True, tag=True):
     step: int
 
 
-EVENTS = (MessageQueued, NoMessage, PairRequested, WaitingForMessage, AverageEntered, ExchangeDone)
+EVENTS = (MessageQueued, MessageComing, NoMessage, PairRequested, WaitingForMessage, AverageEntered, ExchangeDone)
 COMMANDS = (StartExchange, StartAverage, RankFinished)

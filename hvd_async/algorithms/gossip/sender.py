@@ -57,9 +57,7 @@ class Sender:
         """
         if not self._plan.moves(phase):
             return None
-        out = [
-            (to, p) for to, p in self._plan.out_edges(self._place, phase) if step <= self._receive_buffer.last(to, step)
-        ]
+        out = self.receivers(step, phase)
         sent, data = None, None
         if out and not push_sum.may_send(weight, self._gets_less(step)):
             data, weight = self._post.encode(self._post.zeros()), 0.0
@@ -70,6 +68,11 @@ class Sender:
         self.offered += bool(messages)
         self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
         return sent
+
+    def receivers(self, step: int, phase: int) -> list[tuple[int, float]]:
+        """Return the places to which this rank sends in a step, as far as is known, with the edges' weights."""
+        edges = self._plan.out_edges(self._place, phase)
+        return [(to, p) for to, p in edges if step <= self._receive_buffer.last(to, step)]
 
     def _gets_less(self, step: int) -> bool:
         """Return whether this rank cannot count on receiving as much as it sends."""

@@ -36,6 +36,7 @@ from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,
     GossipConfig,
+    MessageComing,
     MessageQueued,
     NoMessage,
     PairRequested,
@@ -61,12 +62,6 @@ class _Offer:
     at: float
 
 
-@dataclass(frozen=True)
-class _Flight:
-    round: int
-    started: float
-
-
 class GossipStateMachine(StateMachine[GossipConfig]):
     """Exchanges, pairs and averages of one optimizer."""
 
@@ -79,6 +74,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """The last step of each rank whose messages were sent, since the last drain."""
         self._told: dict[int, int] = {}
         """The last step of which each rank has queued messages, or announced none, since the last drain."""
+        self._coming: dict[int, int] = {}
+        """The step of which each rank will have messages once it has those of earlier steps."""
+        self._granted: dict[int, int] = {}
+        """The last step of each rank whose exchange started before its messages were queued, since the last drain."""
         self._starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
@@ -90,7 +89,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """Each rank's steps at the last drain."""
         self._round = 0
-        self._flight: _Flight | None = None
+        self._flights: dict[int, float] = {}
+        """Exchanges that have not completed, and when they started."""
         self._duration = 0.0
         """Mean duration of an exchange, in seconds."""
         self._free_since = -math.inf
@@ -129,14 +129,23 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
+            case MessageComing(_, key):
+                self._check_offer(rank, event, key)
+                if rank in self._coming or key <= self._told.get(rank, 0):
+                    raise ProtocolError(f"rank {rank} announced message {key} after others")
+                self._coming[rank] = key
+            case MessageQueued(_, key) | NoMessage(_, key) if key == self._granted.get(rank):
+                pass  # it was sent before this rank knew
             case MessageQueued(_, key):
                 self._check_offer(rank, event, key)
                 self._offers[rank].append(_Offer(key, now))
                 self._told[rank] = key
+                self._coming.pop(rank, None)
                 self._starved.pop(rank, None)
             case NoMessage(_, key):
                 self._check_offer(rank, event, key)
                 self._told[rank] = self._gone[rank] = key
+                self._coming.pop(rank, None)
                 self._starved.pop(rank, None)
             case PairRequested():
                 self._wanted(rank, event, now)
@@ -172,10 +181,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
             raise ProtocolError(f"rank {rank} saw exchange {number} land, of {self._round}")
-        if self._flight is not None and self._flight.round == number:
-            took = now - self._flight.started
+        if number in self._flights:
+            took = now - self._flights.pop(number)
             self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
-            self._flight, self._free_since = None, now
+            self._free_since = now
 
     # -- what goes --------------------------------------------------------------------------------------------
 
@@ -183,21 +192,38 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._wake_at = None
         if self._config is None:
             return []
-        commands = self._due_averages()
+        return [*self._due_averages(), *self._due_exchange(now), *self._announced_exchange(now)]
+
+    def _due_exchange(self, now: float) -> list[Command]:
+        """Start an exchange of waiting messages and pairs, if it is time."""
+        assert self._config is not None
         group = self._group()
         waits = [self._offers[rank][0].at for rank in group] + list(self._wants.values())
-        if self._flight is not None or not waits or self._is_ahead(group):
-            return commands
+        if self._flights or not waits or self._is_ahead(group):
+            return []
         there = self._accounted(group)
         since = min(waits) if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, min(waits))
         if not self._active() <= there and now < since + self._duration:
             self._wake_at = since + self._duration
-            return commands
+            return []
         exchange = self._next(now)
         if exchange is None:
-            return commands
-        self._flight = _Flight(exchange.round, now)
-        return [*commands, exchange]
+            return []
+        self._flights[exchange.round] = now
+        return [exchange]
+
+    def _announced_exchange(self, now: float) -> list[Command]:
+        """Start the exchange of a step's messages before they are queued, if all active ranks will have some."""
+        active, keys = self._active(), set(self._coming.values())
+        if self._coming.keys() != active or len(keys) != 1 or any(self._offers.values()):
+            return []
+        messages = [(rank, key) for key in keys for rank in sorted(active)]
+        self._coming.clear()
+        self._round += 1
+        for record in (self._granted, self._told, self._gone):
+            record.update(messages)
+        self._flights[self._round] = now
+        return [StartExchange(self._optimizer, self._round, messages)]
 
     def _group(self) -> list[int]:
         """Return the ranks whose first messages go together."""
@@ -291,6 +317,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # others may not have registered: they are told when all have
+        self._coming.pop(rank, None)
         self._wants.pop(rank, None)
         self._starved.pop(rank, None)
         return [self._retired(rank), *self._advance(now)]
@@ -307,9 +334,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             exchange = self._next(now)
             assert exchange is not None
             commands.append(exchange)
-        self._gone.clear()
-        self._told.clear()
-        self._flight = None  # ranks know themselves which exchanges they have not completed
+        for record in (self._gone, self._told, self._coming, self._granted):
+            record.clear()
+        self._flights.clear()  # ranks know themselves which exchanges they have not completed
         self._averages.clear()
         self._average = 0
         self._bases = {done: produced[0] for done, produced in self._produced.items()}

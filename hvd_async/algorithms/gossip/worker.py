@@ -63,6 +63,8 @@ class PushSumWorker(GossipWorker):
         late, x = self.config.max_staleness > 0, before if self.wants_before else None
         state = State(after, self._weight)
         self._step += 1
+        if late:
+            self._announce(self._step)
         if self.plan.moves(self._base + self._step):
             # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
             self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
@@ -73,6 +75,8 @@ class PushSumWorker(GossipWorker):
             state = self._send(self._step, state.x if x is None else x, state)
         elif self._sent_early is not None:
             state = push_sum.without(state, self._sent_early, self._post.add, self._post.times)
+        if self._sends_early:
+            self._announce(self._step + 1)
         if not late:
             self._await_messages()
         state = self._receive(state, self._step)
@@ -84,6 +88,12 @@ class PushSumWorker(GossipWorker):
             self._sent_early = self._offer(self._early, state.x, state.w)
         self._weight = state.w
         return push_sum.model(state, self._post.times)
+
+    def _announce(self, step: int) -> None:
+        """Let the exchange of a step's messages start as soon as they are there: only others' are waited for now."""
+        if self._sender.receivers(step, self._base + step):
+            number = self._registered_number()
+            self.engine.call_soon(lambda: self._exchanges.announce(number, step))
 
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
         return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
