@@ -261,7 +261,9 @@ class MemoryCollectives:
     def empty_like(self, vector: Vector) -> Vector:
         return vector * float("nan")  # (so that a test sees it if it is used)
 
-    def alltoall(self, rows: Rows, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(
+        self, rows: Rows, splits: list[int], name: str, process_set: Any = None, into: Rows | None = None
+    ) -> Handle:
         members = _members(process_set) or list(range(self.size))
         place = members.index(self.rank)
 

@@ -163,7 +163,7 @@ class GossipDriver(LocalDriver):
             else PushSumWorker
         )
         post = self.replica.message_format(
-            config.compression, self.plan.max_messages, self.rank_group, config.local_size
+            config.compression, self.plan.max_messages, self.rank_group, config.local_size, self.plan.max_received
         )
         worker: GossipWorker = kind(engine, self.plan, post, finish)
         if self.restored is not None:

@@ -79,8 +79,11 @@ class WeightReplica(Replica):
         """Return names and checksums of what must be the same on all ranks; of ``resumed`` weights, names only."""
 
     @abc.abstractmethod
-    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
-        """Return how vectors of weights travel: at most ``rows`` in one exchange, each one of ``parts`` of a vector."""
+    def message_format(
+        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+    ) -> MessageFormat:
+        """Return how vectors of weights travel: at most ``rows`` in one exchange, each one of ``parts`` of a vector;
+        ``received`` is how many come in one at the most, 0 where nobody knows."""
 
     @abc.abstractmethod
     def is_finite(self, weights: Vector) -> bool:

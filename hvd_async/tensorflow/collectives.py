@@ -231,7 +231,7 @@ class HorovodCollectives:
     def empty_like(self, vector: Any) -> Any:
         return np.empty_like(vector)
 
-    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None, into: Any = None) -> Handle:
         if isinstance(process_set, SingleRank):
             return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set

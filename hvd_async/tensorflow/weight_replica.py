@@ -140,7 +140,9 @@ class WeightReplica(replica.WeightReplica):
         sums = [0 if resumed else checksum(v) for v in mixed]
         return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
 
-    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
+    def message_format(
+        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+    ) -> MessageFormat:
         flat = self.mixed()
         return make_message_format(flat.elements, flat.dtype.as_numpy_dtype, compression, rows, rank_group, parts)
 

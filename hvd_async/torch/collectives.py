@@ -22,6 +22,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
@@ -280,14 +281,25 @@ class HorovodCollectives:
     def empty_like(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(vector)
 
-    def alltoall(self, rows: torch.Tensor, splits: list[int], name: str, process_set: Any = None) -> Handle:
+    def alltoall(
+        self,
+        rows: torch.Tensor,
+        splits: list[int],
+        name: str,
+        process_set: Any = None,
+        into: torch.Tensor | None = None,
+    ) -> Handle:
         if isinstance(process_set, SingleRank):
             return CompletedHandle((rows[:0], [0]))
         ranks = hvd.global_process_set if process_set is None else process_set
         counts = torch.tensor(splits, dtype=torch.int32)
-        return self._start(
-            rows, name, lambda there: hvd.alltoall_async(there, counts, name=name, process_set=ranks), _Received
-        )
+
+        def start(there: torch.Tensor) -> int:
+            # ``hvd.alltoall_async`` has no argument for the result, for which it takes fresh memory each time
+            result = there.new() if into is None else into
+            return int(mpi_ops._alltoall_async(there, counts, result, counts.new(), name, ranks))
+
+        return self._start(rows, name, start, _Received)
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return process_set_among(process_sets, groups, self.rank, make)

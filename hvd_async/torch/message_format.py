@@ -44,7 +44,13 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def make_message_format(
-    like: torch.Tensor, compression: str, rows: int, rank_group: RankGroup, parts: int, memory: ReusedMemory
+    like: torch.Tensor,
+    compression: str,
+    rows: int,
+    rank_group: RankGroup,
+    parts: int,
+    memory: ReusedMemory,
+    received: int = 0,
 ) -> MessageFormat:
     """How torch vectors of weights travel.
 
@@ -55,6 +61,7 @@ def make_message_format(
         rank_group: the ranks that gossip.
         parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
         memory: for messages.
+        received: the most rows that an exchange brings; 0 where nobody knows.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
@@ -103,6 +110,11 @@ def make_message_format(
         packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
         return packed
 
+    def room() -> torch.Tensor | None:
+        if not received or device.type != "cpu":
+            return None
+        return memory.empty(received * stride, device).view(received, stride)
+
     def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
         return row[:nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
@@ -127,6 +139,7 @@ def make_message_format(
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),
         times=times,
+        room=room,
         split=split,
         concatenate=lambda pieces: torch.cat(list(pieces)),
         join=lambda pieces: torch.cat(list(pieces))[:elements],

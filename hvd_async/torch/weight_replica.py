@@ -19,8 +19,9 @@ from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format, vector_with_room
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
 
-VECTORS_KEPT = 3
-"""Vectors whose memory is kept for the next step: the weights read, a message on its way, what is left without it."""
+VECTORS_KEPT = 4
+"""Vectors whose memory is kept for the next step: the weights read, a message on its way, what is left without it, and
+a message received."""
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
 
@@ -124,8 +125,10 @@ class WeightReplica(replica.WeightReplica):
             kinds = [f"{sum(t.numel() for t in self._averaged())} batch-norm statistics of named_buffers", kind]
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
-    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> MessageFormat:
-        return make_message_format(self.read(), compression, rows, rank_group, parts, self._memory)
+    def message_format(
+        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+    ) -> MessageFormat:
+        return make_message_format(self.read(), compression, rows, rank_group, parts, self._memory, received)
 
     def is_finite(self, weights: torch.Tensor) -> bool:
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)

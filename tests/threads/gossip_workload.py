@@ -353,8 +353,8 @@ class Held(MemoryCollectives):
 
     gate: threading.Event
 
-    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
-        handle = super().alltoall(rows, splits, name, process_set)
+    def alltoall(self, *args: Any) -> Any:
+        handle = super().alltoall(*args)
         done = handle.done
         handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
         handle.seconds_to_poll = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
@@ -368,8 +368,8 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
     def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
         exchange = collectives.alltoall
 
-        def alltoall(rows: Any, splits: list[int], name: str, process_set: Any = None) -> Any:
-            handle = exchange(rows, splits, name, process_set)
+        def alltoall(*args: Any) -> Any:
+            handle = exchange(*args)
             done = handle.done
 
             def is_open() -> bool:

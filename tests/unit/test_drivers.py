@@ -41,7 +41,7 @@ class Weights(WeightReplica):
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         return ["two weights"], [0]
 
-    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int) -> Any:
+    def message_format(self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int) -> Any:
         pytest.fail("no worker of these tests sends weights")
 
     def is_finite(self, weights: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageComing, MessageQueued, NoMessage, StartExchange
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Rows, Vector
+from hvd_async.runtime.interfaces import Handle, Rows, Vector
 
 NAMES_IN_RING = 4
 """Exchanges that may be in flight at once; their names are used again, which Horovod's response cache needs."""
@@ -48,6 +48,7 @@ class MessageFormat:
         split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
         concatenate: one flat array of several.
         join: takes ``split`` back.
+        room: memory for the rows that an exchange brings at the most; None where the collective finds some.
         zeros: a vector of zeros; it is never changed, and may be the same one each time.
         scalar: a vector of one float64.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
@@ -72,6 +73,7 @@ class MessageFormat:
     zeros: Callable[[], Vector]
     scalar: Callable[[float], Vector]
     times: Callable[[Vector, float], Vector] = operator.mul
+    room: Callable[[], Rows | None] = lambda: None
     process_set: Any = None
     members: tuple[int, ...] = ()
     process_set_id: int = 0
@@ -216,6 +218,7 @@ class MessageExchange:
             self._after()
             self._try_held()
 
-        self._engine.submit(
-            lambda: self._engine.collectives.alltoall(packed, splits, name, self._post.process_set), on_complete
-        )
+        def start() -> Handle:
+            return self._engine.collectives.alltoall(packed, splits, name, self._post.process_set, self._post.room())
+
+        self._engine.submit(start, on_complete)

@@ -107,6 +107,16 @@ class GossipPlan:
             return 1
         return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
 
+    @property
+    def max_received(self) -> int:
+        """The most messages that a rank receives in an exchange; AD-PSGD: one; 0 where hosts gossip, whose messages of
+        one exchange are of several steps."""
+        if self.config.local_size > 1:
+            return 0
+        if ALGORITHMS[self.config.algorithm].pairs:
+            return 1
+        return max(1, *(len(received) for _, into in self._edges for received in into))
+
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
     """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
