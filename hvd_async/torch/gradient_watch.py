@@ -104,8 +104,8 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
 
     Args:
         vector: shape (n,), contiguous, float32 or float64.
-        thorough: see also words that change places in a row, and signs that change in pairs; it takes about nine times
-            as long. (Of a word's highest bit the sum only knows whether it is set an odd number of times.) float64 is
+        thorough: see also words that change places in a row, and signs that change in pairs; it takes several times as
+            long. (Of a word's highest bit the sum only knows whether it is set an odd number of times.) float64 is
             always done so.
 
     Returns:
