@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +100,10 @@ class Options:
 
     @property
     def init_settings(self) -> dict[str, Any]:
-        """The keywords of `hvd.init`: a leader's group needs a process set, and it is not known yet who is in it."""
-        return {"process_sets": "dynamic"} if "group" in ALGORITHMS[self.algorithm].options else {}
+        """The keywords of `hvd.init`: leaders' groups need process sets, and it is not known yet who is in them. They are
+        asked for only where there may be several groups: each of Horovod's cycles, idle ones too, then costs more."""
+        has_groups = "group" in ALGORITHMS[self.algorithm].options and not _all_or_single(self.own.group)
+        return {"process_sets": "dynamic"} if has_groups else {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -126,6 +129,13 @@ class Options:
         return dataclasses.replace(
             self, lr=rate, lr_images=None, schedule=dataclasses.replace(self.schedule, base=rate)
         )
+
+
+def _all_or_single(group: str | int | None) -> bool:
+    """Whether a group is one rank, or all ranks of the job, by what Horovod's launcher has told every one of them."""
+    size, of_host = os.environ.get("HOROVOD_SIZE"), os.environ.get("HOROVOD_LOCAL_SIZE")
+    ranks = of_host if group in (None, "host") else str(group)
+    return group == 1 or (size is not None and ranks == size)  # (a host of one rank may have neighbours of more)
 
 
 def parse(framework: str, argv: Sequence[str] | None = None) -> Options:

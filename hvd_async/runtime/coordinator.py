@@ -26,6 +26,8 @@ from hvd_async.runtime.messages import (
     Hello,
     JobFailed,
     Leaving,
+    NoSuchOptimizer,
+    OptimizerDeleted,
     OptimizerEvent,
     Present,
     RankLost,
@@ -37,6 +39,8 @@ from hvd_async.runtime.state_machine import StateMachine
 
 MOST_OPTIMIZERS = 1024
 """At a time."""
+ENDS = (Registered, Finished, OptimizerDeleted, NoSuchOptimizer)
+"""Events of an optimizer that change which ranks have it, or are done with it."""
 ROLL_CALL_MARGIN = 5.0
 """Seconds that a rank which is silent has longer to answer than the hub gives it."""
 
@@ -195,8 +199,9 @@ class Coordinator:
             if machine.over:
                 del self._machines[event.optimizer]
                 self._ended.add(event.optimizer)
-            self._ask_for_missing()
-            self._check_left()
+            if isinstance(event, ENDS):  # (nothing else changes who waits for whom to register)
+                self._ask_for_missing()
+                self._check_left()
             if (notice := machine.take_notice()) is not None:
                 warn(f"optimizer {event.optimizer}, {notice}")
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
@@ -43,6 +44,15 @@ BEGINNING = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A collective on its way; ``done`` takes its result. ``group`` is of ``submit``."""
+
+    handle: Handle
+    done: Callable[[Vector], None]
+    group: Hashable
+
+
 class Engine:
     """One a process; serves any number of optimizers. Start once; a stopped engine is replaced, not restarted.
 
@@ -63,7 +73,7 @@ class Engine:
         self._connect = connect
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()
-        self._in_flight: list[tuple[Handle, Callable[[Vector], None]]] = []
+        self._in_flight: list[_Flight] = []
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
@@ -245,9 +255,14 @@ class Engine:
         assert self._channel is not None
         self._channel.send(event)
 
-    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None]) -> None:
-        """Start a collective and have ``done`` called with its result (engine thread)."""
-        self._in_flight.append((start(), done))
+    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
+        """Start a collective and have ``done`` called with its result (engine thread).
+
+        Args:
+            group: equal for collectives whose results are of use only together. While a later one of them is under way
+                the engine does not wake up for the earlier: each look costs more than what it looks at. None: by itself.
+        """
+        self._in_flight.append(_Flight(start(), done, object() if group is None else group))
 
     def _say_leaving(self) -> None:
         self._leaving = True
@@ -287,18 +302,17 @@ class Engine:
         """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
         if self._posts:
             return 0.0
-        return min(
-            (t for t in (handle.seconds_to_poll() for handle, _ in self._in_flight) if t is not None), default=None
-        )
+        latest = {flight.group: flight.handle for flight in self._in_flight}.values()
+        return min((t for t in (handle.seconds_to_poll() for handle in latest) if t is not None), default=None)
 
     def _complete_collectives(self) -> None:
         """Hand over the results of the collectives that are done."""
-        landed = [flight for flight in self._in_flight if flight[0].done()]
+        landed = [flight for flight in self._in_flight if flight.handle.done()]
         if not landed:
             return
         self._in_flight = [flight for flight in self._in_flight if flight not in landed]
-        for handle, done in landed:
-            done(handle.result())
+        for flight in landed:
+            flight.done(flight.handle.result())
         with self.changed:
             self.changed.notify_all()
 

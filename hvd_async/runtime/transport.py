@@ -14,6 +14,7 @@ is unread.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.listener import ListeningSocket
 from hvd_async.runtime.messages import Command, Event
 
+READABLE = int(zmq.POLLIN)
 LINGER_MS = 2_000
 LONGEST_SILENCE = 86_400.0
 """Seconds; ZeroMQ counts milliseconds in 32 bits."""
@@ -62,8 +64,7 @@ class _Waker:
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
-            while self.receiver.recv(4096):
-                continue
+            self.receiver.recv(4096)  # (whatever is left ends the next poll)
 
     def close(self) -> None:
         self.receiver.close()
@@ -84,36 +85,52 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return made
 
 
+def _readable(asked: zmq.Socket[bytes]) -> bool:
+    """Whether a socket has something to read."""
+    return bool(int(asked.get(zmq.EVENTS)) & READABLE)
+
+
 class _Endpoint:
-    """Base of both ends: a socket, the monitor that tells of lost connections, a waker, a poll over the three."""
+    """Base of both ends: a socket, the monitor that tells of lost connections, a waker, a poll over the three.
+
+    The poll is the system's: ZeroMQ's own looks at each of them four times, and wakes up cold. A descriptor of ZeroMQ's
+    only says that something has changed since the socket was last used; so before each sleep, and after anything else
+    that is done with it, the socket itself is asked whether it has something to read.
+    """
 
     def __init__(self, kind: int, watched: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _socket(self._context, kind)
         self._monitor = self._socket.get_monitor_socket(watched)
         self._waker = _Waker()
-        self._poller = zmq.Poller()
-        for readable in (self._socket, self._monitor, self._waker.receiver):
-            self._poller.register(readable, zmq.POLLIN)
+        self._poller = select.poll()
+        woken = self._waker.receiver.fileno()
+        for descriptor in (int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD)), woken):
+            self._poller.register(descriptor, select.POLLIN)
+        self._woken = (woken, select.POLLIN)
+        """What the poll tells of the waker."""
         self._closed = False
 
     def wake(self) -> None:
         self._waker.wake()
 
-    def _poll(self, timeout: float | None) -> tuple[bool, bool]:
-        """Wait; returns whether the socket has something to read, and whether the monitor has something to tell."""
-        if timeout is not None and 0 < timeout < 0.001:  # ZeroMQ counts in whole milliseconds
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait; returns whether the socket may have something to read, or the monitor something to tell."""
+        if _readable(self._socket) or _readable(self._monitor):
+            return True
+        if timeout is not None and 0 < timeout < 0.001:  # the system counts in whole milliseconds
             time.sleep(timeout)
             timeout = 0.0
         milliseconds = None if timeout is None else max(0, round(timeout * 1000 + 0.499))
-        ready: set[object] = {each for each, _ in self._poller.poll(milliseconds)}
-        if self._waker.receiver.fileno() in ready:
+        ready = self._poller.poll(milliseconds)
+        if self._woken in ready:
             self._waker.clear()
-        return self._socket in ready, self._monitor in ready
+            return len(ready) > 1
+        return bool(ready)
 
     def _monitored(self) -> Iterator[tuple[int, int]]:
         """Yield the monitor's events that are there: (event, value)."""
-        while self._monitor.poll(0):
+        while _readable(self._monitor):
             told = recv_monitor_message(self._monitor)
             yield told["event"], told["value"]
 
@@ -184,11 +201,11 @@ class ZmqHub(_Endpoint):
         if rank in self._identities:
             if command is not self._encoded[0]:
                 self._encoded = command, encode(command)  # most commands go to every rank
-            self._socket.send_multipart([self._identities[rank], self._encoded[1]])
+            self._socket.send(self._identities[rank], zmq.SNDMORE)
+            self._socket.send(self._encoded[1])
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
-        if not self._ready:
-            self._poll(timeout)
+        if not self._ready and (self._wait(0.0 if self._gone else timeout) or self._gone):
             self._read_all()
         return self._ready.popleft() if self._ready else None
 
@@ -256,11 +273,14 @@ class ZmqHub(_Endpoint):
         heard: list[tuple[int, Event | Gone, int]] = []
         while len(heard) < most:
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            frames = [self._socket.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(self._socket.recv(copy=False))
             rank = self._ranks[str(frames[-1].get("User-Id"))]  # the guard let nobody else in
-            self._identities[rank] = identity.bytes
+            self._identities[rank] = identity
             heard.append((rank, self._event(frames), int(frames[-1].get(zmq.SRCFD))))
         return heard
 
@@ -298,8 +318,6 @@ class ZmqChannel(_Endpoint):
         self._host = host
         self.port: int | None = port
         self._gone: Gone | None = None
-        self._unread = False
-        """Whether there may be another message behind the last one."""
         self._socket.curve_serverkey = server_key
         self._socket.curve_publickey, self._socket.curve_secretkey = keys
         if ":" in address:
@@ -315,16 +333,14 @@ class ZmqChannel(_Endpoint):
             self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
-        command = self._read() if self._unread else None
-        if command is None and self._gone is None:
-            self._unread, told = self._poll(timeout)
-            for event, _ in self._monitored() if told else ():
+        if self._gone is None:
+            if not self._wait(timeout):
+                return None
+            for event, _ in self._monitored():
                 refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 reason = "refused this rank's key" if refused else ENDED
                 self._gone = self._gone or Gone(reason, self._host)  # the first event is the reason
-            if self._unread or told:
-                command = self._read()  # what the coordinator said before the connection ended comes first
-        self._unread = command is not None
+        command = self._read()  # what the coordinator said before the connection ended comes first
         return self._gone if command is None else command
 
     def _read(self) -> Command | Gone | None:

@@ -10,7 +10,7 @@ import torch
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, fingerprint
+from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, ROW, fingerprint
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 
@@ -103,7 +103,7 @@ def test_what_leaves_the_values_as_they_are_is_no_error(look):
 
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("elements", [1, 2, 7, LANES - 1, 2 * LANES, 3 * LANES + 5])
+@pytest.mark.parametrize("elements", [1, 2, 7, ROW, 2 * ROW, LANES - 1, 2 * LANES, 2 * LANES * ROW + 5])
 def test_a_fingerprint_changes_with_every_bit_and_place(elements, dtype, thorough):
     def of(one: torch.Tensor) -> int:
         return int(fingerprint(one, thorough))
@@ -118,7 +118,10 @@ def test_a_fingerprint_changes_with_every_bit_and_place(elements, dtype, thoroug
         assert of(other) != first
     if elements > 1:
         assert of(vector.flip(0)) != first
+    if elements > 4 * ROW:
+        assert of(vector.roll(2 * ROW)) != first
     if elements > 3 and thorough:
         other = vector.clone()
         other[1:4:2] *= -1
         assert of(other) != first
+        assert of(vector.roll(2)) != first

@@ -14,7 +14,7 @@ class Poller:
     def __init__(self) -> None:
         self.asked: list[int | None] = []
 
-    def poll(self, milliseconds: int | None) -> list[tuple[object, int]]:
+    def poll(self, milliseconds: int | None) -> list[tuple[int, int]]:
         self.asked.append(milliseconds)
         return []
 
@@ -23,13 +23,13 @@ class Poller:
     ("timeout", "slept", "milliseconds"),
     [(None, 0.0, None), (0.0, 0.0, 0), (0.0002, 0.0002, 0), (0.001, 0.0, 1), (0.0042, 0.0, 5)],
 )
-def test_less_than_zeromqs_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
+def test_less_than_a_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
     naps = [0.0]
     monkeypatch.setattr(transport.time, "sleep", naps.append)
     endpoint = transport._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
     try:
         endpoint._poller = poller = Poller()
-        assert endpoint._poll(timeout) == (False, False)
+        assert not endpoint._wait(timeout)
     finally:
         endpoint._close()
     assert (sum(naps), poller.asked) == (slept, [milliseconds])

@@ -34,7 +34,7 @@ class Bench:
         self.taken.append(float(vector[0]))
         return vector
 
-    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any) -> None:
         given = start()
         self.landing.append(lambda: done(given))
 

@@ -124,7 +124,8 @@ def test_hosts_gossip_compressed_and_average_all_ranks(algorithm, flag):
         assert options.compression == "int8"
 
 
-def test_every_flag_of_leaders_reaches_the_optimizer():
+def test_every_flag_of_leaders_reaches_the_optimizer(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
     line = (
         "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
         "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
@@ -137,6 +138,27 @@ def test_every_flag_of_leaders_reaches_the_optimizer():
     assert elastic.own == LeaderOptions("easgd", global_period=4, alpha=0.1, beta=0.5)
     assert elastic.init_settings == {}
     assert parse("torch", ["--algorithm", "lsgd", "--group", "host"]).own.group == "host"
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "of_host", "asked"),
+    [
+        ((), "4", "4", False),  # one host
+        (("--group", "host"), "4", "4", False),
+        (("--group", "4"), "4", "2", False),
+        (("--group", "1"), "4", "4", False),
+        ((), "4", "2", True),
+        ((), "4", "1", True),  # the other host may have three
+        (("--group", "2"), "4", "4", True),
+        ((), None, None, True),  # another launcher's, which says nothing that is known here
+        (("--group", "4"), None, None, True),
+    ],
+)
+def test_process_sets_are_asked_for_where_there_may_be_several_groups(monkeypatch, group, size, of_host, asked):
+    for name, value in (("HOROVOD_SIZE", size), ("HOROVOD_LOCAL_SIZE", of_host)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    options = parse("torch", ["--algorithm", "lsgd", *group])
+    assert options.init_settings == ({"process_sets": "dynamic"} if asked else {})
 
 
 @pytest.mark.parametrize(

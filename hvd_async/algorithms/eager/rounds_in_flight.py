@@ -203,6 +203,7 @@ class RoundsInFlight:
                 wire.encode(vector), name, wire.process_set, keep, wire.scale
             ),
             landed,
+            group=(go.optimizer, go.round),
         )
 
     def settle(self, round_: int, hyper: Hyper) -> None:

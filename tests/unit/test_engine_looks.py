@@ -1,0 +1,73 @@
+"""When an engine looks at collectives that do not wake it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_async.runtime.engine import Engine
+
+
+class Looked:
+    """A collective that is over when a test says so.
+
+    Args:
+        seconds: until it is worth looking at it; None if it wakes the engine.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self.over = seconds, False
+
+    def done(self) -> bool:
+        return self.over
+
+    def result(self) -> Any:
+        return self._seconds
+
+    def seconds_to_poll(self) -> float | None:
+        return self._seconds
+
+
+@pytest.fixture
+def engine() -> Engine:
+    collectives: Any = SimpleNamespace(rank=0, size=2)
+    return Engine(collectives, connect=lambda: pytest.fail("nobody connects"))
+
+
+def submit(engine: Engine, seconds: float | None, landed: list[Any], group: Any = None) -> Looked:
+    handle = Looked(seconds)
+    engine.submit(lambda: handle, landed.append, group)
+    return handle
+
+
+def test_it_looks_when_the_first_may_be_done(engine: Engine) -> None:
+    assert engine._next_look() is None
+    submit(engine, None, [])
+    assert engine._next_look() is None
+    for seconds in (0.5, 0.2, 0.3):
+        submit(engine, seconds, [])
+    assert engine._next_look() == 0.2
+
+
+def test_of_a_group_the_last_is_waited_for_and_all_are_taken(engine: Engine) -> None:
+    landed: list[Any] = []
+    first, second = submit(engine, 0.001, landed, ("round", 1)), submit(engine, 0.002, landed, ("round", 1))
+    last, other = submit(engine, 0.4, landed, ("round", 1)), submit(engine, 0.7, landed, ("round", 2))
+    assert engine._next_look() == 0.4
+    first.over = True
+    engine._complete_collectives()  # whatever else woke it up
+    assert landed == [0.001]
+    last.over = True
+    engine._complete_collectives()
+    assert (landed, engine._next_look()) == ([0.001, 0.4], 0.002)
+    second.over = other.over = True
+    engine._complete_collectives()
+    assert (landed, engine._next_look()) == ([0.001, 0.4, 0.002, 0.7], None)
+
+
+def test_what_is_posted_is_done_at_once(engine: Engine) -> None:
+    submit(engine, 0.5, [])
+    engine.notify(lambda: None)
+    assert engine._next_look() == 0.0
