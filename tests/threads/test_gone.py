@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
-from hvd_async.errors import WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, MemoryCollectives
 
 WEIGHTS = 6
 GATE = 30.0
@@ -151,6 +152,46 @@ def test_pairs_of_hosts_go_on_when_ranks_are_discarded_between_two_steps(left: l
         assert len({found[end].tobytes() for found in outcomes}) == 1
     moved = 2 * (2 + sum(stay) / len(stay))  # of each two ends
     all_equal([found[end] - found[end - 2] for found in outcomes for end in (2, 4)], moved)
+
+
+def test_the_engine_of_a_rank_that_is_discarded_in_a_drain_waits_for_the_average():
+    """It comes late there; the others are averaged with this rank's part of its host's weights at once."""
+
+    def late(collectives: MemoryCollectives) -> MemoryCollectives:
+        total = collectives.allreduce_sum
+
+        def allreduce_sum(*args: Any, **more: Any) -> Any:
+            handle, until = total(*args, **more), time.monotonic() + 0.05 * (collectives.rank == 1)
+            done = handle.done
+            handle.done = lambda: time.monotonic() >= until and done()  # type: ignore[method-assign]
+            handle.seconds_to_poll = lambda: 0.005  # type: ignore[method-assign]
+            return handle
+
+        collectives.allreduce_sum = allreduce_sum  # type: ignore[method-assign]
+        return collectives
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(4, "adpsgd", "ring", local_size=2, max_local_steps=1))
+        rank.steps(5 * number)
+        if number == 1:
+            add_up = rank.worker.sum
+
+            def broken_off(*args: Any) -> Any:
+                rank.worker.delete()
+                return add_up(*args)
+
+            rank.worker.sum = broken_off  # type: ignore[method-assign]
+            with pytest.raises(ReplicaStateError, match="was discarded while this rank waited in"):
+                rank.engine.drain()
+            return None
+        rank.engine.drain()
+        first = rank.z + 0
+        rank.steps(number)
+        rank.engine.drain()
+        return rank.z - first
+
+    outcomes = Cluster(4, wrap=late).run(train)
+    all_equal([outcomes[number] for number in (0, 2, 3)], 5 / 3)
 
 
 def test_a_host_goes_on_when_one_of_its_ranks_is_discarded_with_a_message_of_another_host():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.worker import PushSumWorker
-from tests.threads.gossip_workload import Job, at, check, check_sums, job, pass_gate, run
+from hvd_async.testing import Cluster, MemoryCollectives
+from tests.threads.gossip_workload import Job, at, check, check_sums, job, pass_gate, run, work
 from tests.threads.test_gossip_holdups import finishing
 
 HOSTS = ((1, 2), (2, 2), (2, 3), (3, 2), (4, 3))
@@ -108,6 +111,43 @@ def test_no_host_takes_more_steps_between_two_averagings(most):
         first = record.segments[0].log.index(("step", 6))
         last = len(kinds) - kinds[::-1].index("landed")
         assert max(map(len, "".join("s" if kind == "step" else " " for kind in kinds[first:last]).split())) <= most
+
+
+def taking(seconds: float) -> Callable[[MemoryCollectives], MemoryCollectives]:
+    """For ``Cluster(wrap=...)``: exchanges take so long, and the next waits as long for more ranks."""
+
+    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
+        exchange = collectives.alltoall
+
+        def alltoall(*args: Any, **more: Any) -> Any:
+            handle, until = exchange(*args, **more), time.monotonic() + seconds
+            done = handle.done
+            handle.done = lambda: time.monotonic() >= until and done()  # type: ignore[method-assign]
+            handle.seconds_to_poll = lambda: 0.001  # type: ignore[method-assign]
+            return handle
+
+        collectives.alltoall = alltoall  # type: ignore[method-assign]
+        return collectives
+
+    return wrap
+
+
+def test_an_averaging_that_was_requested_by_a_rank_that_finishes_is_requested_by_the_next():
+    """The request is forgotten while it waits for the other host, which is stuck."""
+    finished, one = threading.Semaphore(0), job([2, 6, 3, 3], "adpsgd", "ring", max_local_steps=1, local_size=2)
+
+    def wait_for_others(worker: PushSumWorker) -> None:
+        for _ in range(2):
+            pass_gate(finished)
+
+    def before_step(place: int, step: int, worker: PushSumWorker) -> None:
+        if (place, step) == (2, 1):
+            wait_for_others(worker)
+        if (place, step) == (1, 3):
+            worker.engine.wait(lambda: 0 in worker._receive_buffer.finished)
+
+    train = work(one, before_step=before_step, tweak=finishing(finished))
+    check(one, Cluster(4, wrap=taking(0.02)).run(train))
 
 
 @pytest.mark.parametrize("counts", [((9,),), ((9, 0), (0, 9), (3, 3))])
