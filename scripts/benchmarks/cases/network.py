@@ -71,7 +71,7 @@ BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
 ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
 """In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy. (Leaders
 have no groups here: each host has one rank.)"""
-SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr", "per_host")
+SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
 """Keys of a block that its rows tell."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
 """Bytes of an element in a message; int8 has a scale for every 2,048 elements."""
@@ -214,7 +214,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         rows.append(
             row(
                 arm,
-                {**{name: first[name] for name in SETTING if name in first}, "seed": "the run's number"},
+                {**{name: first[name] for name in (*SETTING, "per_host") if name in first}, "seed": "the run's number"},
                 *(ms, "ms a step, of the slowest rank"),
                 speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds(base, ranks, first) / least,
