@@ -9,6 +9,8 @@ from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
+from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
+from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
@@ -155,17 +157,10 @@ class GossipDriver(LocalDriver):
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
         """Return a worker by the plan of now."""
         config = self.plan.config
-        kind: type[GossipWorker] = (
-            ADPSGDWorker
-            if ALGORITHMS[config.algorithm].pairs
-            else HierarchicalWorker
-            if config.local_size > 1
-            else PushSumWorker
-        )
         post = self.replica.message_format(
             config.compression, self.plan.max_messages, self.rank_group, config.local_size, self.plan.max_received
         )
-        worker: GossipWorker = kind(engine, self.plan, post, finish)
+        worker = worker_class(config)(engine, self.plan, post, finish)
         if self.restored is not None:
             worker.restore(self.restored)
         return worker
@@ -185,6 +180,13 @@ class GossipDriver(LocalDriver):
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
         """Return what ``pack`` was given."""
         return SavedState(share["weight"], dict(share["copies"]), share["base"])
+
+
+def worker_class(config: GossipConfig) -> type[GossipWorker]:
+    """Return the class of a configuration's workers."""
+    if ALGORITHMS[config.algorithm].pairs:
+        return HostPairWorker if config.local_size > 1 else ADPSGDWorker
+    return HierarchicalWorker if config.local_size > 1 else PushSumWorker
 
 
 def _options_of(algorithm: str) -> frozenset[str]:

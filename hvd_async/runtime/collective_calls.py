@@ -50,6 +50,8 @@ class CollectiveCalls:
         self._busy = False
         self.cancelled = False
         """Whether nobody will bring a result any more: the optimizer was discarded."""
+        self.on_result: Callable[[RunCollective, Vector], None] = lambda command, result: None
+        """Told of each result, also where nobody on this rank waits for it (engine thread)."""
 
     def call(self, number: int, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> Combined:
         """Take part in a collective, and wait for it (training thread).
@@ -108,6 +110,7 @@ class CollectiveCalls:
 
         def landed(result: Vector) -> None:
             self._busy = False
+            self.on_result(command, result)
             self._over(command, called, result)
             self._next()
 

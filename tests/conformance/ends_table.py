@@ -35,6 +35,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgp": ("GossipOptimizer", {"algorithm": "sgp"}),
     "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd"}),
     "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
+    "host pairs": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring", "hierarchical": RANKS}),
     "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "group": RANKS, "global_period": 4}),
     "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 4}),
 }

@@ -20,6 +20,7 @@ from tests.conformance import gossip_reference as reference
 from tests.conformance import keras_gossip_ranks, torch_gossip_ranks
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import Outcome, Problem
+from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.reference import Array
 
 SGD, MOMENTUM, NESTEROV, ADAM = CASES[0], CASES[1], CASES[5], CASES[6]
@@ -157,7 +158,9 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
     if algorithm == "allreduce":
         return reference.allreduce(problem, steps)
     if algorithm == "adpsgd":
-        return reference.adpsgd(problem, [own.log[: own.log.index(("drained",))] for own in seen])
+        logs, hosts = [own.log[: own.log.index(("drained",))] for own in seen], options.get("hierarchical", 1)
+        counts = [len(own.path) for own in seen]
+        return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
     hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
     takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
     matrices = options.get("mixing", "uniform")

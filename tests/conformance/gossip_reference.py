@@ -320,12 +320,14 @@ def adpsgd(problem: Problem, log: Log) -> Outcome:
     """
     if len(log) != len(problem.start):
         raise ValueError(f"the log is of {len(log)} ranks, the problem of {len(problem.start)}: give a list for each")
-    shadows = _Shadows(problem, log)
+    shadows = Shadows(problem, log)
     play(log, shadows.hit)
     return shadows.outcome()
 
 
-class _Shadows:
+class Shadows:
+    """The ranks' shadows, and what hits them."""
+
     def __init__(self, problem: Problem, log: Log) -> None:
         self.problem = problem
         self.shadows, self.params = problem.start.copy(), problem.start.copy()

@@ -72,7 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hierarchical": 3}, r"3 ranks a host do not divide 4 ranks into hosts of equal size"),
     ({"hierarchical": 0}, r"hierarchical=0: take True, False, or the number of ranks of a host"),
     ({"hierarchical": "host"}, r"take True, False, or the number"),
-    ({"hierarchical": 2, "algorithm": "adpsgd"}, r"does not go with adpsgd: take sgp, osgp or dpsgd"),
+    ({"hierarchical": 2, "algorithm": "allreduce"}, r"averages all ranks; leave it out, or take sgp, osgp, dpsgd or"),
     # Horovod's
     ({"op": "Sum"}, r"gossip mixes weights, by averages; leave op out, or take hvd\.Average"),
     ({"op": "Adasum"}, r"leave op out"),

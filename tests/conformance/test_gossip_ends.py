@@ -49,6 +49,7 @@ def bits(rank: Rank) -> bytes:
     LATE | {"hierarchical": 2},
     LATE | {"hierarchical": 2, "compression": "int8", "average_every": 3},
     PAIRS,
+    PAIRS | {"hierarchical": 2},
 )
 @both
 def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(binding, options):
@@ -116,8 +117,9 @@ def test_large_finite_weights_are_no_reason_to_refuse(binding):
         (LATE | {"hierarchical": 3}, "local", [1.0, 2.0, 3.0]),
         (LATE, "average", [2.0, 2.0, 2.0]),
         (PAIRS, "average", [2.0, 2.0, 2.0]),
+        (PAIRS | {"hierarchical": 3}, "average", [2.0, 2.0, 2.0]),
     ],
-    ids=["sgp-average", "int8-root", "hosts-local", "osgp", "adpsgd"],
+    ids=["sgp-average", "int8-root", "hosts-local", "osgp", "adpsgd", "host-pairs"],
 )
 @both
 def test_consensus_shows_the_average_and_puts_everything_back(binding, options, policy, means):

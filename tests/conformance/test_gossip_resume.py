@@ -70,6 +70,7 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
     STAR,
     RING | {"compression": "int8"},
     STAR | {"hierarchical": 3},
+    PAIRS | {"hierarchical": 3},
     STAR | {"average_every": 3},
     STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
 )

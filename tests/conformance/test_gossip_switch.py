@@ -89,7 +89,7 @@ def test_hosts_switch_with_their_compression_and_averages(binding, compression):
     hosts = {"topology": "ring", "hierarchical": 2}
     settings = [hosts | {"average_every": 4}, hosts | {"algorithm": "dpsgd", "average_every": 4}, hosts]
     if compression == "none":
-        settings.insert(2, {"algorithm": "adpsgd"})
+        settings.insert(2, hosts | {"algorithm": "adpsgd"})
     problem, common = binding.problem(4, MOMENTUM), {"hierarchical": 2, "average_every": 4, "compression": compression}
     parts = segments(binding, problem, [lambda opt, one=one: opt.switch(**one) for one in chain], **common)
     if compression == "none":
@@ -183,10 +183,10 @@ def test_settings_that_cannot_be_change_nothing(binding):
 @pytest.mark.parametrize(
     ("more", "settings"),
     [
-        ({"hierarchical": 2}, [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 0, 3, 2)]),
+        ({"hierarchical": 2}, [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 2), ("osgp", 0, 3, 2)]),
         (
             {"hierarchical": 2, "average_every": 10},
-            [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 2), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 2)],
+            [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 2), ("adpsgd", 0, 0, 2), ("osgp", 10, 3, 2)],
         ),
         ({"average_every": 10}, [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 1), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 1)]),
     ],

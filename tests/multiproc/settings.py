@@ -59,7 +59,7 @@ TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
 TENSORFLOW = Setting(
     "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static"
 )
-TENSORFLOW_4 = Setting("tensorflow", 4, topics=("hosts",))
+TENSORFLOW_4 = Setting("tensorflow", 4, topics=("gossip", "hosts"))
 TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip", "leaders"), "few")
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""

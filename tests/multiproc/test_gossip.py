@@ -6,27 +6,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, Gossip, cases
+from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVEN_HOSTS, Gossip, cases
 from launch import RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
+from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
+from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 
 pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, TORCH_4, TORCH_MPI, TENSORFLOW_MPI, *ALONE)
+ALL = (*FULL, TORCH_4, TENSORFLOW_4, TORCH_MPI, TENSORFLOW_MPI, *ALONE)
 EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, setting.share)]
 
 
 def each(*kinds: tuple[Gossip, ...]) -> Any:
     """Every setting with its cases of these kinds; without kinds those that must equal the reference."""
     chosen = [case for kind in kinds for case in kind]
-    others = (*COMPRESSED, *HOSTS_COMPRESSED, *UNEVEN)
+    others = (*COMPRESSED, *HOSTS_COMPRESSED, *UNEVEN, *UNEVEN_HOSTS)
     picked = [(s, case) for s, case in EACH if (case in chosen if kinds else case not in others)]
     return pytest.mark.parametrize(
         ("setting", "case"), [pytest.param(s, case, id=f"{s}-{case.name}") for s, case in picked]
@@ -37,7 +38,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
     """What the reference makes of it, taking in what the ranks took in."""
     problem = reference.least_squares(size, CASE, framework)
     if case.algorithm == "adpsgd":
-        return reference.adpsgd(problem, logs)
+        hosts, steps = case.options.get("hierarchical", 1), list(map(case.steps, range(size)))
+        return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, steps)
     if case.algorithm == "allreduce":
         return reference.allreduce(problem, STEPS)
     plan = make_plan(size, **case.plan)
@@ -101,7 +103,7 @@ def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) 
         np.testing.assert_allclose(ranks[0]["drained"], outcome.drained(), rtol=0, atol=0.02)
 
 
-@each(UNEVEN)
+@each(UNEVEN, UNEVEN_HOSTS)
 def test_ranks_that_are_done_early_hold_nobody_up(job: RunJob, setting: Setting, case: Gossip) -> None:
     check_ends(setting.case(job, case.name))
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_exchange import HEADER, OutgoingMessage
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
+from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.reference import Array, State, start
 
 GATE_TIMEOUT = 30.0
@@ -65,8 +65,7 @@ class Job:
         rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
         rows, parts = plan.max_messages, config.local_size
         post = make_message_format(self.elements, np.float64, config.compression, rows, rank_group, parts)
-        pushes = HierarchicalWorker if parts > 1 else PushSumWorker
-        kind: Any = ADPSGDWorker if config.algorithm == "adpsgd" else pushes
+        kind: Any = worker_class(config)
         worker: PushSumWorker = kind(engine, plan, post, finish)
         return worker
 
@@ -202,7 +201,7 @@ def check_sums(one: Job, records: Sequence[Record]) -> None:
     for end in range(len(one.steps)):
         segments = [record.segments[end] for record in records]
         mean = mean + sum(segment.moved for segment in segments) / one.size
-        if hosts and end in one.cuts:
+        if hosts and end in one.cuts and one.plan.config.algorithm != "adpsgd":
             continue  # messages of other hosts wait for the next step
         weights = np.array([segment.weight for segment in segments])
         np.testing.assert_allclose(weights.sum(), one.size, **EXACT)
@@ -234,7 +233,8 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
         if end == 0 or hosts == 1:  # (hosts' estimates outlive a drain)
             encode = _encoder(one, problem.start[0])
         if one.plan.config.algorithm == "adpsgd":
-            outcome = adpsgd(problem, [_pair_log(segment.log) for segment in segments])
+            logs = [_pair_log(segment.log) for segment in segments]
+            outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
         else:
             takes = on_time(one.plan.matrices, max(counts), late, one.plan.every)
             if hosts == 1:

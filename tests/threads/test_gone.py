@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
-from hvd_async.algorithms.gossip.worker import PushSumWorker
-from hvd_async.errors import WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
+from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, MemoryCollectives
 
 WEIGHTS = 6
 GATE = 30.0
@@ -33,7 +33,7 @@ class Rank:
         post = make_message_format(
             WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size
         )
-        kind = HierarchicalWorker if plan.config.local_size > 1 else PushSumWorker
+        kind: Any = worker_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
         self.worker.connect(["weights"], [0])
@@ -103,13 +103,15 @@ def test_nothing_is_given_to_a_rank_that_is_gone(seed: int):
 
 
 @pytest.mark.parametrize("flush", [True, False], ids=["drain", "cut"])
-@pytest.mark.parametrize("more", [{}, {"compression": "int8"}, {"average_every": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"compression": "int8"}, {"average_every": 2}, {"algorithm": "adpsgd", "max_local_steps": 1}], ids=str
+)
 def test_a_host_goes_on_when_one_of_its_ranks_has_left(more: dict[str, Any], flush: bool):
     """Its engine still owns a part of the host's weights, with estimates of other hosts', and counts steps anew after
     each end, as the others do."""
 
     def train(number: int) -> Any:
-        rank = Rank(make_plan(4, "sgp", "ring", local_size=2, **more))
+        rank = Rank(make_plan(4, graph="ring", local_size=2, **more))
         rank.steps(2)
         rank.engine.drain()
         if number == 1:
@@ -122,6 +124,74 @@ def test_a_host_goes_on_when_one_of_its_ranks_has_left(more: dict[str, Any], flu
 
     outcomes = Cluster(4).run(train)
     all_equal([outcomes[number] for number in (0, 2, 3)], 8.0)
+
+
+@pytest.mark.parametrize("left", [[1], [0], [1, 2], [0, 1]], ids=str)
+def test_pairs_of_hosts_go_on_when_ranks_are_discarded_between_two_steps(left: list[int]):
+    """Their engines own their parts of the host's weights, and know the average of the next drain, and of the one
+    after. Hosts of which one rank is left count half as much."""
+    gone = threading.Barrier(4)
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(4, "adpsgd", "ring", local_size=2, max_local_steps=1))
+        rank.steps(3)
+        gone.wait(GATE)
+        if number in left:
+            rank.worker.delete()
+            return None
+        found = []
+        for end in range(5):
+            rank.steps(2 + number)
+            rank.engine.drain(end % 2 == 0)
+            found.append(rank.z + 0)
+        return found
+
+    outcomes = [found for found in Cluster(4, jitter=0.001).run(train) if found is not None]
+    stay = [number for number in range(4) if number not in left]
+    for end in (0, 2, 4):
+        assert len({found[end].tobytes() for found in outcomes}) == 1
+    moved = 2 * (2 + sum(stay) / len(stay))  # of each two ends
+    all_equal([found[end] - found[end - 2] for found in outcomes for end in (2, 4)], moved)
+
+
+def test_the_engine_of_a_rank_that_is_discarded_in_a_drain_waits_for_the_average():
+    """It comes late there; the others are averaged with this rank's part of its host's weights at once."""
+
+    def late(collectives: MemoryCollectives) -> MemoryCollectives:
+        total = collectives.allreduce_sum
+
+        def allreduce_sum(*args: Any, **more: Any) -> Any:
+            handle, until = total(*args, **more), time.monotonic() + 0.05 * (collectives.rank == 1)
+            done = handle.done
+            handle.done = lambda: time.monotonic() >= until and done()  # type: ignore[method-assign]
+            handle.seconds_to_poll = lambda: 0.005  # type: ignore[method-assign]
+            return handle
+
+        collectives.allreduce_sum = allreduce_sum  # type: ignore[method-assign]
+        return collectives
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(4, "adpsgd", "ring", local_size=2, max_local_steps=1))
+        rank.steps(5 * number)
+        if number == 1:
+            add_up = rank.worker.sum
+
+            def broken_off(*args: Any) -> Any:
+                rank.worker.delete()
+                return add_up(*args)
+
+            rank.worker.sum = broken_off  # type: ignore[method-assign]
+            with pytest.raises(ReplicaStateError, match="was discarded while this rank waited in"):
+                rank.engine.drain()
+            return None
+        rank.engine.drain()
+        first = rank.z + 0
+        rank.steps(number)
+        rank.engine.drain()
+        return rank.z - first
+
+    outcomes = Cluster(4, wrap=late).run(train)
+    all_equal([outcomes[number] for number in (0, 2, 3)], 5 / 3)
 
 
 def test_a_host_goes_on_when_one_of_its_ranks_is_discarded_with_a_message_of_another_host():

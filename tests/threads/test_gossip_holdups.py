@@ -290,7 +290,7 @@ def test_no_rank_takes_more_steps_between_two_averagings(most):
         def checked(before: Any, after: Any) -> Any:
             z = mix(before, after)
             assert isinstance(worker, ADPSGDWorker)
-            assert worker._local <= most or not worker._left
+            assert worker._pairing._local <= most or not worker._pairing.left
             return z
 
         worker.mix = checked  # type: ignore[method-assign]
@@ -325,7 +325,7 @@ def test_after_a_drain_all_neighbours_are_back():
     def before_step(place: int, step: int, worker: PushSumWorker) -> None:
         if step == one.steps[0][place] + 1:  # nobody can be done again before all have looked
             assert isinstance(worker, ADPSGDWorker)
-            assert worker._left == {0, 1, 2} - {place}
+            assert worker._pairing.left == {0, 1, 2} - {place}
             barrier.wait(GATE_TIMEOUT)
 
     check(one, run(one, before_step=before_step))

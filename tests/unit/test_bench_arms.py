@@ -56,6 +56,9 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     named = "horovod-fp16,ddp-bf16,ddp-powersgd,solo-fp16,decent-dp,post-local-sgd,torchft,torchft-diloco,dpsgd-avg4"
     assert parse_arms(named, 4, RIVALS, **EVERY) == named.split(",")
+    hosts = ["solo-hosts", "sgp-hosts", "adpsgd-bf16-hosts", "dpsgd-avg4-hosts"]
+    assert parse_arms(",".join(hosts), 4, local_size=2, **EVERY) == hosts
+    assert [gossip_of(arm) for arm in hosts] == [gossip_of(arm.removesuffix("-hosts")) for arm in hosts]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,9 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         *((arm, {}, f"{arm!r} is not there in this case") for arm in ("decent-dp", "post-local-sgd", "torchft")),
         *((arm, {"gossip": True}, "is not there in this case") for arm in ("lsgd", "horovod-fp16")),
         ("horovod,sgp", {"leaders": True}, "'sgp' is not there in this case"),
+        ("sgp-hosts", EVERY, "-hosts is for partial allreduce and gossip, --per-host 2"),
+        *((arm, {**EVERY, "local_size": 2}, "-hosts is for") for arm in ("horovod-hosts", "lsgd-hosts")),
+        ("sgp-hosts", {**EVERY, "local_size": 3}, "3 ranks a host do not divide 4 ranks"),
         ("ddp,sgp", {"rivals": ("horovod",), "gossip": True}, "not there in this case"),
     ],
 )

@@ -127,6 +127,7 @@ REFUSED = {
     "split_classes --arms horovod,lsgd-far": "no arm 'lsgd-far'",
     "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)
     "network --mbit 0": "take numbers above 0",
+    "network --per-host 3": "8 ranks cannot be parted so",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
     "pull_cost --parts wire,air": "no arm 'air' in this case",
 }

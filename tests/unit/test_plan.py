@@ -234,8 +234,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; D-PS"),
     "hosts of other sizes": ({"local_size": 3}, "3 ranks a host do not divide 4 ranks into hosts of equal size"),
     "empty hosts": ({"local_size": 0}, "0 ranks a host do not divide"),
-    "hosts of AD-PSGD": ({"algorithm": "adpsgd", "local_size": 2}, "take sgp, osgp or dpsgd"),
-    "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "take sgp, osgp or dpsgd"),
+    "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "take sgp, osgp, dpsgd or adpsgd"),
     "a graph of ranks for hosts": ({"graph": topology.ring(4), "local_size": 2}, "one of 4 hosts, and there are 2"),
 }
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
+from hvd_async.algorithms.gossip.pairing import Pairing
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.runtime.engine import Engine
@@ -47,6 +48,19 @@ def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
     return state._replace(shadow=add(add(state.shadow, other, 0.5), own, -0.5))
 
 
+def check_weight(kept: SavedState) -> None:
+    """Refuse to begin with the state that an earlier run's cut saved.
+
+    Raises:
+        ValueError: it has a push-sum weight other than 1, which only push-sum can go on with.
+    """
+    if kept.weight != 1.0:
+        raise ValueError(
+            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and adpsgd knows none: go "
+            f"on with the algorithm that it was saved with, or save after drain()"
+        )
+
+
 class ADPSGDWorker(GossipWorker):
     """One optimizer of one rank under AD-PSGD.
 
@@ -62,26 +76,15 @@ class ADPSGDWorker(GossipWorker):
         self._state = State(None, None)
         self._mine: dict[int, Vector] = {}
         """Snapshots sent, encoded, by exchange (engine thread)."""
-        self._owed = 0
-        """Averagings that this rank is behind its steps; -1: one before (engine thread)."""
-        self._asked = False
-        """Whether it has requested one that no exchange has (engine thread)."""
-        self._left = set(plan.topology.neighbours(self._place))
-        """Neighbours that have not finished."""
-        self._local = 0
-        """Steps since the last averaging."""
+        self._pairing = Pairing(
+            plan.config.max_local_steps,
+            plan.topology.neighbours(self._place),
+            lambda: not self._announced,
+            lambda: engine.send(PairRequested(self._registered_number())),
+        )
 
     def restore(self, kept: SavedState) -> None:
-        """Begin with the state that an earlier run's cut saved.
-
-        Raises:
-            ValueError: it has a push-sum weight other than 1, which only push-sum can go on with.
-        """
-        if kept.weight != 1.0:
-            raise ValueError(
-                f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and adpsgd knows none: go "
-                f"on with the algorithm that it was saved with, or save after drain()"
-            )
+        check_weight(kept)
         super().restore(kept)
 
     def begin(self, weights: Vector) -> None:
@@ -90,17 +93,16 @@ class ADPSGDWorker(GossipWorker):
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step; wait only after ``max_local_steps`` without an averaging."""
         self.check_step()
-        limit = self.config.max_local_steps
-        if self._local >= limit:
-            self._await(lambda: self._local < limit or not self._left, lambda: "an averaging with a neighbour")
+        if not self._pairing.may_step():
+            self._await(self._pairing.may_step, lambda: "an averaging with a neighbour")
         self._step += 1
+        self._pairing.stepped()
         with self._lock:
-            self._local += 1
             self._state = on_step(self._state, after, self._post.add)
             z = self._state.model
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
-        self.engine.call_soon(self._ask)
+        self.engine.call_soon(self._pairing.ask)
         return z
 
     # -- ends -------------------------------------------------------------------------------------------------
@@ -115,40 +117,36 @@ class ADPSGDWorker(GossipWorker):
                 self._state = State(z + 0, z)
                 if self.log is not None:
                     self.log.append(("drained",))
-        self._local = 0
+        self._pairing.ended()
         return z
 
     # -- engine thread ----------------------------------------------------------------------------------------
-
-    def _ask(self) -> None:
-        """Request an averaging for a step, if none was done in advance."""
-        self._owed = min(self._owed + 1, self.config.max_local_steps)
-        self._want()
-
-    def _want(self) -> None:
-        if self._owed > 0 and not self._asked and self._left and not self._announced:
-            self._asked = True
-            self.engine.send(PairRequested(self._registered_number()))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartExchange(_, _, _, pairs):
                 if any(self.engine.rank in pair for pair in pairs):
-                    self._asked = False
+                    self._pairing.granted()
                 super().on_command(command)
             case RankFinished(_, rank, _):
                 super().on_command(command)
                 with self.engine.changed:
-                    self._left.discard(self._ranks.index(rank))
+                    self._pairing.finished(self._ranks.index(rank))
                     self.engine.changed.notify_all()
             case Drained():
-                gone = set(map(self._ranks.index, command.gone))
-                self._left = set(self.plan.topology.neighbours(self._place)) - gone
-                self._owed, self._asked = 0, False
+                self._pairing.begin_anew(map(self._ranks.index, command.gone))
                 super().on_command(command)
             case _:
                 super().on_command(command)
+
+    def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
+        return [
+            (command.round, OutgoingMessage(partner, self._snapshot(partner, command.round)))
+            for pair in command.pairs
+            if self.engine.rank in pair
+            for partner in (self._ranks.index(rank) for rank in pair if rank != self.engine.rank)
+        ]
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         with self._lock:
@@ -165,9 +163,6 @@ class ADPSGDWorker(GossipWorker):
             self._state = on_average(self._state, mine, theirs, self._post.add)
             if self.log is not None:
                 self.log.append(("landed", key, sender))
-            self._local = 0
         self._averagings += 1
         self._taken += 1
-        # a rank limited to one step must request a pair in it: two that wait for each other would never be paired
-        self._owed = max(self._owed - 1, -1 if self.config.max_local_steps > 1 else 0)
-        self._want()
+        self._pairing.averaged()

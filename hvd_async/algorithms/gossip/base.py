@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat
+from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.messages import GossipConfig, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
@@ -22,6 +22,8 @@ from hvd_async.stats import GossipStats
 
 WEIGHT_TOLERANCE = 1e-6
 """Relative tolerance of the sum of push-sum weights."""
+MEAN = "the average of all ranks"
+"""The collective in which ranks sum their weights, for people."""
 
 
 class GossipWorker(Worker):
@@ -45,7 +47,7 @@ class GossipWorker(Worker):
         self._algorithm = ALGORITHMS[plan.config.algorithm]
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
-        self._exchanges = MessageExchange(engine, post, self._deliver, self._snapshot, self._on_exchange_done)
+        self._exchanges = MessageExchange(engine, post, self._deliver, self._snapshots, self._on_exchange_done)
         self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
         self._weight = 1.0
         self._step = self._before = 0
@@ -188,7 +190,7 @@ class GossipWorker(Worker):
                     f"counted twice. This is a bug in hvd_async; please report it with stats()."
                 )
             weight = size
-        return self.sum(x, "the average of all ranks").vector * (1.0 / weight)
+        return self.sum(x, MEAN).vector * (1.0 / weight)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -249,6 +251,8 @@ class GossipWorker(Worker):
     def _on_exchange_done(self) -> None:
         """Handle the end of an exchange, after all its messages were delivered."""
 
-    def _snapshot(self, partner: int, round_: int) -> Vector:
-        """Return the encoded weights with which this rank is averaged with the partner at this place."""
-        raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+    def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
+        """Return messages, with their keys, that this rank's weights of now make for an exchange (engine thread)."""
+        if command.pairs or command.gathers:
+            raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+        return []

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.algorithms.gossip import push_sum
-from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.global_average import GlobalAverages
+from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES, HostWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.messages import RankFinished, StartAverage
 from hvd_async.algorithms.gossip.plan import GossipPlan
@@ -42,9 +42,6 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
-
-STAGES = 3
-REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 
 
 @dataclass
@@ -59,14 +56,12 @@ class _Step:
     """The host's sum, once all ranks have contributed and other hosts were sent their share."""
 
 
-class HierarchicalWorker(GossipWorker):
+class HierarchicalWorker(HostWorker):
     """One optimizer of one rank whose host gossips."""
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
         size = plan.config.local_size
-        self._host, self._own = divmod(self._place, size)
-        self._locals = range(self._host * size, (self._host + 1) * size)
         self._averages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph, size)
         """Estimates of this rank's shard."""
@@ -86,8 +81,6 @@ class HierarchicalWorker(GossipWorker):
         """Messages added before the step that waits for them: (host, its step)."""
         self._leftover: list[tuple[Message, float]] = []
         """Messages, with their edges' weights, that no step before the last end has added: the first one does."""
-        self._parts: dict[int, dict[int, State]] = {}
-        """Results received, by step and owner."""
         self._ended: Drained[Any] | None = None
         """An end that this rank, whose optimizer is deleted, has to complete by itself."""
 
@@ -98,25 +91,13 @@ class HierarchicalWorker(GossipWorker):
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
-        number = self._registered_number()
         self._step += 1
         step, weights = self._step, self._weights
         parts = self._post.split(self._with_excess(after))
-        own_before = self._post.split(self._with_excess(before))[self._own] if self.wants_before else None
-        messages = [
-            OutgoingMessage(to, self._post.as_bytes(parts[part]), weights[part])
-            for part, to in enumerate(self._locals)
-            if to != self._place
-        ]
-
-        def submit() -> None:
-            self._exchanges.offer(number, step * STAGES + REDUCE_SCATTER, messages, 0.0)
-            self._at(step).before = own_before
-            self._contribute(step, self._place, State(parts[self._own] + 0, weights[self._own]))
-
-        self.engine.call_soon(submit)
-        self._await(lambda: len(self._parts.get(step, ())) == len(self._locals))
-        shards = [shard for _, shard in sorted(self._parts.pop(step).items())]
+        if self.wants_before:
+            own_before = self._post.split(self._with_excess(before))[self._own]
+            self.engine.call_soon(lambda: setattr(self._at(step), "before", own_before))
+        shards = self._reduced(step, list(map(State, parts, weights)))
         if self.plan.averages(self._base + step):
             shards = self._average(shards)
         return self._gathered(shards)
@@ -251,18 +232,12 @@ class HierarchicalWorker(GossipWorker):
         self._end_without_optimizer()
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        step, stage = divmod(key, STAGES)
-        if stage == GOSSIP:
-            self._neighbour_stopped |= weight == 0.0
-            self._receive_buffer.deliver(sender // len(self._locals), step, weight, data)
-            self._progress()
+        if sender in self._locals:
+            super()._deliver(sender, key, weight, data)
             return
-        self._taken += 1
-        shard = State(self._post.from_bytes(data), weight)
-        if stage == REDUCE_SCATTER:
-            self._contribute(step, sender, shard)
-        else:
-            self._add_result(step, sender - self._locals[0], shard)
+        self._neighbour_stopped |= weight == 0.0
+        self._receive_buffer.deliver(sender // len(self._locals), key // STAGES, weight, data)
+        self._progress()
 
     def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
         """Yield each message of another host that carries something, decoded, with its edge's weight."""
@@ -275,23 +250,9 @@ class HierarchicalWorker(GossipWorker):
     def _at(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())
 
-    def _contribute(self, step: int, sender: int, shard: State) -> None:
-        self._at(step).contributed[sender] = shard
+    def _contribute(self, step: int, sender: int, part: State) -> None:
+        self._at(step).contributed[sender] = part
         self._progress()
-
-    def _add_result(self, step: int, owner: int, shard: State) -> None:
-        with self.engine.changed:
-            self._parts.setdefault(step, {})[owner] = shard
-            self.engine.changed.notify_all()
-
-    def _active(self, place: int, step: int) -> bool:
-        """Return whether a rank takes a step, as far as is known."""
-        return step <= self._receive_buffer.finished.get(place, step)
-
-    def _goes_on(self, host: int, step: int) -> bool:
-        """Return whether some rank of a host takes a step, as far as is known."""
-        size = len(self._locals)
-        return any(self._active(place, step) for place in range(host * size, (host + 1) * size))
 
     def _progress(self) -> None:
         """Go on with the next steps of the host, as far as messages are here."""
@@ -306,7 +267,8 @@ class HierarchicalWorker(GossipWorker):
                 step.total = self._gossip(number, step)
             if self._lacks(number):
                 return
-            self._send_back(number, step, self._with_others(step.total, number, number))
+            total = self._with_others(step.total, number, number)
+            self._share(number, step.contributed, push_sum.divided(total, len(step.contributed)))
             del self._steps[number]
             self._mixed = number
 
@@ -336,7 +298,7 @@ class HierarchicalWorker(GossipWorker):
         else:
             weight, data = 0.0, self._post.encode(x * 0.0)
             messages = [OutgoingMessage(host * size + self._own, data) for host, _ in receivers]
-        self._exchanges.offer(self._registered_number(), number * STAGES + GOSSIP, messages, weight)
+        self._exchanges.offer(self._registered_number(), self._key(number, GOSSIP), messages, weight)
         for share in sent:
             total = push_sum.without(total, share, self._post.add)
         return total
@@ -372,12 +334,3 @@ class HierarchicalWorker(GossipWorker):
         self._had = {(host, past) for host, past in had if past >= number - self.config.max_staleness}
         total = push_sum.receive(total, leftover, self._post.add)
         return push_sum.receive(total, self._decoded(received), self._post.add)
-
-    def _send_back(self, number: int, step: _Step, total: State) -> None:
-        """Send each rank of the host its part of the result."""
-        part = push_sum.divided(total, len(step.contributed))
-        data = self._post.as_bytes(part.x)
-        messages = [OutgoingMessage(place, data) for place in sorted(step.contributed) if place != self._place]
-        self._exchanges.offer(self._registered_number(), number * STAGES + ALL_GATHER, messages, part.w)
-        if self._place in step.contributed:
-            self._add_result(number, self._own, part)

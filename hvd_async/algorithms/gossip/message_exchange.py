@@ -91,7 +91,7 @@ class MessageExchange:
         engine: this rank's.
         post: the format of messages.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
-        snapshot: the encoded vector with which this rank is averaged with the partner at this place (AD-PSGD).
+        snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD).
         after: called when all messages of an exchange were delivered.
     """
 
@@ -100,11 +100,11 @@ class MessageExchange:
         engine: Engine,
         post: MessageFormat,
         deliver: Callable[[int, int, float, Vector], None],
-        snapshot: Callable[[int, int], Vector],
+        snapshots: Callable[[StartExchange], list[tuple[int, OutgoingMessage]]],
         after: Callable[[], None],
     ) -> None:
         self._engine, self._post = engine, post
-        self._deliver, self._snapshot, self._after = deliver, snapshot, after
+        self._deliver, self._snapshots, self._after = deliver, snapshots, after
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._outbox: dict[int, _QueuedStep] = {}
@@ -161,6 +161,8 @@ class MessageExchange:
                 return
             if any(sender == self._engine.rank and key in self._coming for sender, key in self._held[0].messages):
                 return
+            if self._held[0].gathers and self._busy:
+                return
             self._submit(self._held.popleft())
 
     def _pieces(self, data: Vector) -> list[Vector]:
@@ -174,28 +176,25 @@ class MessageExchange:
     def _submit(self, command: StartExchange) -> None:
         name, own, started = self._name(command), self._engine.rank, time.monotonic()
         self._busy.add(name)
-        rows: list[tuple[int, Vector, bytes]] = []
-        queued = 0
+        outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
+        queued = False
         for sender, key in command.messages:
             if sender == own:
                 messages, weight = self._outbox.pop(key)
-                self.sent += len(messages)
-                queued = int(bool(messages))
-                for to, data, own_weight in messages:
-                    header = HEADER.pack(key, weight if own_weight is None else own_weight)
-                    rows += [(to, piece, header) for piece in self._pieces(data)]
-        for pair in command.pairs:
-            if own in pair:
-                partner = self._place[pair[0] if pair[1] == own else pair[1]]
-                rows.append((partner, self._snapshot(partner, command.round), HEADER.pack(command.round, 1.0)))
-                self.sent += 1
+                queued = bool(messages)
+                outgoing += [(key, message, weight) for message in messages]
+        self.sent += len(outgoing)
+        rows: list[tuple[int, Vector, bytes]] = []
+        for key, (to, data, own_weight), weight in outgoing:
+            header = HEADER.pack(key, weight if own_weight is None else own_weight)
+            rows += [(to, piece, header) for piece in self._pieces(data)]
         rows.sort(key=lambda row: row[0])
         splits = [0] * len(self._ranks)
         for to, _, _ in rows:
             splits[to] += 1
         packed = self._post.pack([(data, header) for _, data, header in rows])
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
-        first = self._place[command.messages[0][0] if command.messages else command.pairs[0][0]]
+        first = next((self._place[rank] for rank, _ in [*command.messages, *command.pairs]), None)
 
         def on_complete(result: Any) -> None:
             received, counts = result

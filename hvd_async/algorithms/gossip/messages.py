@@ -13,7 +13,8 @@ class GossipConfig(Config, frozen=True, tag=True):
     Attributes:
         algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
         graph: the topology's name, and a digest of its edges and their weights.
-        neighbours: places of each rank's neighbours, by its own place; empty except for AD-PSGD.
+        neighbours: places of each rank's neighbours, by its own place (of hosts, if
+            ranks are averaged there first); empty except for AD-PSGD.
         max_staleness: steps that a message may be late (OSGP).
         max_local_steps: steps a rank may take between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
@@ -75,11 +76,20 @@ class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
 
 
 class StartExchange(OptimizerCommand, frozen=True, tag=True):
-    """Submit an exchange, with this rank's part of it: ``messages`` as (sender, key), ``pairs`` of ranks to average."""
+    """Submit an exchange, with this rank's part of it.
+
+    Attributes:
+        round: its number.
+        messages: queued ones, as (sender, key).
+        pairs: of ranks to average; of hosts to average, each named by its first rank.
+        gathers: whether each rank sends the ranks of its host the part of their weights that it owns, once all earlier
+            exchanges have completed: the last exchange before an end (AD-PSGD of hosts).
+    """
 
     round: int
     messages: list[tuple[int, int]] = msgspec.field(default_factory=list)
     pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    gathers: bool = False
 
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
@@ -92,10 +102,14 @@ class StartAverage(OptimizerCommand, frozen=True, tag=True):
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):
-    """A rank has finished: it sends nothing of its steps after ``step`` (since the last drain)."""
+    """A rank has finished: it sends nothing of its steps after ``step`` (since the last drain).
+
+    ``gone``: it has the optimizer no more.
+    """
 
     rank: int
     step: int
+    gone: bool = False
 
 
 EVENTS = (MessageQueued, MessageComing, NoMessage, PairRequested, WaitingForMessage, AverageEntered, ExchangeDone)

@@ -146,7 +146,7 @@ NO_USE: Mapping[str, str] = {
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "hierarchical": "hierarchical does not go with {0}: take sgp, osgp or dpsgd",
+    "hierarchical": "hierarchical: {0} averages all ranks; leave it out, or take sgp, osgp, dpsgd or adpsgd",
 }
 """The error message for an option that an algorithm does not have."""
 
@@ -218,7 +218,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         GossipAlgorithm(
             "adpsgd",
             "gossip",
-            {**_SYMMETRIC, "peers": 1, "max_local_steps": 4, "compression": "none"},
+            {**_SYMMETRIC, "peers": 1, "max_local_steps": 4, "compression": "none", "hierarchical": False},
             sends="weights",
             waits_for="nobody",
             symmetric_graph=True,

@@ -15,10 +15,12 @@ The laws it keeps:
    waited for.
 3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
    first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
-   waits for a neighbour that computes.
+   waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
+   for which only the sending hosts' ranks are waited, or pairs, whichever has waited longer.
 4. *Averages.* When every active rank has entered its average of that number, the average over all starts.
 5. *Ends.* When a rank finishes, all are told: nobody may wait for messages that it will not send. When all have
-   finished, queued messages are sent before the ranks are told.
+   finished, queued messages are sent before the ranks are told; and hosts that are averaged in pairs gather last, if
+   any rank has taken a step.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +124,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if config.algorithm not in ALGORITHMS:
             raise ProtocolError(f"optimizer {self._optimizer} gossips by {config.algorithm!r}, which is no algorithm")
         size = len(self.ranks)
-        fit = len(config.neighbours) == size and all(0 <= peer < size for own in config.neighbours for peer in own)
+        places, left = divmod(size, max(1, config.local_size))
+        fit = not left and len(config.neighbours) == places
+        fit = fit and all(0 <= peer < places for own in config.neighbours for peer in own)
         if ALGORITHMS[config.algorithm].pairs and not fit:
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
         return config
@@ -247,10 +251,17 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
         there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
         there.update(*self._averages.values())
-        if group and self._config is not None and self._config.local_size == 1:
+        if self._pairs_hosts:
+            there |= self._elsewhere(group) if group else set(self.ranks) - self._elsewhere(self._wants)
+        elif group and not self._of_hosts:
             earliest = self._offers[group[0]][0].key
             there |= {rank for rank, key in self._gone.items() if key >= earliest}
         return there
+
+    def _elsewhere(self, ranks: Iterable[int]) -> set[int]:
+        """Return the ranks of hosts that have none of these."""
+        hosts = set(map(self._first, ranks))
+        return {rank for rank in self.ranks if self._first(rank) not in hosts}
 
     def _due_averages(self) -> list[Command]:
         due: list[Command] = []
@@ -265,34 +276,46 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _next(self, now: float) -> StartExchange | None:
         """Return the next exchange, of all waiting messages and pairs; None if no waiting rank has a partner."""
-        messages = [(rank, self._offers[rank].popleft().key) for rank in self._group()]
+        group, pairs = self._group(), self._pair()
+        if self._pairs_hosts and group and pairs:
+            if min(self._wants.values()) < min(self._offers[rank][0].at for rank in group):
+                group = []
+            else:
+                pairs = []
+        messages = [(rank, self._offers[rank].popleft().key) for rank in group]
         self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in messages}
-        pairs = self._pair()
         if not messages and not pairs:
             return None
         self._round += 1
-        for pair in pairs:
-            for rank in pair:
-                self._wants.pop(rank, None)
-                self._met[rank] = self._round
+        paired = {rank for pair in pairs for rank in pair}
+        self._wants = {rank: at for rank, at in self._wants.items() if self._first(rank) not in paired}
+        self._met.update(dict.fromkeys(paired, self._round))
         return StartExchange(self._optimizer, self._round, messages, pairs)
 
     def _pair(self) -> list[tuple[int, int]]:
-        """Return pairs by law 3; of several neighbours the one whose last average is longest ago."""
+        """Return pairs by law 3, of hosts by their first ranks; of several neighbours the one whose last average is
+        longest ago."""
         assert self._config is not None
+        size, asking = self._config.local_size, dict.fromkeys(map(self._first, self._wants))
+        active = set(map(self._first, self._active()))
         taken: set[int] = set()
         pairs: list[tuple[int, int]] = []
         for wanting in (True, False):
-            for rank in self._wants:
+            for rank in asking:
                 if rank in taken:
                     continue
-                peers = (self.ranks[place] for place in self._config.neighbours[self.ranks.index(rank)])
-                free = [p for p in peers if p not in self._done and p not in taken and (p in self._wants) == wanting]
+                peers = (self.ranks[place * size] for place in self._config.neighbours[self.ranks.index(rank) // size])
+                free = [p for p in peers if p in active and p not in taken and (p in asking) == wanting]
                 if free:
                     partner = min(free, key=lambda peer: self._met[peer])
                     taken |= {rank, partner}
                     pairs.append((rank, partner))
         return pairs
+
+    def _first(self, rank: int) -> int:
+        """Return the first rank of a rank's host; the rank itself where hosts are not averaged."""
+        place = self.ranks.index(rank)
+        return self.ranks[place - place % self._config.local_size] if self._config is not None else rank
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -314,6 +337,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _of_hosts(self) -> bool:
         return self._config is not None and self._config.local_size > 1
 
+    @property
+    def _pairs_hosts(self) -> bool:
+        return self._config is not None and self._of_hosts and ALGORITHMS[self._config.algorithm].pairs
+
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # others may not have registered: they are told when all have
@@ -323,7 +350,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return [self._retired(rank), *self._advance(now)]
 
     def _retired(self, rank: int) -> RankFinished:
-        return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank])
+        return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank], rank in self._absent)
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Start exchanges of all queued messages."""
@@ -334,6 +361,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             exchange = self._next(now)
             assert exchange is not None
             commands.append(exchange)
+        if self._pairs_hosts and any(own[0] != self._bases[rank] for rank, own in self._produced.items()):
+            self._round += 1
+            commands.append(StartExchange(self._optimizer, self._round, gathers=True))
         for record in (self._gone, self._told, self._coming, self._granted):
             record.clear()
         self._flights.clear()  # ranks know themselves which exchanges they have not completed

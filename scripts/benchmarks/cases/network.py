@@ -90,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mbit", type=float, nargs="+", default=[50.0, 200.0, 1000.0], metavar="X", help="of each link"
     )
+    parser.add_argument(
+        "--per-host", type=int, default=1, metavar="N", help="ranks on each; of more than one arms may be solo-hosts"
+    )
     add_training(parser)
 
 
@@ -108,7 +111,9 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.mbit, args.repetitions, args.steps = [min(args.mbit)], 1, min(args.steps, 4)
-    arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
+    if args.per_host < 1 or args.ranks % args.per_host:
+        raise ValueError(f"--per-host {args.per_host}: {args.ranks} ranks cannot be parted so")
+    arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True, local_size=args.per_host)
     if min(args.mbit) <= 0 or args.steps < 1:
         raise ValueError("--mbit and --steps: take numbers above 0")
     found: list[Block] = []
@@ -120,11 +125,17 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     for mbit in args.mbit:
         blocks = blocks_of(args, arms, mbit)
         longest = sum((WARM_UP + args.steps) * (b["compute"] + wire_seconds(2 * args.megabytes, mbit)) for b in blocks)
-        found += measure(args, blocks, say, tell, longest, progress=progress, mbit=mbit)
+        found += measure(args, blocks, say, tell, longest, progress=progress, mbit=mbit, **several(args))
     report = Report("network", args.ranks, rows_of(found), COLUMNS, draw=draw)
     judge(report)
     report.notes += crossings(report.rows)
     return report
+
+
+def several(args: argparse.Namespace) -> dict[str, int]:
+    """Return how many ranks a host has, if it is not one. (Results kept by earlier runs know no such number.)"""
+    per_host = getattr(args, "per_host", 1)
+    return {"per_host": per_host} if per_host > 1 else {}
 
 
 def measure(
@@ -140,6 +151,7 @@ def blocks_of(args: argparse.Namespace, arms: Sequence[str], mbit: float) -> lis
     allreduce = wire_seconds(2 * (args.ranks - 1) / args.ranks * args.megabytes, mbit)
     common = chosen(args, "megabytes", "steps", "lr", bandwidth_mbit=mbit, batch=args.batch_size)
     common["compute"] = SHARE * allreduce if args.compute is None else args.compute
+    common |= several(args)
     return [{**common, "arm": arm, "repetition": repetition} for repetition, arm in repetitions(arms, args.repetitions)]
 
 
@@ -150,7 +162,7 @@ def wire_seconds(megabytes: float, mbit: float) -> float:
 
 def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
     """Return what a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
-    base, compression, every = read_name(arm)
+    base, compression, every, _ = read_name(arm)
     if base in LEADERS or base == "adpsgd":
         return None
     allreduce, hidden, waited = 2 * (ranks - 1) / ranks, 0.0, 0.0
@@ -170,8 +182,8 @@ def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
 
 def least_seconds(arm: str, ranks: int, block: Block) -> float:
     """A step takes no less: computation and messages, one after the other or at a time."""
-    need = need_of(arm, ranks, block["megabytes"])
-    if need is None:
+    need = need_of(arm, ranks, block["megabytes"]) if block.get("per_host", 1) == 1 else None
+    if need is None:  # (of ranks that share a link what travels over it depends on who is on which host)
         return float(block["compute"])
     hidden, waited = (wire_seconds(megabytes, block["bandwidth_mbit"]) for megabytes in need)
     return max(float(block["compute"]), hidden) + waited
@@ -202,7 +214,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         rows.append(
             row(
                 arm,
-                {**{name: first[name] for name in SETTING}, "seed": "the run's number"},
+                {**{name: first[name] for name in (*SETTING, "per_host") if name in first}, "seed": "the run's number"},
                 *(ms, "ms a step, of the slowest rank"),
                 speedup=statistics.median(1e3 * step_seconds(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds(base, ranks, first) / least,
@@ -224,7 +236,10 @@ def rows_of(blocks: list[Block]) -> list[Row]:
 
 
 def judge(report: Report) -> None:
-    """Add what must show where the links are slowest, that is where the wire decides, and not this machine's cores."""
+    """Add what must show, of one rank a host, where the links are slowest: there the wire decides, and not this
+    machine's cores."""
+    if any(each["setting"].get("per_host", 1) > 1 for each in report.rows):
+        return
     slowest = min(each["setting"]["bandwidth_mbit"] for each in report.rows)
     by_arm = {each["arm"]: each for each in report.rows if each["setting"]["bandwidth_mbit"] == slowest}
     base = baseline(by_arm)

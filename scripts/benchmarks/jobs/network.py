@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..support.arms import WARM_UP
+from ..support.arms import WARM_UP, read_name
 from ..support.digits import TEST_FOLD, fold
 from ..support.network_model import widths
 from .shared.arm import Arm
@@ -52,7 +52,8 @@ def run_block(job: Job, block: Block) -> None:
     train, test = fold(TEST_FOLD)
     block_of_data = {**block, "seed": block["repetition"], "split": "even"}
     epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
-    arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9))
+    hosts = {"hierarchical": block["per_host"]} if read_name(block["arm"]).hosts else {}
+    arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), **hosts)
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])
     ends, sent, waited, cpu = [], [], [], []
     job.barrier()

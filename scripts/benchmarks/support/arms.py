@@ -29,6 +29,8 @@ PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "t
 COMPRESSED = (*COMPRESSIONS[1:], "powersgd")
 """Names of compressions that may follow an arm's base."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
+OF_HOSTS = "-hosts"
+"""The end of an arm's name whose ranks of a host act as one."""
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
 IN_BACKWARD = ("ddp", "decent-dp")
@@ -46,17 +48,19 @@ MUTANT = "drops_late"
 
 
 class Name(NamedTuple):
-    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, then perhaps ``-avgN``, as in ``dpsgd-bf16-avg4``.
+    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, ``-avgN`` and ``-hosts``, as in ``dpsgd-bf16-avg4``.
 
     Attributes:
         base: a rival, ``plain``, an algorithm of gossip or of leaders, or a quorum.
         compression: of what it sends.
         average_every: steps after which all ranks are averaged; 0: never.
+        hosts: whether the ranks of a host act as one.
     """
 
     base: str
     compression: str = "none"
     average_every: int = 0
+    hosts: bool = False
 
 
 class Gossip(NamedTuple):
@@ -73,7 +77,7 @@ def read_name(arm: str) -> Name:
     Raises:
         ValueError: an algorithm of gossip is followed by what none of them has.
     """
-    rest, compression, every = arm, "none", 0
+    rest, compression, every = arm.removesuffix(OF_HOSTS), "none", 0
     head, _, last = rest.rpartition("-avg")
     if head and last.isdigit():
         rest, every = head, int(last)
@@ -84,7 +88,7 @@ def read_name(arm: str) -> Name:
         algorithm = rest.partition("-")[0]
         known = ", ".join(COMPRESSIONS[1:])
         raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {known}; -avg4 may come last")
-    return Name(rest, compression, every or LOCAL_PERIOD * (rest == "local-sgd"))
+    return Name(rest, compression, every or LOCAL_PERIOD * (rest == "local-sgd"), arm.endswith(OF_HOSTS))
 
 
 def compression_of(arm: str) -> tuple[str, str]:
@@ -98,7 +102,7 @@ def gossip_of(arm: str) -> Gossip | None:
     Raises:
         ValueError: there is no such compression.
     """
-    base, compression, every = read_name(arm)
+    base, compression, every, _ = read_name(arm)
     return Gossip(GOSSIP[base], compression, every) if base in GOSSIP else None
 
 
@@ -167,6 +171,7 @@ def parse_arms(
     gossip: bool = False,
     leaders: bool = False,
     reduced: bool = False,
+    local_size: int = 1,
 ) -> list[str]:
     """The arms of a command line's list, each once.
 
@@ -177,6 +182,7 @@ def parse_arms(
         gossip: whether it has those that gossip.
         leaders: whether it has those that follow a leader, or a center.
         reduced: whether it has those whose gradients are compressed.
+        local_size: ranks of a host, of which arms ``-hosts`` make one.
 
     Raises:
         ValueError: an arm that cannot be with so many ranks, or in this case.
@@ -185,7 +191,9 @@ def parse_arms(
     if not arms:
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
-        how, (base, compression, every) = gossip_of(arm), read_name(arm)
+        how, (base, compression, every, hosts) = gossip_of(arm), read_name(arm)
+        if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd")):
+            raise ValueError(f"the arm {arm!r} is not there: -hosts is for partial allreduce and gossip, --per-host 2")
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
         if base == "decent-dp" and not pairs_off(ranks):
@@ -193,7 +201,7 @@ def parse_arms(
         if not installed([base]):
             raise ValueError(f"the arm {arm} needs its package: pip install {PACKAGES[base].replace('_', '-')}")
         if how:
-            make_plan(ranks, **how._asdict())
+            make_plan(ranks, **how._asdict(), local_size=local_size if hosts else 1)
         elif every:
             raise ValueError(f"the arm {arm!r} is not there: {base} has no averages, -avg4 is for those that gossip")
         elif compression != "none" and not (reduced and compression in REDUCTIONS.get(base, REDUCED)):

@@ -64,6 +64,7 @@ def run(
     env: dict[str, str] | None = None,
     mbit: float | None = None,
     virtual: bool = False,
+    per_host: int = 1,
 ) -> list[Block]:
     """Run a job to its end.
 
@@ -75,8 +76,9 @@ def run(
         on_block: called with every block as it comes.
         while_running: called with the job's folder several times a second.
         env: added to the environment.
-        mbit: each rank is on a virtual host of its own, whose link has so many Mbit/s; None: no limit.
-        virtual: each rank is on a virtual host of its own, also without a limit; else all are on this machine.
+        mbit: ranks are on virtual hosts, each of whose links has so many Mbit/s; None: no limit.
+        virtual: ranks are on virtual hosts also without a limit; else all are on this machine.
+        per_host: ranks of a virtual host.
 
     Returns:
         All blocks.
@@ -95,7 +97,7 @@ def run(
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
-                [*_launcher(ranks, virtual, mbit), sys.executable, "-m", "benchmarks.jobs", job],
+                [*_launcher(ranks, virtual, mbit, per_host), sys.executable, "-m", "benchmarks.jobs", job],
                 cwd=ROOT,
                 env=_environment(mark, folder, env or {}),
                 stdin=subprocess.DEVNULL,
@@ -113,12 +115,12 @@ def run(
         return blocks
 
 
-def _launcher(ranks: int, virtual: bool, mbit: float | None) -> list[str]:
+def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> list[str]:
     """The command that starts as many ranks of what follows it."""
     if not virtual:
         return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
     limited = [] if mbit is None else [f"--mbit={mbit:g}"]
-    return [sys.executable, str(VIRTUAL), f"--hosts={ranks}", *limited, "--"]
+    return [sys.executable, str(VIRTUAL), f"--hosts={ranks // per_host}", f"--per-host={per_host}", *limited, "--"]
 
 
 def _check_virtual_hosts() -> None:

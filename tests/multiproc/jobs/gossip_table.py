@@ -55,10 +55,20 @@ HOSTS = (
     Gossip("hosts sgp", {"algorithm": "sgp", "hierarchical": 2}),
     Gossip("hosts dpsgd", {"algorithm": "dpsgd", "hierarchical": 2}),
     Gossip("hosts averaged", {"algorithm": "sgp", "hierarchical": 2, "average_every": 5}),
+    Gossip("hosts adpsgd", {"algorithm": "adpsgd", "hierarchical": 2}),
+    Gossip("hosts adpsgd uneven", {"algorithm": "adpsgd", "hierarchical": 2}, fewer={0: 17, 1: 3, 2: 9}),
 )
 HOSTS_COMPRESSED = tuple(
-    Gossip(f"hosts {name}", {"algorithm": algorithm, "hierarchical": 2, "compression": name, "average_every": 5})
-    for algorithm, name in (("sgp", "int8"), ("dpsgd", "bf16"))
+    Gossip(f"hosts {name}", {"algorithm": algorithm, "hierarchical": 2, "compression": name, **more})
+    for algorithm, name, more in (
+        ("sgp", "int8", {"average_every": 5}),
+        ("dpsgd", "bf16", {"average_every": 5}),
+        ("adpsgd", "fp16", {}),
+    )
+)
+UNEVEN_HOSTS = tuple(
+    Gossip(f"hosts uneven {algorithm}", {"algorithm": algorithm, "hierarchical": 2}, fewer={0: 17, 3: 5})
+    for algorithm in ("sgp", "osgp")
 )
 """At 4 ranks only."""
 COMPRESSED = tuple(
@@ -75,6 +85,6 @@ FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:
     """Those of a job."""
     if size == 4:
-        return HOSTS + HOSTS_COMPRESSED
+        return HOSTS + HOSTS_COMPRESSED + UNEVEN_HOSTS
     everything = (*EXACT, *COMPRESSED, *UNEVEN)
     return tuple(case for case in everything if share != "few" or case.name in FEW)
