@@ -30,10 +30,9 @@ from hvd_async.errors import NotInitializedError
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import SingleRank, process_set_among
+from hvd_async.tensorflow.memory import given_to_tensor
 
 Call = Callable[[], tf.Tensor]
-ALIGNMENT = 64
-"""Bytes to which TensorFlow's kernels want tensors aligned; they abort on others."""
 INLINE = -1
 """A session's number of threads that stands for none. Ops run in the thread that calls it, and what follows a
 collective in that which ends the collective. (Threads of a pool spin before they sleep: 2 ms of CPU a collective.)"""
@@ -116,11 +115,7 @@ class _Graph:
                     self._calls[key] = self._session.make_callable(build(fed), [fed])
             call = self._calls[key]
         result = call(np.asarray(vector))  # (fed without a copy: it does not change)
-        if isinstance(vector, np.ndarray):
-            return result
-        if result.dtype.kind == "f" and result.ctypes.data % ALIGNMENT == 0:
-            return tf.experimental.dlpack.from_dlpack(result.__dlpack__())  # nobody else has it: no copy either
-        return tf.convert_to_tensor(result)
+        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (nobody else has it)
 
     def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
         """An alltoall of NumPy rows; what has come, as NumPy, and how much of whom."""

@@ -58,8 +58,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             a step that overflows is none. With Keras' own ``gradient_accumulation_steps`` the weights are mixed when
             they have moved.
         name: of the optimizer, as in Horovod.
-        device_dense, device_sparse: where the vector of all weights is put together, and where sparse gradients are
-            made dense if ``backward_passes_per_step`` adds them up.
+        device_dense: nothing to do: the vector of all weights is put together in the CPU's memory.
+        device_sparse: where sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
         compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
             to what the neighbour knows already, with error feedback (CHOCO-SGD, Koloskova et al., 2019). What
             compression leaves out stays with the sender, so the ranks' mean does not change.

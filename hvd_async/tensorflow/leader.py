@@ -58,8 +58,8 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
             place; do not use both. With ``mixed_float16`` pass a ``LossScaleOptimizer``; a step that overflows is none.
         name: of the optimizer, as in Horovod.
-        device_dense, device_sparse: where the vector of all weights is put together, and where sparse gradients are
-            made dense if ``backward_passes_per_step`` adds them up.
+        device_dense: nothing to do: the vector of all weights is put together in the CPU's memory.
+        device_sparse: where sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
         compression: of gradients that travel; refused here, as are ``gradient_predivide_factor``, ``num_groups`` and
             ``groups``.
         sparse_as_dense: nothing to do: gradients do not travel.

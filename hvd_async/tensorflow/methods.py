@@ -86,6 +86,11 @@ class WeightMethods(methods.OptimizerMethods):
 
     # -- what Keras calls by name -------------------------------------------------------------------------------
 
+    def build(self, variables: Any) -> None:
+        """Make the wrapped optimizer's variables, and what adds up several passes, before a step is traced."""
+        self._wrapped_class.build(self, variables)
+        self._async.replica.make_sums()  # type: ignore[attr-defined]
+
     def finalize_variable_values(self: Any, var_list: Any) -> None:
         """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place, the same on
         all ranks."""

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_async.algorithms.gossip.message_format import vector_with_room
 from hvd_async.optimizers.agreement import Buffers
+from hvd_async.runtime.memory import ReusedBlocks
+from hvd_async.tensorflow.memory import given_to_tensor
 
 Array = np.ndarray[Any, Any]
 
@@ -74,14 +77,14 @@ class Flat:
 
     Args:
         variables: at least one, in the same order on all ranks.
-        device: where the vector is put together ("": wherever TensorFlow likes).
+        memory: of vectors.
 
     Raises:
         ValueError: there is none, or one in half precision.
     """
 
-    def __init__(self, variables: Sequence[Any], device: str = "") -> None:
-        self.variables, self._device = [raw(v) for v in variables], device
+    def __init__(self, variables: Sequence[Any], memory: ReusedBlocks) -> None:
+        self.variables, self._memory = [raw(v) for v in variables], memory
         if not self.variables:
             raise ValueError("there is nothing to mix: every variable is local, or the model has none to train")
         for variable, given in zip(self.variables, variables, strict=True):
@@ -91,6 +94,8 @@ class Flat:
                     f"the dtype policies 'mixed_float16' and 'mixed_bfloat16' do; compression= makes messages small"
                 )
         self.dtype = tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32
+        self._shared: tf.Tensor | None = None
+        """Memory of this tensor is the variables', until they are updated."""
         self._sizes = [int(v.shape.num_elements()) for v in self.variables]
 
     @property
@@ -98,18 +103,35 @@ class Flat:
         """Elements of the vector."""
         return sum(self._sizes)
 
-    def read(self) -> tf.Tensor:
-        """The variables now, shape (elements,)."""
-        with tf.device(self._device or None):
-            return tf.concat([tf.reshape(tf.cast(v, self.dtype), [-1]) for v in self.variables], axis=0)
+    def joined(self) -> tf.Tensor:
+        """Return the variables now as one new tensor, shape (elements,)."""
+        return tf.concat([tf.reshape(tf.cast(v, self.dtype), [-1]) for v in self.variables], axis=0)
 
-    def array(self) -> np.ndarray[Any, Any]:
-        """Return an array of the caller's own, otherwise as ``read``. Not in a graph."""
-        return self.read().numpy()
+    def values(self) -> list[tf.Tensor]:
+        """Return the variables' values now, in their memory on a CPU."""
+        return [v.read_value() for v in self.variables]
+
+    def vector(self, values: Sequence[tf.Tensor]) -> Array:
+        """Return values as one new vector, shape (elements,), with room behind it for a message's header. Not in a
+        graph."""
+        flat = vector_with_room(self.elements, self.dtype.as_numpy_dtype, self._memory)
+        np.concatenate([np.asarray(value).reshape(-1) for value in values], out=flat)
+        return flat
+
+    def read(self) -> Array:
+        """Return the variables now as one new vector, shape (elements,). Not in a graph."""
+        return self.vector(self.values())
+
+    def taken(self, vector: Array) -> tf.Tensor:
+        """Return a vector, which is given away, as the tensor to ``write`` next."""
+        # (kept, since TensorFlow updates the last variable in place that holds an array's memory)
+        self._shared = given_to_tensor(vector)
+        return self._shared
 
     def write(self, vector: Any) -> None:
-        """Assign a vector to the variables."""
-        flat = tf.ensure_shape(tf.convert_to_tensor(vector, self.dtype), [self.elements])
+        """Assign a vector to the variables: an array, which is given away, or a tensor."""
+        tensor = self.taken(vector) if isinstance(vector, np.ndarray) else vector
+        flat = tf.ensure_shape(tf.convert_to_tensor(tensor, self.dtype), [self.elements])
         starts = itertools.accumulate(self._sizes, initial=0)
         for variable, start, size in zip(self.variables, starts, self._sizes, strict=False):
             # (a slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it)

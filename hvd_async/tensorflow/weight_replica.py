@@ -15,11 +15,14 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.optimizers.replica import DRAINS_CALLER
+from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.gradient_feed import is_finite
 from hvd_async.tensorflow.variables import Flat, buffers_by_kind, checksum, flat_double, raw, signature
 
 Array = np.ndarray[Any, Any]
+VECTORS_KEPT = 3
+"""Vectors whose memory is kept for the next step: the weights read, a message on its way, the weights in use."""
 
 
 class WeightReplica(replica.WeightReplica):
@@ -29,7 +32,7 @@ class WeightReplica(replica.WeightReplica):
         size: ranks that share the optimizer.
         passes: backward passes that make a step.
         average_passes: whether their sum is divided by their number.
-        devices: for the vector of all weights, and for sparse gradients that are added up.
+        device_sparse: for sparse gradients that are added up.
         scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
         model: whose batch-norm statistics agree; None if the user gave none.
         buffers: how.
@@ -40,8 +43,9 @@ class WeightReplica(replica.WeightReplica):
         averaged: what pulls average beside them.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is traced, or done.
-        sums: gradients of backward passes before the last, by the variable's index.
-        done: backward passes since the last step.
+        sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
+        summed: indices of the variables that have ever had any.
+        done: backward passes since the last step; None if a pass is a step.
         recorded: in a graph that is being built: that a loss was recorded which belongs to the next step.
     """
 
@@ -50,24 +54,41 @@ class WeightReplica(replica.WeightReplica):
         size: int,
         passes: int,
         average_passes: bool,
-        devices: tuple[str, str],
+        device_sparse: str,
         scale_local: bool,
         model: Any,
         buffers: str,
         averages_statistics: bool = False,
     ) -> None:
-        self.size, self.passes, self.average_passes, self.devices = size, passes, average_passes, devices
+        self.size, self.passes, self.average_passes, self.device_sparse = size, passes, average_passes, device_sparse
         self.scale_local, self.model, self._buffers = scale_local, model, buffers
         self._averages_statistics = averages_statistics
         self._local: dict[int, Any] = {}
         """Variables that are not mixed, by the id of their ``tf.Variable``."""
+        self._memory = ReusedBlocks(VECTORS_KEPT)
         self.flat: Flat | None = None
         self.averaged: Flat | None = None
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
+        self.summed: set[int] = set()
         self.done: tf.Variable | None = None
         self.recorded: tf.Tensor | None = None
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        if optimizer.built:
+            self.make_sums()
+
+    def make_sums(self) -> None:
+        """Make what adds up several passes, once the optimizer is built. (Made while a step is traced, these variables
+        would have TensorFlow trace it twice.)"""
+        if self.passes == 1 or self.done is not None:
+            return
+        with tf.init_scope():
+            self.done = tf.Variable(0, trainable=False)
+            for index, variable in enumerate(self.optimizer._trainable_variables):
+                self.sums[index] = tf.Variable(tf.zeros_like(raw(variable)), trainable=False)
 
     def is_local(self, variable: Any) -> bool:
         """Tell whether this rank keeps a variable to itself."""
@@ -103,13 +124,11 @@ class WeightReplica(replica.WeightReplica):
                         f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which other "
                         f"ranks' cannot be mixed with: take another dtype policy"
                     )
-                self.flat = Flat([v for v in every if not self.is_local(v)], self.devices[0])
-            if self.passes > 1 and self.done is None:
-                self.done = tf.Variable(0, trainable=False)
+                self.flat = Flat([v for v in every if not self.is_local(v)], self._memory)
         if self.averaged is None and self.model is not None and self._averages_statistics:
             frozen = {id(raw(v)) for layer in self.model._flatten_layers() for v in layer._trainable_variables}
             averaged = [v for v in statistics(self.model) if id(v) not in frozen]
-            self.averaged = Flat(averaged) if averaged else None
+            self.averaged = Flat(averaged, self._memory) if averaged else None
 
     def mixed(self) -> Flat:
         """Return the weights that are mixed, which are known by now."""
@@ -119,7 +138,7 @@ class WeightReplica(replica.WeightReplica):
 
     def read(self) -> Array:
         with tf.init_scope():
-            return self.mixed().array()
+            return self.mixed().read()
 
     def write(self, weights: Any) -> None:
         with tf.init_scope():
@@ -144,7 +163,8 @@ class WeightReplica(replica.WeightReplica):
         self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
     ) -> MessageFormat:
         flat = self.mixed()
-        return make_message_format(flat.elements, flat.dtype.as_numpy_dtype, compression, rows, rank_group, parts)
+        kind = flat.dtype.as_numpy_dtype
+        return make_message_format(flat.elements, kind, compression, rows, rank_group, parts, self._memory)
 
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)
@@ -178,7 +198,7 @@ class WeightReplica(replica.WeightReplica):
         if self.averaged is None:
             return None
         with tf.init_scope():
-            return counted(self.averaged.array())
+            return counted(self.averaged.read())
 
     def clip(self, vector: Array, one: Array, other: Array) -> Array:
         return np.clip(vector, np.minimum(one, other), np.maximum(one, other))
@@ -193,14 +213,14 @@ class WeightReplica(replica.WeightReplica):
             return None
         pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
         averages = [average for variable, average in pairs if not self.is_local(variable)]
-        return Flat(averages) if averages else None
+        return Flat(averages, self._memory) if averages else None
 
-    def moving_averages(self) -> tf.Tensor | None:
+    def moving_averages(self) -> Array | None:
         with tf.init_scope():
             flat = self._moving_averages()
             return None if flat is None else flat.read()
 
-    def write_moving_averages(self, averages: tf.Tensor) -> None:
+    def write_moving_averages(self, averages: Array) -> None:
         with tf.init_scope():
             flat = self._moving_averages()
             assert flat is not None

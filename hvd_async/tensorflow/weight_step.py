@@ -2,13 +2,16 @@
 
 In a graph it is: a py_function that begins the step, meets the other ranks and tells the push-sum weight; the wrapped
 optimizer's own ``apply``, on weights times that; one py_function that gives the weights as a vector to the driver,
-which waits for messages, and gets them back mixed. TensorFlow runs what reads and writes a variable in the order in
+which waits for messages, and gets them back mixed. Weights are copied once into the vector; the variables then share
+the mixed one's memory. TensorFlow runs what reads and writes a variable in the order in
 which it was made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ import tensorflow as tf
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.tensorflow.gradient_step import _py
-from hvd_async.tensorflow.variables import raw
+from hvd_async.tensorflow.variables import Flat, raw
 from hvd_async.tensorflow.weight_replica import WeightReplica, counted
 
 
@@ -89,18 +92,17 @@ def _add_up(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
 def _dense(replica: WeightReplica, gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    with tf.device(replica.devices[1] or None):
+    with tf.device(replica.device_sparse or None):
         return tf.convert_to_tensor(gradient)
 
 
 def _sum_of(optimizer: Any, variable: Any, gradient: Any) -> Any:
     """Return where the variable's gradients are added up; None if it never had one."""
-    sums: dict[int, tf.Variable] = optimizer._async.replica.sums
+    replica: WeightReplica = optimizer._async.replica
     index = optimizer._get_variable_index(variable)
-    if gradient is not None and index not in sums:
-        with tf.init_scope():
-            sums[index] = tf.Variable(tf.zeros_like(raw(variable)), trainable=False)
-    return sums.get(index)
+    if gradient is not None:
+        replica.summed.add(index)
+    return replica.sums[index] if index in replica.summed else None
 
 
 # -- a step -------------------------------------------------------------------------------------------------------
@@ -127,7 +129,8 @@ def _update(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
 def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     driver: LocalDriver = optimizer._async
     replica: WeightReplica = optimizer._async.replica
-    flat, averaged = replica.mixed(), replica.averaged
+    flat = replica.mixed()
+    written = [flat] if replica.averaged is None else [flat, replica.averaged]
     eager = tf.executing_eagerly()
     # (no step begins before the one before it has been mixed, also in a graph of several)
     ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
@@ -141,20 +144,17 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             return _done()
 
         tf.cond(tf.not_equal(weight, 1.0), scale, _done)
-        before = tf.cond(begun[1] > 0, flat.read, lambda: nothing)
+        before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
         with _biased(optimizer, None if eager and float(weight) == 1.0 else weight):
             optimizer._wrapped_class.apply(optimizer, grads, variables)
-        if averaged is None:
-            (mixed,) = call_or_op(lambda *v: _end(driver, *v), [before, flat.read()], [flat.dtype], [flat.elements])
-        else:
-            mixed, settled = call_or_op(
-                lambda *v: _end(driver, *v),
-                [before, flat.read(), averaged.read()],
-                [flat.dtype, averaged.dtype],
-                [flat.elements, averaged.elements],
-            )
-            averaged.write(settled)
-        flat.write(mixed)
+        results = call_or_op(
+            functools.partial(_end, driver, written),
+            [before, *(value for one in written for value in one.values())],
+            [one.dtype for one in written],
+            [one.elements for one in written],
+        )
+        for one, vector in zip(written, results, strict=True):
+            one.write(vector)
 
 
 @contextlib.contextmanager
@@ -237,11 +237,23 @@ def _begin(driver: LocalDriver) -> np.ndarray[Any, Any]:
     return np.array([start.scale, start.needs_pre_update], np.float64)
 
 
-def _end(driver: LocalDriver, before: tf.Tensor, after: tf.Tensor, *own: tf.Tensor) -> list[Any]:
-    """End a step: weights times the push-sum weight, before (if they are needed) and after the update, and batch-norm
-    statistics, if they travel -> weights, and statistics, to go on with."""
-    end = driver.end_step(before.numpy(), after.numpy(), counted(own[0].numpy()) if own else None)
-    return [end.weights, *(one if end.statistics is None else end.statistics for one in own)]
+def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
+    """End a step.
+
+    Args:
+        driver: of the optimizer.
+        flats: the weights, and the batch-norm statistics if they travel.
+        before: the weights times the push-sum weight before the update, shape (n,); empty if they are not needed.
+        values: of the variables of ``flats`` after it, one after the other.
+
+    Returns:
+        Vectors to go on with, one for each of ``flats``.
+    """
+    rest = iter(values)
+    after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
+    end = driver.end_step(before.numpy(), after, counted(own[0]) if own else None)
+    settled = [one if end.statistics is None else end.statistics for one in own]
+    return [flat.taken(vector) for flat, vector in zip(flats, (end.weights, *settled), strict=True)]
 
 
 def call_or_op(

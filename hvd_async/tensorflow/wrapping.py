@@ -50,7 +50,7 @@ def weight_replica(given: Mapping[str, Any], rank_group: RankGroup, averages_sta
         rank_group.size,
         passes=given["backward_passes_per_step"],
         average_passes=given["average_aggregated_gradients"],
-        devices=(given["device_dense"], given["device_sparse"]),
+        device_sparse=given["device_sparse"],
         scale_local=given["scale_local_gradients"],
         model=given["model"],
         buffers=given["buffers"],

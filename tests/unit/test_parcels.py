@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 from hvd_async.algorithms.gossip.message_exchange import HEADER
 from hvd_async.algorithms.gossip.message_format import (
     ALIGNMENT,
+    CACHED,
     CHUNK,
     LEVELS,
     dequantize,
@@ -22,7 +23,9 @@ from hvd_async.algorithms.gossip.message_format import (
     quantize,
     row_bytes,
     to_bf16,
+    vector_with_room,
 )
+from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from tests.conftest import examples
 
@@ -233,3 +236,64 @@ def test_adding_stays_in_the_vectors_precision_and_leaves_the_second(a, kind):
     assert total.dtype == kind
     np.testing.assert_array_equal(total, expected)
     np.testing.assert_array_equal(y, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("elements", [1, 2, CACHED - 1, CACHED, 2 * CACHED + 5])
+def test_long_vectors_are_worked_on_in_runs_with_the_same_bits(elements, kind):
+    memory = ReusedBlocks(most=4)
+    post = make_message_format(elements, kind, "none", 1, memory=memory)
+    x, y = vector(elements, kind, 1), vector(elements, kind, 2)
+    assert post.times(x, 0.3).tobytes() == (x * kind(0.3)).tobytes()
+    assert post.times(x[:1], 0.3).tobytes() == (x[:1] * kind(0.3)).tobytes()
+    expected = x + y * kind(-0.7)
+    assert post.add(x, y, -0.7).tobytes() == expected.tobytes()
+    for codec in ("fp16", "bf16"):
+        half = make_message_format(elements, kind, codec, 1, memory=memory)
+        expected = to_bf16(x) if codec == "bf16" else x.astype(np.float16)
+        assert half.encode(x).tobytes() == expected.tobytes()
+
+
+# -- messages with room for their header ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", ["none", "fp16", "bf16"])
+def test_a_message_with_room_behind_it_is_packed_without_a_copy(codec, kind):
+    memory = ReusedBlocks(most=4)
+    post = make_message_format(7, kind, codec, 1, memory=memory)
+    one = vector_with_room(7, kind, memory)
+    one[:] = vector(7, kind)
+    data, header = post.encode(one), HEADER.pack(5, 0.25)
+    expected = data.copy()
+    packed = post.pack([(data, header)])
+    assert packed.shape == (1, row_bytes(post.nbytes))
+    assert np.shares_memory(packed, data)
+    got, head = post.unpack(packed[0])
+    assert head == header
+    np.testing.assert_array_equal(got, expected)
+    multiple = post.times(one, 0.5)
+    assert np.shares_memory(post.pack([(post.encode(multiple), header)]), multiple) == (codec == "none")
+
+
+def test_a_message_whose_neighbours_are_others_is_copied():
+    """Parts of a vector, one of several messages, one amid a longer array, or in memory that cannot be written to."""
+    memory, header = ReusedBlocks(most=4), HEADER.pack(5, 0.25)
+    whole = vector_with_room(8, np.float32, memory)
+    whole[:] = vector(8)
+    parted = make_message_format(8, np.float32, "none", 1, parts=2, memory=memory)
+    several = make_message_format(8, np.float32, "none", 2, memory=memory)
+    single = make_message_format(8, np.float32, "none", 1, memory=memory)
+    longer = np.zeros(row_bytes(32) + 16, np.uint8)
+    amid, behind = longer[:32], np.zeros(row_bytes(32), np.uint8)[HEADER.size :]
+    fixed = np.zeros(row_bytes(32), np.uint8)
+    fixed.flags.writeable = False
+    for post, data in [
+        (parted, parted.as_bytes(whole[:4])), (several, several.as_bytes(whole)), (single, amid), (single, behind[:32]),
+        (single, fixed[:32]), (single, single.as_bytes(vector(8))),
+    ]:  # fmt: skip
+        packed = post.pack([(data, header)])
+        assert not np.shares_memory(packed, data)
+        got, head = post.unpack(packed[0])
+        assert head == header
+        np.testing.assert_array_equal(got, data)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
+from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 
 Array = np.ndarray[Any, Any]
@@ -18,6 +19,8 @@ LARGEST = {"fp16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.floa
 """The largest number of each half precision."""
 ALIGNMENT = 16
 """Bytes to which rows are filled up, so that each can be read as numbers in place."""
+CACHED = 32768
+"""Elements that stay in a core's cache between two passes."""
 
 
 def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
@@ -66,8 +69,26 @@ def dequantize(data: Array, elements: int) -> Array:
     return (levels * scales).reshape(-1)[:elements]
 
 
+def vector_with_room(elements: int, dtype: Any, memory: ReusedBlocks) -> Array:
+    """Return an empty vector with memory behind it for a message's header: its message is sent without a copy."""
+    nbytes = elements * np.dtype(dtype).itemsize
+    return memory.take(row_bytes(nbytes))[:nbytes].view(dtype)
+
+
+def _runs(elements: int) -> Iterator[slice]:
+    """Yield a vector's elements in runs that a core's cache holds."""
+    for start in range(0, elements, CACHED):
+        yield slice(start, start + CACHED)
+
+
 def make_message_format(
-    elements: int, dtype: Any, compression: str, rows: int, rank_group: RankGroup | None = None, parts: int = 1
+    elements: int,
+    dtype: Any,
+    compression: str,
+    rows: int,
+    rank_group: RankGroup | None = None,
+    parts: int = 1,
+    memory: ReusedBlocks | None = None,
 ) -> MessageFormat:
     """Return the message format of NumPy vectors of weights.
 
@@ -78,8 +99,10 @@ def make_message_format(
         rows: most messages in one exchange.
         rank_group: the ranks that share the optimizer; None: all.
         parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
+        memory: of vectors and messages; None: new memory each time.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
+    blocks = ReusedBlocks(most=0) if memory is None else memory
     nbytes = encoded_bytes(part, kind.itemsize, compression)
     stride = row_bytes(nbytes)
     rows = max(rows, (parts - 1) * rows_of(part, kind.itemsize, compression))
@@ -88,10 +111,14 @@ def make_message_format(
     def encode(vector: Array) -> Array:
         if compression == "int8":
             return quantize(vector)
-        if compression in LARGEST:  # the sender keeps what clipping and rounding leave out
-            vector = np.clip(vector, -LARGEST[compression], LARGEST[compression])
-            return (to_bf16(vector) if compression == "bf16" else vector.astype(np.float16)).view(np.uint8)
-        return as_bytes(vector)
+        if compression == "none":
+            return as_bytes(vector)
+        data, largest = blocks.take(stride)[:nbytes], LARGEST[compression]
+        halves = data.view(np.uint16 if compression == "bf16" else np.float16)
+        for run in _runs(part):  # the sender keeps what clipping and rounding leave out
+            clipped = np.clip(vector[run], -largest, largest)
+            halves[run] = to_bf16(clipped) if compression == "bf16" else clipped
+        return data
 
     def as_bytes(vector: Array) -> Array:
         return np.ascontiguousarray(vector, kind).view(np.uint8)
@@ -106,12 +133,23 @@ def make_message_format(
             return from_bf16(data.view(np.uint16)).astype(kind, copy=False)
         return data.view(np.float16 if compression == "fp16" else kind).astype(kind, copy=False)
 
+    def room_of(data: Array) -> Array | None:
+        """Return the row that begins with these bytes, if its header's are nobody else's."""
+        block = data.base  # (not so with several parts: behind one lies the next)
+        if parts > 1 or rows > 1 or not isinstance(block, np.ndarray) or block.dtype != np.uint8:
+            return None
+        whole = block.shape == (stride,) and block.flags.writeable and block.ctypes.data == data.ctypes.data
+        return block.reshape(1, stride) if whole else None
+
     def pack(messages: Sequence[tuple[Array, bytes]]) -> Array:
         if not messages:
             return nothing
-        packed = np.empty((rows, stride), np.uint8)
-        for row, (data, header) in zip(packed[: len(messages)], messages, strict=True):
-            row[: len(data)] = data
+        packed = room_of(messages[0][0])
+        if packed is None:
+            packed = blocks.take(rows * stride).reshape(rows, stride)
+            for row, (data, _) in zip(packed, messages, strict=False):
+                row[: len(data)] = data
+        for row, (_, header) in zip(packed, messages, strict=False):
             row[-HEADER.size :] = np.frombuffer(header, np.uint8)
         return packed
 
@@ -119,8 +157,17 @@ def make_message_format(
         return list(np.pad(vector, (0, part * parts - elements)).reshape(parts, part))
 
     def add(x: Array, y: Array, a: float) -> Array:
-        x += y if a == 1.0 else y * kind.type(a)
+        if a == 1.0:
+            x += y
+            return x
+        for run in _runs(len(x)):
+            x[run] += y[run] * kind.type(a)
         return x
+
+    def times(x: Array, a: float) -> Array:
+        product = vector_with_room(elements, kind, blocks) if len(x) == elements else np.empty_like(x)
+        np.multiply(x, kind.type(a), out=product)
+        return product
 
     return MessageFormat(
         encode=encode,
@@ -134,6 +181,7 @@ def make_message_format(
         lossless=compression == "none",
         differences=compression == "int8",
         add=add,
+        times=times,
         split=split,
         concatenate=np.concatenate,
         join=lambda pieces: np.concatenate(pieces)[:elements],
