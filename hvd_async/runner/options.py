@@ -100,8 +100,9 @@ class Options:
 
     @property
     def init_settings(self) -> dict[str, Any]:
-        """The keywords of `hvd.init`: leaders' groups need process sets, and it is not known yet who is in them. They are
-        asked for only where there may be several groups: each of Horovod's cycles, idle ones too, then costs more."""
+        """The keywords of `hvd.init`: leaders' groups need process sets, and it is not known yet who is in them.
+        They are asked for only where there may be several groups: each of Horovod's cycles then costs more, idle ones
+        too."""
         has_groups = "group" in ALGORITHMS[self.algorithm].options and not _all_or_single(self.own.group)
         return {"process_sets": "dynamic"} if has_groups else {}
 

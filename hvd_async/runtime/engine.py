@@ -260,7 +260,8 @@ class Engine:
 
         Args:
             group: equal for collectives whose results are of use only together. While a later one of them is under way
-                the engine does not wake up for the earlier: each look costs more than what it looks at. None: by itself.
+                the engine does not wake up for the earlier: each look costs more than what it looks at. None: of no
+                group.
         """
         self._in_flight.append(_Flight(start(), done, object() if group is None else group))
 

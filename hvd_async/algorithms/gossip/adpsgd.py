@@ -8,6 +8,7 @@ optimizer will do; the engine reads snapshots of the shadow only, so no rank eve
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from hvd_async.algorithms.gossip.message_exchange import MessageFormat, Outgoing
 from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.pairing import Pairing
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.push_sum import Add
+from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
@@ -36,11 +37,11 @@ class State(NamedTuple):
     model: Vector
 
 
-def on_step(state: State, weights: Vector, add: Add) -> State:
+def on_step(state: State, weights: Vector, add: Add, times: Times = operator.mul) -> State:
     """Return the state with the model's change added to the shadow; ``weights`` are the model's, given away."""
     change = add(weights, state.model, -1.0)
     shadow = add(state.shadow, change, 1.0)
-    return State(shadow, shadow + 0)
+    return State(shadow, times(shadow, 1.0))
 
 
 def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
@@ -98,7 +99,7 @@ class ADPSGDWorker(GossipWorker):
         self._step += 1
         self._pairing.stepped()
         with self._lock:
-            self._state = on_step(self._state, after, self._post.add)
+            self._state = on_step(self._state, after, self._post.add, self._post.times)
             z = self._state.model
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
@@ -109,7 +110,7 @@ class ADPSGDWorker(GossipWorker):
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         with self._lock:
-            self._state, self._together = on_step(self._state, weights, self._post.add), flush
+            self._state, self._together = on_step(self._state, weights, self._post.add, self._post.times), flush
             z = self._state.model
         if flush:
             z = self.consensus(z)
@@ -150,7 +151,8 @@ class ADPSGDWorker(GossipWorker):
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
         with self._lock:
-            data = self._post.encode(self._state.shadow + 0)
+            shadow = self._state.shadow
+            data = self._post.encode(self._post.times(shadow, 1.0) if self._post.lossless else shadow)
             if self.log is not None:
                 self.log.append(("sent", round_, partner))
         self._mine[round_] = data
