@@ -89,6 +89,7 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, rank_group: Ran
         decode=decode,
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
         sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
+        release=layout.memory.clear,
         process_set=rank_group.process_set,
         members=rank_group.members,
         process_set_id=rank_group.id,

@@ -242,8 +242,6 @@ class GradientReplica(eager.GradientReplica):
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
-        if flush:
-            self.layout.memory.clear()
         if worker.mend is not None:
             self._take_over(worker, worker.mend)
             warnings.warn(

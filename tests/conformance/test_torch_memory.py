@@ -6,7 +6,10 @@ import threading
 import pytest
 import torch
 
+from hvd_async.testing import Cluster
 from hvd_async.torch.memory import ReusedMemory
+from tests.conformance.cases import Case
+from tests.conformance.torch_ranks import TorchVectors
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,24 @@ def test_memory_is_let_go_in_one_thread_and_taken_in_another():
         thread.join(60)
     assert seen == [True] * 800
     assert sum(map(len, memory._free.values())) <= 8  # as many as were held at once: two a thread
+
+
+def test_a_rank_that_has_finished_keeps_none_while_others_go_on():
+    """Rank 1's later steps come back only when rank 0 has finished."""
+    ranks = {}
+
+    def train(rank: int) -> tuple[int, int]:
+        one = ranks[rank] = TorchVectors([64], Case("unit", "sgd", 1.0), quorum="all")
+        for _ in range(6 if rank else 2):
+            one.take(torch.ones(64))
+        kept = [sum(map(len, ranks[each].opt._async.replica.layout.memory._free.values())) for each in (0, rank)]
+        one.opt.drain()
+        return kept[0], kept[1]
+
+    (own, _), (finished, active) = Cluster(2).run(train)
+    assert own > 0
+    assert active > 0
+    assert finished == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch keeps its memory itself")

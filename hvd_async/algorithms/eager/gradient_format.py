@@ -68,6 +68,7 @@ class GradientFormat:
         encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.
         peek: the last so many elements of a sum that has come, in any order.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
+        release: gives memory back that is kept for later steps' vectors.
         scale: what the collectives multiply sums by, counts included.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
         members: those ranks; empty for all.
@@ -81,6 +82,7 @@ class GradientFormat:
     decode: Callable[[Vector, int], Vector] = same_bucket
     peek: Callable[[Vector, int], Sequence[float]] = last
     sent: tuple[int, ...] = ()
+    release: Callable[[], None] = lambda: None
     scale: float = 1.0
     process_set: Any = None
     members: tuple[int, ...] = ()

@@ -297,6 +297,8 @@ class EagerWorker(Worker):
             self.engine.check()
             with self.whole("a drain could not be begun"):
                 super().announce_finished(flush)
+            if flush:
+                self.wire.release()
 
     def complete_drain(self) -> None:
         """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
