@@ -140,14 +140,14 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a message goes twice": Mutant("opening", "self._offers[rank].popleft().key", "self._offers[rank][0].key"),
         "offers stay behind at a drain": Mutant("osgp", "while any(self._offers.values()):", "while False:"),
-        "averaged with a rank that is done": Mutant(
-            "adpsgd", "if p not in self._done and p not in taken", "if p not in taken"
-        ),
+        "averaged with a rank that is done": Mutant("adpsgd", "if p in active and p not in taken", "if p not in taken"),
         "a rank is in two pairs": Mutant(
-            "adpsgd of three ranks, uneven", "p not in taken and (p in self._wants)", "(p in self._wants)"
+            "adpsgd of three ranks, uneven", "p not in taken and (p in asking)", "(p in asking)"
         ),
         "averaged with a rank that is no neighbour": Mutant(
-            "adpsgd", "(self.ranks[place] for place in self._config.neighbours[self.ranks.index(rank)])", "self.ranks"
+            "adpsgd",
+            "(self.ranks[place * size] for place in self._config.neighbours[self.ranks.index(rank) // size])",
+            "self.ranks",
         ),
         "nobody is told who is done": Mutant(
             "opening", "return [self._retired(rank), *self._advance(now)]", "return self._advance(now)"
