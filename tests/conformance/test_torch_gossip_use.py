@@ -342,3 +342,16 @@ def test_a_header_is_not_written_over_the_part_behind_a_message():
     row = post.pack([(post.encode(first), HEADER.pack(1, 0.5))])
     assert row[0, :16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert second.tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_there_is_room_for_all_rows_that_an_exchange_brings():
+    """In memory that serves again; on hosts, where nobody knows how many there will be, Horovod finds some."""
+    vector, group = torch.arange(8.0), RankGroup(None, (0,), 0, 0, 1)
+    post = make_message_format(vector, "fp16", 1, group, 1, ReusedMemory(2), received=3)
+    (row,) = post.pack([(post.encode(vector), HEADER.pack(1, 0.5))])
+    room = post.room()
+    assert room.shape == (3, len(row))
+    where = room.data_ptr()
+    del room
+    assert post.room().data_ptr() == where
+    assert make_message_format(vector, "fp16", 1, group, 2, ReusedMemory(2)).room() is None

@@ -254,3 +254,21 @@ def test_what_only_looks_wrong_is_taken():
     make_plan(3, "sgp", weights=LOPSIDED)
     make_plan(2, "adpsgd", networkx.Graph([(0, 1), (1, 1)]))
     np.testing.assert_allclose(make_plan(3, weights=np.full((3, 3), 1 / 3)).matrices[0].sum(axis=0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "most"),
+    [
+        (8, {"algorithm": "sgp"}, 1),
+        (8, {"algorithm": "sgp", "peers": 3}, 3),
+        (5, {"algorithm": "osgp", "graph": "star"}, 4),
+        (6, {"algorithm": "adpsgd"}, 1),
+        (1, {"algorithm": "sgp"}, 1),
+        (8, {"algorithm": "sgp", "local_size": 2}, 0),
+    ],
+)
+def test_the_most_messages_that_an_exchange_brings(size, options, most):
+    plan = make_plan(size, **options)
+    assert plan.max_received == most
+    if most:
+        assert all(len(plan.in_edges(place, step)) <= most for place in range(size) for step in range(1, 9))

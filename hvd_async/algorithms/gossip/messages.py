@@ -39,8 +39,9 @@ class MessageQueued(OptimizerEvent, frozen=True, tag=True):
 
 
 class MessageComing(OptimizerEvent, frozen=True, tag=True):
-    """This rank will queue messages of its step ``key`` as soon as it has those of earlier steps, whatever else comes:
-    it is in that step's mixing. (The last of them is in an exchange when all active ranks have said so.)"""
+    """This rank will queue messages of its step ``key``, or none, once it has received those of earlier steps: it is
+    mixing, and has queued all of its own that come before. So when all active ranks have said this, nobody waits for
+    anything that is not in an exchange."""
 
     key: int
 

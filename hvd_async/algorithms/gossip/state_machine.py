@@ -6,7 +6,9 @@ The laws it keeps:
    message for the next, or waits itself for a message that was in none so far, the next starts. Else it starts once it
    could have started for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting
    less would make many small ones of one. In AD-PSGD no step waits for an exchange, so the next starts when its first
-   rank has waited so long.
+   rank has waited so long. When all active ranks have announced messages of one step, and all of earlier steps have
+   gone, their exchange starts at once, beside the last one: engines submit it when their messages are queued, so no
+   rank waits for the coordinator then.
 2. *In order.* A rank's messages go in the order in which it queued them, one step's in an exchange. When several ranks
    have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
    ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
