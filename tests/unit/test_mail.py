@@ -90,15 +90,3 @@ def test_a_rank_without_receivers_after_all_takes_part_and_says_itself_that_the_
         mail.exchange(ALL)
     assert sent == [MessageComing(7, 2), ExchangeDone(7, 1)]
     assert (mail.completed, mail.own_sent) == (1, 0)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_nobody_waits_for_messages_of_an_optimizer_that_is_gone(known):
-    mail = exchanges(1, sent := [], [3])
-    mail.announce(7, 2)
-    if known:
-        mail.exchange(ALL)
-    mail.withdraw()
-    if not known:
-        mail.exchange(ALL)
-    assert (sent, mail.completed) == ([MessageComing(7, 2)], 1)

@@ -157,7 +157,6 @@ class GossipWorker(Worker):
         """Discard messages from now on; exchanges go on for the other ranks."""
         self.keep = None
         self._receive_buffer.discard()
-        self._exchanges.withdraw()
         self._exchanges.resume()
 
     @abc.abstractmethod

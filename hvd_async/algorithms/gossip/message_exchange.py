@@ -135,12 +135,6 @@ class MessageExchange:
         else:
             self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
 
-    def withdraw(self) -> None:
-        """Send nothing of steps that were announced: nobody will queue their messages any more."""
-        self._outbox.update((key, _QueuedStep([], 0.0)) for key in self._coming)
-        self._coming.clear()
-        self._try_held()
-
     def pause(self, last: int) -> None:
         """Submit nothing of the exchanges after number ``last``, until ``resume``."""
         self._last = last

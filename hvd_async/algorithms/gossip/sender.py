@@ -26,6 +26,7 @@ class Sender:
 
     Attributes:
         offered: steps of which messages were queued, ever.
+        last: the last step whose messages were queued, or that has none, since the last drain or cut.
         neighbour_stopped: whether an empty message was received since the last drain or cut: its sender keeps what it
             has.
     """
@@ -42,7 +43,7 @@ class Sender:
     ) -> None:
         self._engine, self._plan, self._place, self._post = engine, plan, place, post
         self._exchanges, self._known, self._receive_buffer = exchanges, known, receive_buffer
-        self.offered = 0
+        self.offered = self.last = 0
         self.neighbour_stopped = False
 
     def offer(self, optimizer: int, step: int, phase: int, x: Vector, weight: float) -> Sent | None:
@@ -55,6 +56,7 @@ class Sender:
             x: the biased weights to send, shape (n,); they must stay as they are until they are sent.
             weight: this rank's push-sum weight.
         """
+        self.last = step
         if not self._plan.moves(phase):
             return None
         out = self.receivers(step, phase)
@@ -68,6 +70,12 @@ class Sender:
         self.offered += bool(messages)
         self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
         return sent
+
+    def offer_nothing(self, optimizer: int, step: int, phase: int) -> None:
+        """Queue empty messages of a step that was broken off before it had any: others wait (engine thread)."""
+        empty = self._post.encode(self._post.zeros())
+        messages = [OutgoingMessage(to, empty) for to, _ in self.receivers(step, phase)]
+        self._exchanges.offer(optimizer, step, messages, 0.0)
 
     def receivers(self, step: int, phase: int) -> list[tuple[int, float]]:
         """Return the places to which this rank sends in a step, as far as is known, with the edges' weights."""

@@ -153,9 +153,16 @@ class PushSumWorker(GossipWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
+    def discard_results(self) -> None:
+        """Discard messages from now on; send empty ones for a step that was broken off: others count on it."""
+        owed = self._step + self._sends_early if self._step else 0
+        for step in range(self._sender.last + 1, owed + 1):
+            self._sender.offer_nothing(self._registered_number(), step, self._base + step)
+        super().discard_results()
+
     def _restart(self) -> None:
         self._averages.restart()
-        self._sender.neighbour_stopped = False
+        self._sender.neighbour_stopped, self._sender.last = False, 0
         super()._restart()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
