@@ -194,16 +194,18 @@ def test_pulls_after_an_end_average_what_is_held_by_then(binding):
 @ALGORITHMS
 def test_bytes_of_averages_are_those_of_a_ring_of_the_pulls_ranks(following):
     """5 numbers: mean and variance of two features, and whether they are finite."""
+    looked = threading.Barrier(4)
 
     def train(rank: int) -> None:
         one = normed(TorchRank, 4, rank, following)
         in_step(one, 8)
-        received = 0
-        for _, group, leader in one.opt.stats().history:
+        stats, received = one.opt.stats(), 0
+        looked.wait(30)  # (where a rank is gone, a pull is due sooner)
+        for _, group, leader in stats.history:
             ranks = 4 if group == ALL else 2
             received += int(2 * (ranks - 1) / ranks * 5 * 4)
             received += int(2 * 3 / 4 * 6 * 4) if leader == -1 else 6 * 4 * (leader != rank)
-        assert one.opt.stats().bytes_received == received > 0
+        assert stats.bytes_received == received > 0
 
     Cluster(4).run(train)
 
