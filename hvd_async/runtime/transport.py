@@ -108,7 +108,7 @@ class _Endpoint:
         for descriptor in (int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD)), woken):
             self._poller.register(descriptor, select.POLLIN)
         self._woken = (woken, select.POLLIN)
-        """What the poll tells of the waker."""
+        """The poll's entry for the waker, when something has woken it."""
         self._closed = False
 
     def wake(self) -> None:

@@ -44,7 +44,7 @@ class GossipRank(Rank):
 
 @dataclass
 class GossipBook(Book):
-    """What has been offered and asked for, and has not gone."""
+    """Offers and requests that no exchange has taken."""
 
     offers: dict[int, list[int]] = field(default_factory=dict)
     wants: list[int] = field(default_factory=list)
@@ -59,5 +59,5 @@ class GossipBook(Book):
     sent: set[tuple[Message, int]] = field(default_factory=set)
     """Messages that have not come, and to whom (by place) they go."""
     carried: dict[int, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
-    """Of exchanges that have not landed everywhere: sender, its step, receivers."""
+    """Sender, its step and receivers, by exchange that has not landed everywhere."""
     bases: dict[int, int] = field(default_factory=dict)
