@@ -193,6 +193,7 @@ class EagerDriver(Driver):
         if worker is not None:
             held = worker.pending()
             synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
+            synchronous = synchronous and not worker.config.weight_prediction  # (else the model holds other weights)
             if not worker.settled and not synchronous:
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version

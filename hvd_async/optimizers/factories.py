@@ -75,6 +75,7 @@ def eager_driver(
     options.check(rank_group.named, local)
     if local == rank_group.named > 1:  # one host: its ranks wait for each other, and for nobody else
         options = dataclasses.replace(options, quorum="all")
+    options = options.resolved(1 if rank_group.size == 1 else rank_group.named // local)
     check_passes(given["backward_passes_per_step"])
     check_compression(given["compression"])
     factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], rank_group.size)

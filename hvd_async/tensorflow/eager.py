@@ -45,6 +45,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     quorum: Quorum = "solo",
     max_staleness: int = 16,
     grace: float = 0.0,
+    weight_prediction: float | str = "auto",
     seed: int = 0,
     bucket_cap_mb: float = 25.0,
     late_cap_mb: float = 4096.0,
@@ -118,6 +119,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             devices=(device_dense, device_sparse),
             round_transform=round_transform,
             model=model,
+            weight_prediction=options.config()["weight_prediction"],
         )
 
     driver = eager_driver(BINDING, given, replica, EagerDriver)

@@ -24,6 +24,7 @@ from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, parti
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.gradient_feed import Feed
 from hvd_async.tensorflow.variables import buffers_by_kind, checksum, flat_double, own_name, raw, signature
+from hvd_async.tensorflow.weight_prediction import WeightPrediction
 
 Array = np.ndarray[Any, Any]
 
@@ -55,6 +56,7 @@ class GradientReplica(eager.GradientReplica):
         self.devices: tuple[str, str] = options["devices"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
+        self.rounds_ahead: float = options["weight_prediction"]
         self.momentum_correction = False
         self._last_rate = tf.Variable(0.0, trainable=False)
         self.codec: Codec | None = None
@@ -63,6 +65,7 @@ class GradientReplica(eager.GradientReplica):
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
         self.put_back: Callable[[], None] = lambda: None
+        self._prediction: WeightPrediction | None = None
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
@@ -89,6 +92,7 @@ class GradientReplica(eager.GradientReplica):
             if self.layout is None:
                 self._lay_out(optimizer)
             assert self.layout is not None
+            assert self._prediction is not None
             if self.update is None or self.update.stale():
                 self.update = Update(
                     optimizer,
@@ -96,6 +100,7 @@ class GradientReplica(eager.GradientReplica):
                     self.round_transform,
                     lambda: self.momentum_correction,
                     self._last_rate,
+                    self._prediction,
                 )
         return self.layout
 
@@ -114,6 +119,7 @@ class GradientReplica(eager.GradientReplica):
         terms = Terms(before, after / codec.scale, codec.slots, self._rank_group.index % codec.slots, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
+        self._prediction = WeightPrediction(optimizer, self.rounds_ahead)
 
     def new_worker(
         self,
@@ -182,6 +188,8 @@ class GradientReplica(eager.GradientReplica):
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         with tf.init_scope():
+            if self._prediction is not None:
+                self._prediction.end()
             if flush and self.feed is not None and self.feed.done:
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "

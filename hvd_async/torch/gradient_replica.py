@@ -28,6 +28,7 @@ from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature, take_over
+from hvd_async.torch.weight_prediction import WeightPrediction
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
@@ -72,6 +73,7 @@ class GradientReplica(eager.GradientReplica):
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
+        self._prediction = WeightPrediction(config["weight_prediction"])
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
@@ -192,14 +194,19 @@ class GradientReplica(eager.GradientReplica):
         groups = optimizer.param_groups
         own = hyperparameters.read(groups)
         if own == hyper:
-            optimizer._wrapped_class.step(optimizer)
+            self._step()
             return
         hyperparameters.write(groups, hyper)
         written = hyperparameters.read(groups)  # (a tensor may have rounded it)
         try:
-            optimizer._wrapped_class.step(optimizer)
+            self._step()
         finally:
             hyperparameters.put_back(groups, own, written)
+
+    def _step(self) -> None:
+        optimizer = self.optimizer
+        with self._prediction.around_round(optimizer.param_groups):
+            optimizer._wrapped_class.step(optimizer)
 
     # -- what the ranks have in common --------------------------------------------------------------------------
 
@@ -241,6 +248,7 @@ class GradientReplica(eager.GradientReplica):
         return buffers_by_kind(self.named_buffers)
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
+        self._prediction.end()
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
         if worker.mend is not None:
             self._take_over(worker, worker.mend)

@@ -79,13 +79,18 @@ class Applied(NamedTuple):
     lr: float
 
 
-def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied], size: int) -> Array:
-    """The weights after these rounds; those that carried no gradient are not applied."""
+def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied], size: int, ahead: int = 0) -> Array:
+    """The weights after these rounds; those that carried no gradient are not applied.
+
+    With ``ahead`` the weights predicted so many rounds ahead: x + (mu + ... + mu^ahead) (x - x of the round before).
+    """
     x, state = weights.astype(np.float64), start(weights)
+    before, mu = x, BETA_1 if case.kind == "adam" else case.momentum
     for sums, lr in rounds:
         if sums[-1] > 0.5:
+            before = x
             x, state = UPDATES[framework](case, x, sums[:-1] / size, state, lr)
-    return x
+    return x + sum(mu**n for n in range(1, ahead + 1)) * (x - before)
 
 
 def play(log: Sequence[Sequence[Any]], hit: Callable[[int, Any], bool]) -> None:

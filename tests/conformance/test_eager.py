@@ -38,7 +38,7 @@ def test_scripted_rounds(binding, case):
         gradient = trainer.gradient(0, step)
         trainer.step()
         assert worker.handed[-1].tolist() == [*gradient, 1.0]
-        expected = replay(binding.framework, case, before, worker.applied, 4)
+        expected = replay(binding.framework, case, before, worker.applied, 4, ahead=2)
         np.testing.assert_allclose(trainer.weights(), expected, rtol=0, atol=1e-5)
         if binding is TORCH:
             assert flat(p.grad for p in trainer.parameters).tolist() == gradient.tolist(), "not put back"

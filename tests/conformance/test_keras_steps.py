@@ -45,7 +45,7 @@ def test_a_learning_rate_schedule_is_evaluated_at_the_version(graph, tapes):
 def test_momentum_correction_follows_the_rounds_rate(graph):
     """With it Keras' velocity, which has the rate inside, moves as torch's, which has not."""
     with scripted_engine(4):
-        trainer = KerasTrainer(MOMENTUM, graph)
+        trainer = KerasTrainer(MOMENTUM, graph, weight_prediction=0)
         worker = attach(trainer.opt, ScriptedWorker(SCRIPTS[0], 4, trainer.weights().size, 0.05, tf.constant))
         trainer.opt._async.replica.momentum_correction = True
         before = trainer.weights()

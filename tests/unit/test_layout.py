@@ -31,6 +31,7 @@ PURE = {
     "option",
     "quorum",
     "auto_quorum",
+    "weight_prediction",
     "hosts",
     "plan",
     "options",

@@ -15,6 +15,7 @@ class EagerConfig(Config, frozen=True, tag=True):
         max_staleness: rounds.
         grace: seconds to wait for more ranks once the quorum is there; ``seed``: of majority's initiator draw.
         buckets: how many buckets a round has.
+        weight_prediction: rounds ahead at which gradients are computed.
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
@@ -25,6 +26,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     grace: float
     seed: int
     buckets: int
+    weight_prediction: float = 0.0
     pace: str = "steps"
     local_size: int = 1
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum
+from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum, waits_for_all
+from hvd_async.algorithms.eager.weight_prediction import AUTO, rounds_ahead
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
 from hvd_async.runtime.family import Algorithm
 
 PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
+MOST_AHEAD = 100
+"""Rounds that may be predicted."""
+
+
+def _read_prediction(text: str) -> float | str:
+    """Return "auto", or a number of rounds."""
+    return text if text == AUTO else Real(0)(text)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,16 @@ class EagerOptions:
         help="seconds a round still waits for more ranks once the quorum is there",
         read=Real(0),
         metavar="S",
+    )
+    weight_prediction: float | str = option(
+        AUTO,
+        "rounds by which gradients are computed ahead, as far as the optimizer's momentum alone carries the weights "
+        "(linear weight prediction, Kosson et al., MLSys 2021), since a late gradient is applied to those that are "
+        'there by then; 0: none; "auto": 2 where gradients may be late, else none',
+        help="rounds by which gradients are computed ahead, as far as momentum alone carries the weights, since late "
+        "ones are applied there; 0 is none, auto is 2 where gradients may be late",
+        read=_read_prediction,
+        metavar="N",
     )
     seed: int = option(0, "of majority's draw, the same on all ranks", flags=())
     bucket_cap_mb: float = option(
@@ -105,6 +124,11 @@ class EagerOptions:
             )
         if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
             raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
+        ahead = 0 if self.weight_prediction == AUTO else self.weight_prediction
+        if isinstance(ahead, bool) or not isinstance(ahead, int | float) or not 0 <= ahead <= MOST_AHEAD:
+            raise ValueError(
+                f'weight_prediction={ahead!r} is not a number of rounds: take "auto", or from 0 to {MOST_AHEAD}'
+            )
         for name, size, usual in (("bucket_cap_mb", self.bucket_cap_mb, 25), ("late_cap_mb", self.late_cap_mb, 4096)):
             if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
                 raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
@@ -117,6 +141,12 @@ class EagerOptions:
                 f'{late} never does: take pace="steps", or a quorum that does not wait for all'
             )
 
+    def resolved(self, parties: int) -> EagerOptions:
+        """Return the options of a job of so many ranks, or hosts, with a number in place of "auto"."""
+        may_be_late = self.max_staleness > 0 and not waits_for_all(self.quorum, parties)
+        ahead = rounds_ahead(self.weight_prediction, may_be_late) if parties > 1 else 0.0
+        return dataclasses.replace(self, weight_prediction=ahead)
+
     def config(self, local_size: int = 1) -> dict[str, Any]:
         """Return what ranks must have in common, of ``EagerConfig``, where so many of a host step together."""
         return {
@@ -124,6 +154,7 @@ class EagerOptions:
             "max_staleness": self.max_staleness,
             "grace": float(self.grace),
             "seed": self.seed,
+            "weight_prediction": self.weight_prediction,
             "pace": self.pace,
             "local_size": local_size,
         }
@@ -133,7 +164,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "eager": Algorithm(
         "eager",
         "eager",
-        {name: getattr(EagerOptions, name) for name in ("quorum", "max_staleness", "grace", "pace", "hierarchical")},
+        {
+            name: getattr(EagerOptions, name)
+            for name in ("quorum", "max_staleness", "grace", "weight_prediction", "pace", "hierarchical")
+        },
         sends="gradients",
         waits_for="quorum",
         about="rounds that do not wait for late ranks",

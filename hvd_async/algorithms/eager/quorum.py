@@ -62,6 +62,13 @@ def needed(quorum: int | float, size: int) -> int:
     return quorum if isinstance(quorum, int) else math.ceil(quorum * size - 1e-9)
 
 
+def waits_for_all(quorum: Quorum, size: int) -> bool:
+    """Return whether no round starts without one of ``size`` ranks, or hosts."""
+    if isinstance(quorum, str):
+        return quorum == "all" or size == 1
+    return needed(quorum, size) >= size
+
+
 def initiator(round: int, seed: int, active: AbstractSet[int], ranks: Sequence[int]) -> int:
     """Majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
 
