@@ -34,7 +34,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     *,
     quorum: Quorum = "solo",
     max_staleness: int = 16,
-    grace: float = 0.0,
+    grace: float | str = "auto",
     weight_prediction: float | str = "auto",
     seed: int = 0,
     bucket_cap_mb: float = 25.0,

@@ -76,7 +76,7 @@ def test_the_algorithm_in_force_can_be_read(hvd, plain):
     with scripted_engine(4):
         eager = hvd.EagerOptimizer(plain(), quorum="majority", max_staleness=3)
         assert eager.settings == {
-            "algorithm": "eager", "quorum": "majority", "max_staleness": 3, "grace": 0.0, "seed": 0,
+            "algorithm": "eager", "quorum": "majority", "max_staleness": 3, "grace": "auto", "seed": 0,
             "weight_prediction": 2.0, "pace": "steps", "local_size": 1,
         }  # fmt: skip
         gossip = hvd.GossipOptimizer(plain(), algorithm="dpsgd")

@@ -121,7 +121,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "a host", "gather(host, self._hosts.ranks(host), self._done)", "gather(host, [host], self._done)"
         ),
         "nobody is told when a grace ends": Mutant(
-            "grace", "bucket.wake_at = bucket.quorum_at + config.grace", "bucket.wake_at = None"
+            "grace", "bucket.wake_at = until", "bucket.wake_at = None"
         ),
     },
     "gossip": {

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
+from hvd_async.algorithms.eager.grace import Grace
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
     GradientReady,
@@ -107,7 +108,7 @@ class Rank:
 def snapshot(rounds: EagerStateMachine) -> dict[str, Any]:
     """The state machine's state, for comparison."""
     state = copy.deepcopy(vars(rounds))
-    return {key: vars(value) if isinstance(value, AutoQuorum) else value for key, value in state.items()}
+    return {key: vars(value) if isinstance(value, AutoQuorum | Grace) else value for key, value in state.items()}
 
 
 class Simulation:

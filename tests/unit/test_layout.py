@@ -32,6 +32,8 @@ PURE = {
     "quorum",
     "auto_quorum",
     "weight_prediction",
+    "grace",
+    "round_state",
     "hosts",
     "plan",
     "options",

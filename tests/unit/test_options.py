@@ -74,7 +74,7 @@ def test_an_algorithms_own_options_are_its_familys(name: str):
 
 
 STALENESS = r"max_staleness=.* is not a number of rounds: take 0 \(synchronous\) or more"
-GRACE = r"grace=.* is not a number of seconds: take 0.0 or more"
+GRACE = r"grace=.* is not a number of seconds: take \"auto\", or 0.0 or more"
 CAP = r"bucket_cap_mb=.* is not a size in MiB: take a number above 0, 25 is usual"
 PACE = r"pace=.* is not known: take one of 'steps', 'rounds'"
 TOGETHER = 'take pace="steps", or a quorum that does not wait for all'

@@ -13,22 +13,23 @@ class EagerConfig(Config, frozen=True, tag=True):
     Attributes:
         quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
         max_staleness: rounds.
-        grace: seconds to wait for more ranks once the quorum is there; ``seed``: of majority's initiator draw.
+        grace: seconds to wait for more ranks once the quorum is there, or "auto".
+        seed: of majority's initiator draw.
         buckets: how many buckets a round has.
-        weight_prediction: rounds ahead at which gradients are computed.
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
+        weight_prediction: rounds ahead at which gradients are computed.
     """
 
     quorum: str | int | float
     max_staleness: int
-    grace: float
+    grace: float | str
     seed: int
     buckets: int
-    weight_prediction: float = 0.0
     pace: str = "steps"
     local_size: int = 1
+    weight_prediction: float = 0.0
 
     @property
     def counts(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_async.algorithms.eager.grace import AUTO
 from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum, waits_for_all
-from hvd_async.algorithms.eager.weight_prediction import AUTO, rounds_ahead
+from hvd_async.algorithms.eager.weight_prediction import rounds_ahead
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
 from hvd_async.runtime.family import Algorithm
 
@@ -18,9 +20,14 @@ MOST_AHEAD = 100
 """Rounds that may be predicted."""
 
 
-def _read_prediction(text: str) -> float | str:
-    """Return "auto", or a number of rounds."""
+def _auto_or_real(text: str) -> float | str:
+    """Return "auto", or a number."""
     return text if text == AUTO else Real(0)(text)
+
+
+def _is_number(value: object, below: float) -> bool:
+    """Whether a value is a number in [0, ``below``)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,13 @@ class EagerOptions:
         read=Whole(0),
         metavar="N",
     )
-    grace: float = option(
-        0.0,
-        "seconds to wait for more ranks once the quorum is there",
-        help="seconds a round still waits for more ranks once the quorum is there",
-        read=Real(0),
+    grace: float | str = option(
+        AUTO,
+        'seconds to wait for more ranks once the quorum is there; "auto": until as many are in as usually come right '
+        "after it, and no longer than 5% of the time between two rounds",
+        help="seconds a round still waits for more ranks once the quorum is there; auto waits for those that usually "
+        "come right after it, no longer than 5% of the time between two rounds",
+        read=_auto_or_real,
         metavar="S",
     )
     weight_prediction: float | str = option(
@@ -59,7 +68,7 @@ class EagerOptions:
         'there by then; 0: none; "auto": 2 where gradients may be late, else none',
         help="rounds by which gradients are computed ahead, as far as momentum alone carries the weights, since late "
         "ones are applied there; 0 is none, auto is 2 where gradients may be late",
-        read=_read_prediction,
+        read=_auto_or_real,
         metavar="N",
     )
     seed: int = option(0, "of majority's draw, the same on all ranks", flags=())
@@ -122,10 +131,10 @@ class EagerOptions:
             raise ValueError(
                 f"max_staleness={late!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
             )
-        if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
-            raise ValueError(f"grace={grace!r} is not a number of seconds: take 0.0 or more")
-        ahead = 0 if self.weight_prediction == AUTO else self.weight_prediction
-        if isinstance(ahead, bool) or not isinstance(ahead, int | float) or not 0 <= ahead <= MOST_AHEAD:
+        if grace != AUTO and not _is_number(grace, below=math.inf):
+            raise ValueError(f'grace={grace!r} is not a number of seconds: take "auto", or 0.0 or more')
+        ahead = self.weight_prediction
+        if ahead != AUTO and not _is_number(ahead, below=MOST_AHEAD + 1):
             raise ValueError(
                 f'weight_prediction={ahead!r} is not a number of rounds: take "auto", or from 0 to {MOST_AHEAD}'
             )
@@ -152,7 +161,7 @@ class EagerOptions:
         return {
             "quorum": self.quorum,
             "max_staleness": self.max_staleness,
-            "grace": float(self.grace),
+            "grace": self.grace if isinstance(self.grace, str) else float(self.grace),
             "seed": self.seed,
             "weight_prediction": self.weight_prediction,
             "pace": self.pace,

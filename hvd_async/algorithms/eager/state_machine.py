@@ -11,7 +11,7 @@ The laws it keeps:
    in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
    that they begin the next with equal weights.
 3. *Quorum.* When ``decide`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all have, or
-   after ``grace`` seconds.
+   when its ``grace`` is over.
 4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
    they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
    waits for them.
@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
+from hvd_async.algorithms.eager.grace import Grace
 from hvd_async.algorithms.eager.hosts import Gathering, Hosts
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
@@ -47,54 +47,11 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
-from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, decide
+from hvd_async.algorithms.eager.quorum import check_quorum, decide
+from hvd_async.algorithms.eager.round_state import Bucket, InStep, Round
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-
-
-@dataclass
-class _Bucket:
-    """Where one bucket stands: rounds fired, each rank's position, who is in for the next round."""
-
-    position: dict[int, int]
-    gathering: Gathering
-    fired: int = 0
-    waiting: dict[int, float] = field(default_factory=dict)
-    """Ranks that have arrived for round fired + 1, in order, and when."""
-    quorum_at: float | None = None
-    """When the next round's quorum came together (grace counts from there)."""
-    wake_at: float | None = None
-    """When its grace ends, while it is all that holds the round back."""
-    loaded: bool = False
-    """Whether a gradient was handed over since the last round took what was pending."""
-    landed: int = 0
-    """Rounds that are known to have come back to some rank; they come back to all at much the same time."""
-    fired_at: float = 0.0
-    """When the last round fired."""
-    called: int = 0
-    """The number of the first roll call since then; 0 before there was one."""
-    answered: set[int] = field(default_factory=set)
-    """The ranks whose engines have submitted that round, as the roll call has shown."""
-
-
-@dataclass
-class _Round:
-    """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""
-
-    quorum: Quorum
-    why: str
-    """Why this quorum, where it was chosen by itself."""
-    hyper: Hyper | None = None
-
-
-@dataclass(frozen=True)
-class _InStep:
-    """A rank's last ``StepEntered``."""
-
-    step: int
-    hyper: Hyper
-    at: float
 
 
 class EagerStateMachine(StateMachine[EagerConfig]):
@@ -103,15 +60,15 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._auto: AutoQuorum | None = None
-        self._hosts = Hosts(ranks, 1)
+        self._hosts, self._grace = Hosts(ranks, 1), Grace(0.0)
         self._late: set[int] = set()
         """Hosts some bucket of whose step was gathered after its round had fired."""
-        self._buckets: list[_Bucket] = []
-        self._in_step: dict[int, _InStep] = {}
+        self._buckets: list[Bucket] = []
+        self._in_step: dict[int, InStep] = {}
         """In the order in which they were heard."""
         self._told: dict[int, Hyper] = {}
         """Each rank's hyperparameters, as it told them last."""
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, Round] = {}
         self._last_hyper: Hyper = []
         self._calls = 0
         """Rolls that were called."""
@@ -164,10 +121,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         check_quorum(config.quorum, max(hosts, config.quorum) if isinstance(config.quorum, int) else hosts)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
         self._last_hyper = self._told[self.ranks[0]]
+        self._grace = Grace(config.grace)
         if config.quorum == "auto":
             self._auto = AutoQuorum(self._hosts.first, config.max_staleness, config.pace)
         self._buckets = [
-            _Bucket(dict.fromkeys(self.ranks, 0), Gathering(dict.fromkeys(self._hosts.first, 0)))
+            Bucket(dict.fromkeys(self.ranks, 0), Gathering(dict.fromkeys(self._hosts.first, 0)))
             for _ in range(config.buckets)
         ]
         for bucket in self._buckets:
@@ -197,7 +155,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             self._told[rank] = event.hyper
         hyper = self._told[rank]
         self._in_step.pop(rank, None)
-        self._in_step[rank] = _InStep(event.step, hyper, now)
+        self._in_step[rank] = InStep(event.step, hyper, now)
         round_ = self._rounds.get(event.step)
         if round_ is None or round_.hyper is not None or not self._all_fired(event.step):
             return []
@@ -226,7 +184,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             each.landed = max(each.landed, event.step - 1, event.landed)
         return [*self._gather(host, bucket, now), *self._advance(rank, now, event.bucket)]
 
-    def _gather(self, host: int, bucket: _Bucket, now: float) -> list[Command]:
+    def _gather(self, host: int, bucket: Bucket, now: float) -> list[Command]:
         """Let a host's gradients of a bucket arrive if none is missing; with the last bucket its step is whole."""
         steps = bucket.gathering.gather(host, self._hosts.ranks(host), self._done)
         active = [rank for rank in steps if rank not in self._done]
@@ -236,6 +194,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 bucket.waiting[rank] = now
             elif self._hosts.size > 1:
                 self._late.add(host)
+        if active and bucket is self._buckets[0]:
+            self._grace.arrived(steps[active[0]], now)
         if not active or (self._auto is None and host not in self._late):
             return []  # (nobody asks for more)
         if len({each.gathering.whole[host] for each in self._buckets}) > 1:
@@ -291,17 +251,17 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def _all_fired(self, round_: int) -> bool:
         return all(bucket.fired >= round_ for bucket in self._buckets)
 
-    def _too_late(self, bucket: _Bucket, round_: int) -> set[int]:
+    def _too_late(self, bucket: Bucket, round_: int) -> set[int]:
         """Return the computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
         assert self._config is not None
         return {r for r in self._active() if round_ - bucket.position[r] > self._config.max_staleness}
 
-    def _round(self, number: int) -> _Round:
+    def _round(self, number: int) -> Round:
         if number not in self._rounds:
             assert self._config is not None
             active = set(self._hosts.among(self._active()))
             quorum, why = (self._config.quorum, "") if self._auto is None else self._auto.choose(number, active)
-            self._rounds[number] = _Round(quorum, why)
+            self._rounds[number] = Round(quorum, why)
         return self._rounds[number]
 
     def _advance(self, by: int | None, now: float, only: int | None = None) -> list[Command]:
@@ -330,8 +290,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 continue
             if bucket.quorum_at is None:
                 bucket.quorum_at = now
-            if now < bucket.quorum_at + config.grace and len(arrived) < len(active):
-                bucket.wake_at = bucket.quorum_at + config.grace
+                if not index:
+                    self._grace.quorum_reached(number, len(arrived), now)
+            until = bucket.quorum_at + self._grace.seconds(len(arrived))
+            if now < until and len(arrived) < len(active):
+                bucket.wake_at = until
                 continue
             if self._too_late(bucket, number):
                 continue
@@ -351,6 +314,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         bucket.fired_at, bucket.called = now, 0
         bucket.answered.clear()
         number, held = bucket.fired, 0.0
+        if not index:
+            self._grace.fired(number, now)
         round_ = self._round(number)
         if self._all_fired(number):
             held = sum(now - rank.at for rank in self._in_step.values() if rank.step == number)
@@ -393,6 +358,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._late.clear()
         self._in_step.clear()
         self._rounds.clear()
+        self._grace.interrupted()
         if self._auto is not None:
             self._auto.interrupted()
         return commands, last

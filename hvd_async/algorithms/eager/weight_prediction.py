@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-AUTO = "auto"
 AHEAD = 2.0
-"""Rounds that it predicts where gradients may be late: at momentum 0.9 it lost least of 0, 1, 2 and 3."""
+"""Rounds that "auto" predicts where gradients may be late: at momentum 0.9 it lost least of 0, 1, 2 and 3."""
 
 
 def rounds_ahead(given: float | str, may_be_late: bool) -> float:

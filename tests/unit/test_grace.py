@@ -1,0 +1,102 @@
+"""``grace="auto"``: rounds wait for those that usually come right after the quorum, and not for those that do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_async.algorithms.eager.grace import SHARE, Grace
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.runtime.messages import Registered
+
+STEP = 0.1
+
+
+def machine(ranks: int, quorum: str | int = "solo") -> EagerStateMachine:
+    """All ranks have registered."""
+    made = EagerStateMachine(0, range(ranks))
+    config = EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1)
+    for rank in range(ranks):
+        made.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
+    return made
+
+
+def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[float, int]]:
+    """Let ranks arrive at these times, by step and rank; return when each round fired, with how many in it.
+
+    A rank computes its next step from the times that it is given, whenever its round fires.
+    """
+    events = sorted((at, step, rank) for step, times in enumerate(arrivals, 1) for rank, at in enumerate(times))
+    fired: list[tuple[float, int]] = []
+
+    def note(commands, now):
+        fired.extend((now, command.firing.arrived) for command in commands if isinstance(command, StartRound))
+
+    for at, step, rank in events:
+        while (due := made.deadline()) is not None and due <= at:
+            note(made.tick(due), due)
+        note(made.handle(rank, StepEntered(0, step, []), at), at)
+        note(made.handle(rank, GradientReady(0, 0, step, len(fired)), at), at)
+    return fired
+
+
+def even(steps: int, *offsets: float) -> list[list[float]]:
+    return [[STEP * step + offset for offset in offsets] for step in range(1, steps + 1)]
+
+
+def test_ranks_that_come_a_millisecond_apart_go_together_once_that_is_known():
+    fired = play(machine(3), even(30, 0.0, 0.001, 0.002))
+    assert fired[0] == (STEP, 1), "nothing was known yet"
+    assert [together for _, together in fired[12:]] == [3] * 18
+    assert all(at == pytest.approx(STEP * number + 0.002) for number, (at, _) in enumerate(fired, 1) if number > 12)
+
+
+def test_nobody_waits_for_a_rank_that_is_late():
+    fired = play(machine(3), even(30, 0.0, 0.001, 0.05))
+    assert [together for _, together in fired[12:]] == [2] * 18
+    assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
+
+
+def test_a_rank_that_stays_away_costs_no_more_than_its_share():
+    usual, away = even(30, 0.0, 0.001), [[STEP * 31, STEP * 31 + 0.05]]
+    fired = play(machine(2), usual + away)
+    assert fired[30][0] == pytest.approx(STEP * 31 + SHARE * STEP, abs=1e-4)
+
+
+def test_seconds_that_are_given_are_waited():
+    assert Grace(0.5).seconds(1) == Grace(0.5).seconds(7) == 0.5
+    assert Grace("auto").seconds(1) == 0.0, "nothing is known"
+
+
+@given(
+    arrivals=st.lists(st.lists(st.floats(0, 0.09), min_size=4, max_size=4), min_size=1, max_size=40),
+    quorum=st.sampled_from(["solo", 2, 3]),
+)
+def test_a_round_waits_at_most_its_share_of_the_longest_interval(arrivals, quorum):
+    """After its quorum; and every round starts."""
+    needed = 1 if quorum == "solo" else quorum
+    times = [[STEP * step + at for at in row] for step, row in enumerate(arrivals, 1)]
+    fired = play(machine(4, quorum), times)
+    last = [*times, [STEP * (len(times) + 1)] * 4]
+    longest = max([b - a for (a, _), (b, _) in itertools.pairwise(fired)], default=0.0)
+    assert len(fired) == len(times)
+    for (at, together), row in zip(fired, last, strict=False):
+        reached = sorted(row)[needed - 1]
+        assert reached - 1e-9 <= at <= reached + SHARE * longest + 1e-9
+        assert together >= needed
+
+
+def test_after_a_drain_the_time_until_the_next_round_is_no_interval():
+    grace = Grace("auto")
+    for round_ in range(1, 21):
+        grace.quorum_reached(round_, 1, STEP * round_)
+        grace.arrived(round_, STEP * round_ + 0.001)
+        grace.fired(round_, STEP * round_)
+    before = grace.seconds(1)
+    grace.interrupted()
+    grace.fired(21, 1000.0)
+    assert grace.seconds(1) == before == pytest.approx(SHARE * STEP)
