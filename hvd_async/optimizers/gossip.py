@@ -71,7 +71,7 @@ class GossipDriver(LocalDriver):
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
-        names = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        names = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class GossipDriver(LocalDriver):
         plan = make_plan(self.rank_group.named, local_size=settings["hierarchical"] or 1, **named)
         if self.size == self.rank_group.named:
             return plan
-        alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        alone = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
         return make_plan(self.size, **{name: settings[name] for name in alone})
 
     # -- changes of settings --------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class GossipDriver(LocalDriver):
         if unknown:
             raise ValueError(
                 f"switch() does not know {', '.join(unknown)}: take algorithm, topology, peers, mixing, max_staleness, "
-                f"max_local_steps or average_every"
+                f"gossip_every, max_local_steps or average_every"
             )
         given = {**self.given, **named}
         if not isinstance(given["mixing"], str):  # matrices say themselves who sends to whom

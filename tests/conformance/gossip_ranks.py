@@ -175,6 +175,7 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         algorithm="dpsgd" if algorithm == "dpsgd" else "sgp",
         max_staleness=late,
         overlap=late,
+        every=options.get("gossip_every", 1),
         average_every=options.get("average_every", 0),
         local_size=hosts,
     )

@@ -72,6 +72,8 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
     STAR | {"hierarchical": 3},
     PAIRS | {"hierarchical": 3},
     STAR | {"average_every": 3},
+    STAR | {"gossip_every": 3},
+    RING | {"gossip_every": 2},
     STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
 )
 @both

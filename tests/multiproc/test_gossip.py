@@ -53,6 +53,7 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
         algorithm="dpsgd" if case.algorithm == "dpsgd" else "sgp",
         max_staleness=plan.config.max_staleness,
         overlap=plan.config.max_staleness,
+        every=plan.config.gossip_every,
         average_every=plan.config.average_every,
         local_size=plan.config.local_size,
     )

@@ -236,22 +236,16 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
         else:
-            takes = on_time(one.plan.matrices, max(counts), late, one.plan.every)
+            takes = on_time(one.plan.matrices, max(counts), late, one.plan.config.period)
             if hosts == 1:
                 takes = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
             outcome = gossip(
-                problem,
-                one.plan.matrices,
-                max(counts),
-                takes,
+                problem, one.plan.matrices, max(counts), takes,
                 algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
                 sends=[segment.sends for segment in segments] if hosts == 1 else None,
-                max_staleness=late,
-                overlap=late,
-                average_every=one.plan.config.average_every,
-                encode=encode,
-                local_size=hosts,
-            )
+                max_staleness=late, overlap=late, every=one.plan.config.gossip_every,
+                average_every=one.plan.config.average_every, encode=encode, local_size=hosts,
+            )  # fmt: skip
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
             np.testing.assert_allclose(segment.z, outcome.drained(), **within)

@@ -67,7 +67,7 @@ def test_osgp_in_a_fixed_schedule(late):
     taken = [[here for _, here in record.segments[0].log[:20]] for record in records]
     assert taken == on_time(one.plan.matrices, 20, late, late)
     for record in records:
-        assert record.stats.staleness == Counter(min(late, 20 - step) for step in range(1, 21, late))
+        assert record.stats.staleness == Counter(min(late, 20 - step) for step in range(late, 21, late))
     check(one, records)
 
 
@@ -82,6 +82,33 @@ def test_equal_weights_stay_equal_whatever_comes_late_or_stays_out(algorithm, gr
     for record in run(one, jitter=0.002, seed=1):
         path = np.array(record.segments[0].path)
         np.testing.assert_allclose(path, np.tile(one.problem.start[0], (len(path), 1)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("algorithm", PUSHES)
+def test_local_steps_between_sending_steps(algorithm, every, local):
+    """Each ``every``-th step sends; after the last of them a rank's neighbours have what it had."""
+    sent = len(range(every, 13, every))
+    for graph in (GRAPHS[algorithm][1], "complete"):
+        one = job([12] * 4, algorithm, graph, gossip_every=every, local_size=local, elements=8)
+        records = run(one)
+        check(one, records)
+        out = sum(len(one.plan.out_edges(0, step)) for step in range(1, 13))
+        inside = 12 * 2 * (local - 1)  # a part to, and one from, each other rank of the host
+        assert {record.stats.messages_sent for record in records} == {out + inside}
+        assert out == (sent if graph != "complete" or local == 2 else 3 * sent)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("steps", UNEVEN)
+@pytest.mark.parametrize("algorithm", PUSHES)
+def test_local_steps_of_ranks_that_are_uneven_and_cut(algorithm, steps, every):
+    one = job(steps, algorithm, **options(algorithm, "star"), gossip_every=every, average_every=4)
+    check(one, run(one, jitter=0.001))
+    cuts = frozenset(range(len(steps) - 1))
+    one = job(steps, algorithm, **options(algorithm, "star"), gossip_every=every, compression="int8", cuts=cuts)
+    check_sums(one, run(one, jitter=0.001))
 
 
 @pytest.mark.parametrize("steps", UNEVEN)
@@ -208,7 +235,8 @@ def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algo
 @pytest.mark.parametrize(
     "more",
     [{}, {"algorithm": "dpsgd"}, {"compression": "int8"}, {"local_size": 2}, {"average_every": 3},
-     {"local_size": 2, "compression": "int8", "average_every": 3}, {"algorithm": "allreduce", "average_every": 4}],
+     {"local_size": 2, "compression": "int8", "average_every": 3}, {"algorithm": "allreduce", "average_every": 4},
+     {"gossip_every": 3}, {"algorithm": "dpsgd", "gossip_every": 2}, {"local_size": 2, "gossip_every": 3}],
     ids=str,
 )  # fmt: skip
 def test_cuts_change_nothing(more):

@@ -370,6 +370,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
         ({}, {"peers": 3}),
         ({}, {"compression": "fp16"}),
         ({}, {"average_every": 5}),
+        ({}, {"gossip_every": 2}),
         ({}, {"local_size": 2}),
         ({"graph": "star"}, {"graph": "star", "weights": "metropolis"}),
         ({"algorithm": "osgp"}, {"algorithm": "osgp", "max_staleness": 2}),

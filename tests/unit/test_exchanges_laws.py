@@ -27,6 +27,7 @@ def jobs(draw: st.DrawFn) -> Job:
         None if algorithm == "allreduce" else graph,
         weights="metropolis" if algorithm == "dpsgd" else "uniform",
         max_staleness=draw(st.integers(0, 2)) if algorithm == "osgp" else None,
+        gossip_every=1 if algorithm in ("adpsgd", "allreduce") else draw(st.sampled_from([1, 1, 2, 3])),
         max_local_steps=draw(st.integers(1, 3)) if algorithm == "adpsgd" else 4,
         average_every=0 if algorithm == "adpsgd" else draw(st.sampled_from([0, 0, 1, 3])),
     )

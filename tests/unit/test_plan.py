@@ -218,6 +218,12 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "late D-PSGD": ({"algorithm": "dpsgd", "max_staleness": 1}, "of dpsgd are never late"),
     "staleness": ({"algorithm": "osgp", "max_staleness": -1}, "max_staleness=-1 is not a number of steps: take 0 or"),
     "local steps": ({"algorithm": "adpsgd", "max_local_steps": 0}, "max_local_steps=0 is .*: take 1 or more"),
+    "every": ({"gossip_every": 0}, "gossip_every=0 is not a number of steps: take 1 or more"),
+    "every step of AD-PSGD": (
+        {"algorithm": "adpsgd", "gossip_every": 2},
+        "nothing at steps of one number; leave",
+    ),
+    "every step of averages": ({"algorithm": "allreduce", "gossip_every": 2}, "allreduce average_every"),
     "average": ({"average_every": -1}, "average_every=-1 is not a number of steps: take 0 or more"),
     "true average": ({"average_every": True}, "average_every=True"),
     "averages of AD-PSGD": ({"algorithm": "adpsgd", "average_every": 2}, r"call drain\(\) where an average is due"),

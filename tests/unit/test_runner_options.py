@@ -97,7 +97,7 @@ def test_everything_reaches_the_options(tmp_path):
 def test_every_flag_of_gossip_reaches_the_optimizer():
     line = (
         "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
-        "--average-every 10 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
+        "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
     )
     options = parse("torch", line.split())
     assert options.own == GossipOptions(
@@ -109,6 +109,7 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
         hierarchical=True,
         max_local_steps=2,
         average_every=10,
+        gossip_every=4,
         schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"},
     )
     assert (options.quorum, options.by_rounds, options.gossips, options.follows) == (None, False, True, False)

@@ -82,6 +82,13 @@ class GossipOptions:
         read=Whole(0),
         metavar="N",
     )
+    gossip_every: int = option(
+        1,
+        "send and mix each so many steps, with local steps in between (Koloskova et al., ICML 2020)",
+        help="send and mix in every N-th step only; in between ranks step by themselves",
+        read=Whole(1),
+        metavar="N",
+    )
     hierarchical: bool | int = option(
         False,
         "average the ranks of a host first, then gossip between hosts, one partner a host. True for Horovod's "
@@ -129,7 +136,7 @@ class GossipOptions:
         check_one_of("buffers", self.buffers, BUFFERS)
 
 
-BY_STEP = ("topology", "peers", "mixing", "max_staleness", "max_local_steps", "average_every")
+BY_STEP = ("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every")
 """A user's options of a plan, beside its algorithm: those that ``switch()`` may change."""
 NOT_GIVEN: Mapping[str, Any] = {
     **{name: getattr(GossipOptions, name) for name in BY_STEP},
@@ -143,6 +150,8 @@ NO_USE: Mapping[str, str] = {
     "mixing": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
     "topology",
     "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
+    "gossip_every": "gossip_every: {0} sends nothing at steps of one number; leave it out (adpsgd has max_local_steps, "
+    "allreduce average_every)",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
@@ -177,7 +186,10 @@ class GossipAlgorithm(Algorithm):
 
 
 _PUSH_SUM: Mapping[str, Any] = {
-    **{name: NOT_GIVEN[name] for name in ("peers", "mixing", "average_every", "compression", "hierarchical")},
+    **{
+        name: NOT_GIVEN[name]
+        for name in ("peers", "mixing", "gossip_every", "average_every", "compression", "hierarchical")
+    },
     "topology": "exponential",
 }
 _SYMMETRIC = {"topology": "bipartite-exponential"}

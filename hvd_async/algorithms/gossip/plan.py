@@ -39,19 +39,14 @@ class GossipPlan:
     topology: Topology
     matrices: tuple[Matrix, ...]
 
-    @property
-    def every(self) -> int:
-        """Steps between two sending steps. OSGP sends every ``max_staleness`` steps, when earlier messages have been
-        received: with more in flight a rank would keep too little of x and w, and z = x / w would diverge."""
-        return max(1, self.config.max_staleness)
-
     def phase(self, step: int) -> int:
         """Return the phase of a sending step, from 1."""
-        return (step - 1) // self.every % len(self.matrices)
+        return (step - 1) // self.config.period % len(self.matrices)
 
     def moves(self, step: int) -> bool:
-        """Return whether any rank sends anything at ``step``."""
-        return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
+        """Return whether any rank sends anything at ``step``: in the last step of a period, so that after a period's
+        steps ranks have mixed."""
+        return step % self.config.period == 0 and self._busy[self.phase(step)]
 
     def averages(self, step: int) -> bool:
         """Return whether all ranks are averaged at the end of ``step``."""
@@ -134,6 +129,7 @@ def make_plan(
     peers: int = 1,
     weights: Any = "uniform",
     max_staleness: int | None = None,
+    gossip_every: int = 1,
     max_local_steps: int = 4,
     average_every: int = 0,
     compression: str = "none",
@@ -148,6 +144,7 @@ def make_plan(
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
         max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
+        gossip_every: steps between two in which messages are sent.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         compression: one of ``COMPRESSIONS``.
@@ -161,6 +158,7 @@ def make_plan(
         "peers": peers,
         "mixing": weights,
         "max_staleness": max_staleness,
+        "gossip_every": gossip_every,
         "max_local_steps": max_local_steps,
         "average_every": average_every,
         "compression": compression,
@@ -183,6 +181,7 @@ def make_plan(
         graph=f"{chosen.name} ({digest:08x})",
         neighbours=neighbours,
         max_staleness=max_staleness,
+        gossip_every=gossip_every,
         max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
         average_every=average_every,
         compression=compression,
@@ -219,6 +218,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
     check_one_of("algorithm", algorithm, ALGORITHMS)
+    _check_number("gossip_every", given["gossip_every"], 1)
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
