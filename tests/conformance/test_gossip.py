@@ -46,6 +46,8 @@ def test_every_optimizer_works_on_biased_weights(binding, case):
         (2, ADAM, {"algorithm": "allreduce"}),
         (3, NESTEROV, STAR | {"average_every": 3}),
         (4, MOMENTUM, LATE | {"gossip_every": 3}),
+        (5, NESTEROV, {"algorithm": "dpsgd", "topology": "base"}),
+        (6, ADAM, {"algorithm": "sgp", "topology": "base", "peers": 2}),
         (4, ADAM, RING | {"gossip_every": 2, "average_every": 5}),
         (6, MOMENTUM, STAR | {"hierarchical": 2}),
         (4, MOMENTUM, STAR | {"hierarchical": 2, "gossip_every": 3}),

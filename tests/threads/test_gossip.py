@@ -9,6 +9,7 @@ import networkx
 import numpy as np
 import pytest
 
+from hvd_async import topology
 from hvd_async.algorithms.gossip.error_feedback import SHARED
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
@@ -25,6 +26,7 @@ GRAPHS = {
     "allreduce": [None],
 }
 PUSHES = ["sgp", "osgp", "dpsgd"]
+SCHEMES = {"base": "uniform", "bipartite-exponential": "metropolis"}
 STILL = Case("still", "sgd", 0.0)
 UNEVEN = [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((4, 4, 4, 4), (1, 7, 3, 2))]
 
@@ -82,6 +84,34 @@ def test_equal_weights_stay_equal_whatever_comes_late_or_stays_out(algorithm, gr
     for record in run(one, jitter=0.002, seed=1):
         path = np.array(record.segments[0].path)
         np.testing.assert_allclose(path, np.tile(one.problem.start[0], (len(path), 1)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+@pytest.mark.parametrize("algorithm", PUSHES)
+def test_graphs_with_weights_of_their_own(algorithm, peers):
+    """At sizes that are no power: messages that are late, compressed, of ranks that end early."""
+    for size in (5, 6, 7):
+        own = {"peers": peers, "average_every": 4, "max_staleness": 2 if algorithm == "osgp" else None}
+        for more in ({}, {"gossip_every": 2, "compression": "int8"}):
+            steps = ((12,) * size, tuple(3 + rank % 4 for rank in range(size)))
+            one = job(steps, algorithm, "base", **own, **more)
+            check(one, run(one, jitter=0.001))
+    hosts = job([9] * 6, algorithm, "base", local_size=2, max_staleness=0)
+    check(hosts, run(hosts))
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd"])
+def test_ranks_on_a_base_graph_agree_after_a_period(algorithm, size):
+    """Ranks apart, that move no more; on the one-peer exponential graph they are far from it then."""
+    first = job([60] * size, algorithm, "complete", cuts=frozenset({0}), gossip_every=61)  # (whole periods of all)
+    saved = [record.saved[0] for record in run(first)]
+    left = {}
+    for graph in ("base", "bipartite-exponential"):
+        second = job([topology.base(size).period] * size, algorithm, graph, case=STILL, weights=SCHEMES[graph])
+        models = np.array([record.segments[0].path[-1] for record in run(second, resumed=saved)])
+        left[graph] = np.abs(models - models.mean(axis=0)).max()
+    assert left["base"] < 1e-14 < 1e-4 < left["bipartite-exponential"]
 
 
 @pytest.mark.parametrize("local", [1, 2])

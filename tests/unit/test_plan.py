@@ -18,13 +18,15 @@ from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
 from tests.conftest import examples
 
-SYMMETRIC = ["bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"]
+SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
+SYMMETRIC |= {"base"}
 GOSSIPS = [name for name in ALGORITHMS if name != "allreduce"]
 SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
 TURN = np.array([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
 """Doubly stochastic, and directed."""
 LOPSIDED = np.array([[0.5, 0.2, 0.3], [0.3, 0.5, 0.2], [0.2, 0.3, 0.5]])
 """Doubly stochastic on a symmetric graph, and not symmetric."""
+TO_NEXT = topology.ring(4, "right").phases[0]
 APART = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
 
 
@@ -37,7 +39,7 @@ def test_edges_are_those_of_the_matrices(algorithm, name, size, step):
     graph = topology.named(name, size)
     if algorithm not in algorithms_of(graph):
         return
-    scheme = "metropolis" if algorithm == "dpsgd" else "uniform"
+    scheme = "metropolis" if algorithm == "dpsgd" and not graph.weights else "uniform"
     plan = make_plan(size, algorithm, name, weights=scheme)
     weights = plan.matrices[plan.phase(step)]
     np.testing.assert_array_equal(weights, mixing.matrices(graph, scheme)[(step - 1) % graph.period])
@@ -159,13 +161,14 @@ def test_algorithms_of_a_graph_are_those_that_take_it(name, size):
     graph = topology.named(name, size)
     able = algorithms_of(graph)
     if size > 4:
-        assert able == (("sgp", "osgp", "dpsgd", "adpsgd") if name in SYMMETRIC else ("sgp", "osgp"))
+        both_ways = ("sgp", "osgp", "dpsgd") if name == "base" else ("sgp", "osgp", "dpsgd", "adpsgd")
+        assert able == (both_ways if name in SYMMETRIC else ("sgp", "osgp"))
     for algorithm in GOSSIPS:
-        scheme = "metropolis" if algorithm == "dpsgd" and graph.symmetric else "uniform"
+        scheme = "metropolis" if algorithm == "dpsgd" and graph.symmetric and not graph.weights else "uniform"
         if algorithm in able:
             make_plan(size, algorithm, graph, weights=scheme)
         else:
-            with pytest.raises(ValueError, match="symmetric"):
+            with pytest.raises(ValueError, match=r"symmetric|averages half and half"):
                 make_plan(size, algorithm, graph, weights=scheme)
 
 
@@ -218,6 +221,18 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "late D-PSGD": ({"algorithm": "dpsgd", "max_staleness": 1}, "of dpsgd are never late"),
     "staleness": ({"algorithm": "osgp", "max_staleness": -1}, "max_staleness=-1 is not a number of steps: take 0 or"),
     "local steps": ({"algorithm": "adpsgd", "max_local_steps": 0}, "max_local_steps=0 is .*: take 1 or more"),
+    "weights of a graph": (
+        {"graph": "base", "weights": "metropolis"},
+        "'base' brings its own weights; leave mixing out",
+    ),
+    "weights of pairs": (
+        {"graph": "base", "algorithm": "adpsgd"},
+        "'base' agrees by mixing weights of its own, and adpsgd",
+    ),
+    "a graph that keeps nothing": (
+        {"graph": Topology("swap", 4, (TO_NEXT,), (dict.fromkeys(TO_NEXT, 1.0),))},
+        r"W\[0, 0\] = 0, so rank 0 would",
+    ),
     "every": ({"gossip_every": 0}, "gossip_every=0 is not a number of steps: take 1 or more"),
     "every step of AD-PSGD": (
         {"algorithm": "adpsgd", "gossip_every": 2},

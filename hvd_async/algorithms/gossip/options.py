@@ -61,7 +61,7 @@ class GossipOptions:
     peers: int | Mapping[int, int] = option(
         1,
         "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
-        help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 "
+        help=f"to how many ranks a rank sends at a step, of the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
         "is 1 from epoch 0 and 2 from epoch 30 on",
         read=_read_peers,
         metavar="N",

@@ -115,10 +115,10 @@ class GossipPlan:
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
     """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
-    weights of some rank never reach another."""
+    weights of some rank never reach another; pairs, which average half and half, only if it has no weights."""
     if graph.unreachable() is not None:
         return ()
-    fit = (each for each in ALGORITHMS.values() if each.has_graph)
+    fit = (each for each in ALGORITHMS.values() if each.has_graph and not (each.pairs and graph.weights))
     return tuple(each.name for each in fit if graph.symmetric or not each.symmetric_graph)
 
 
@@ -255,16 +255,22 @@ def _graph(
         matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
         for matrix in matrices:
             mixing.check_columns(matrix)
-            if not matrix.diagonal().all():
-                rank = int(np.argmin(matrix.diagonal()))
-                raise ValueError(
-                    f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
-                    f"neighbours' are late: give it a part above 0"
-                )
         chosen = _of_matrices(matrices)
+    for matrix in matrices:
+        if not matrix.diagonal().all():
+            rank = int(np.argmin(matrix.diagonal()))
+            raise ValueError(
+                f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
+                f"neighbours' are late: give it a part above 0"
+            )
     if chosen.size != size:
         raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
     mixing.check_connected(chosen)
+    if kind.pairs and chosen.weights:
+        raise ValueError(
+            f"topology {chosen.name!r} agrees by mixing weights of its own, and {kind.name} averages half and half: "
+            f"take 'bipartite-exponential', or algorithm='dpsgd'"
+        )
     if kind.symmetric_graph:
         _check_symmetric(chosen, kind.name)
     if kind.doubly_stochastic:
