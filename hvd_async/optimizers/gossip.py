@@ -8,6 +8,7 @@ from typing import Any
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
 from hvd_async.algorithms.gossip.messages import GossipConfig
@@ -184,8 +185,11 @@ class GossipDriver(LocalDriver):
 
 def worker_class(config: GossipConfig) -> type[GossipWorker]:
     """Return the class of a configuration's workers."""
-    if ALGORITHMS[config.algorithm].pairs:
+    kind = ALGORITHMS[config.algorithm]
+    if kind.pairs:
         return HostPairWorker if config.local_size > 1 else ADPSGDWorker
+    if kind.exact:
+        return ExactDiffusionWorker
     return HierarchicalWorker if config.local_size > 1 else PushSumWorker
 
 

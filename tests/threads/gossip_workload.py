@@ -21,6 +21,7 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.cases import Case
+from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.reference import Array, State, start
@@ -235,6 +236,9 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
         if one.plan.config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+        elif one.plan.config.algorithm == "exact-diffusion":
+            own = {"every": one.plan.config.gossip_every, "average_every": one.plan.config.average_every}
+            outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)
         else:
             takes = on_time(one.plan.matrices, max(counts), late, one.plan.config.period)
             if hosts == 1:

@@ -47,7 +47,7 @@ def opening(gate: threading.Event, when: Callable[[], None]) -> Iterator[None]:
 # -- push-sum -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd"])
+@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd", "exact-diffusion"])
 def test_a_slow_rank_holds_up_those_that_the_graph_says(algorithm):
     """Rank 0 of a ring of 8 is stuck before its step 3: news of that travels one rank a step."""
     watch, one = Watch(), job([10] * 8, algorithm)

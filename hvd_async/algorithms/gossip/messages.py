@@ -11,7 +11,7 @@ class GossipConfig(Config, frozen=True, tag=True):
     """Configuration that all ranks of an optimizer must have in common before the first exchange.
 
     Attributes:
-        algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
+        algorithm: "sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion" or "allreduce".
         graph: the topology's name, and a digest of its edges and their weights.
         neighbours: places of each rank's neighbours, by its own place (of hosts, if
             ranks are averaged there first); empty except for AD-PSGD.

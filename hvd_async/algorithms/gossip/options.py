@@ -45,7 +45,8 @@ class GossipOptions:
         "sgp",
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
-        'pairs of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" '
+        "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
+        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias) or "allreduce" '
         "(weights are averaged over all ranks after every step)",
         flags=(),
     )
@@ -155,7 +156,7 @@ NO_USE: Mapping[str, str] = {
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "hierarchical": "hierarchical: {0} averages all ranks; leave it out, or take sgp, osgp, dpsgd or adpsgd",
+    "hierarchical": "hierarchical: {0} averages no hosts first; leave it out, or take sgp, osgp, dpsgd or adpsgd",
 }
 """The error message for an option that an algorithm does not have."""
 
@@ -168,11 +169,13 @@ class GossipAlgorithm(Algorithm):
         doubly_stochastic: whether its mixing matrices must be doubly stochastic and symmetric.
         pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
         sends_before_update: whether messages hold the weights from before a step's update.
+        exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
     """
 
     doubly_stochastic: bool = False
     pairs: bool = False
     sends_before_update: bool = False
+    exact: bool = False
 
     @property
     def has_graph(self) -> bool:
@@ -185,13 +188,10 @@ class GossipAlgorithm(Algorithm):
         return "max_staleness" in self.options
 
 
-_PUSH_SUM: Mapping[str, Any] = {
-    **{
-        name: NOT_GIVEN[name]
-        for name in ("peers", "mixing", "gossip_every", "average_every", "compression", "hierarchical")
-    },
-    "topology": "exponential",
+_MIXED: Mapping[str, Any] = {
+    name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
 }
+_PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "exponential"}
 _SYMMETRIC = {"topology": "bipartite-exponential"}
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
@@ -237,6 +237,18 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             about="averages with whichever neighbour is ready",
             compressions=("none", "fp16", "bf16"),
             pairs=True,
+        ),
+        GossipAlgorithm(
+            "exact-diffusion",
+            "gossip",
+            {**_MIXED, "topology": "ring"},
+            sends="weights",
+            waits_for="neighbours",
+            symmetric_graph=True,
+            about="wants a static symmetric graph, and corrects what data differ by",
+            compressions=COMPRESSIONS,
+            doubly_stochastic=True,
+            exact=True,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
     )

@@ -115,11 +115,13 @@ class GossipPlan:
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
     """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
-    weights of some rank never reach another; pairs, which average half and half, only if it has no weights."""
+    weights of some rank never reach another; pairs, which average half and half, only if it has no weights, exact ones
+    only if it is static."""
     if graph.unreachable() is not None:
         return ()
-    fit = (each for each in ALGORITHMS.values() if each.has_graph and not (each.pairs and graph.weights))
-    return tuple(each.name for each in fit if graph.symmetric or not each.symmetric_graph)
+    fit = [each for each in ALGORITHMS.values() if each.has_graph and (graph.symmetric or not each.symmetric_graph)]
+    fit = [each for each in fit if not (each.pairs and graph.weights) and not (each.exact and graph.period > 1)]
+    return tuple(each.name for each in fit)
 
 
 def make_plan(
@@ -256,6 +258,13 @@ def _graph(
         for matrix in matrices:
             mixing.check_columns(matrix)
         chosen = _of_matrices(matrices)
+    if kind.exact:
+        if len(matrices) > 1:
+            raise ValueError(
+                f"topology {chosen.name!r} changes from step to step, and {kind.name} corrects what flows over edges "
+                f"that stay: take 'ring', 'symmetric-exponential' or 'complete', or algorithm='sgp'"
+            )
+        matrices = [(matrix + np.eye(size)) / 2 for matrix in matrices]
     for matrix in matrices:
         if not matrix.diagonal().all():
             rank = int(np.argmin(matrix.diagonal()))
@@ -279,13 +288,14 @@ def _graph(
                 mixing.check_doubly(matrix)
             except ValueError as error:
                 raise ValueError(
-                    f"{error}; D-PSGD needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
+                    f"{error}; {kind.name} needs equal weights to stay equal: take mixing='metropolis', or "
+                    f"algorithm='sgp'"
                 ) from None
             if not np.allclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE):
                 i, j = map(int, np.argwhere(~np.isclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE))[0])
                 raise ValueError(
-                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; D-PSGD "
-                    f"needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
+                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; "
+                    f"{kind.name} needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
                 )
     return chosen, matrices
 

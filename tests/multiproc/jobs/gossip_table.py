@@ -48,6 +48,7 @@ EXACT = (
     Gossip("osgp 1 exponential", {"algorithm": "osgp", "topology": "exponential", "max_staleness": 1}),
     Gossip("osgp 2 star", {"algorithm": "osgp", "topology": "star", "max_staleness": 2}),
     Gossip("dpsgd ring", {"algorithm": "dpsgd", "topology": "ring"}),
+    Gossip("exact diffusion ring", {"algorithm": "exact-diffusion", "topology": "ring"}),
     Gossip("adpsgd star", {"algorithm": "adpsgd", "topology": "star"}),
     Gossip("allreduce", {"algorithm": "allreduce"}),
 )
