@@ -137,7 +137,7 @@ def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(firs
 
 
 def test_both_ends_know_the_same_after_a_message_of_a_step_that_only_one_took():
-    """Rank 0 stops one step early, and is sent what it does not read: what it knows of others begins anew at the cut."""
+    """Rank 0 stops one step early and is sent what it does not read: what it knows of others begins anew."""
     one = job(((5, 6, 6, 6), (6, 6, 6, 6)), EXACT_DIFFUSION, "ring", compression="int8", cuts=frozenset({0}))
     ends = list[int]()
 
