@@ -34,6 +34,7 @@ PURE = {
     "auto_quorum",
     "hosts",
     "plan",
+    "graph",
     "options",
     "selection",
     "lsgd",
