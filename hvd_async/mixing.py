@@ -17,6 +17,7 @@ from hvd_async.topology import Topology
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 TOLERANCE = 1e-9
+ROUNDING = 1e-12
 SCHEMES = ("uniform", "metropolis")
 MOST_STEPS = 2000
 """For which push-sum weights are followed."""
@@ -60,15 +61,34 @@ def metropolis(topology: Topology, step: int) -> Matrix:
     return weights
 
 
+def own(topology: Topology, step: int) -> Matrix:
+    """The weights that a topology brings.
+
+    Returns:
+        Shape (P, P), float64; columns sum to 1.
+
+    Raises:
+        ValueError: a rank gives away more than it has.
+    """
+    weights = np.zeros((topology.size, topology.size))
+    for (sender, receiver), weight in topology.weights[step % topology.period].items():
+        weights[receiver, sender] = weight
+    np.fill_diagonal(weights, 1.0 - weights.sum(axis=0))
+    check_columns(weights)
+    return weights
+
+
 def matrices(topology: Topology, scheme: str) -> list[Matrix]:
-    """The mixing matrix of each phase.
+    """The mixing matrix of each phase; "uniform" leaves a topology the weights that it brings.
 
     Raises:
         ValueError: no such scheme, or one that the graph does not have.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"mixing={scheme!r} is not known: take one of {', '.join(map(repr, SCHEMES))}")
-    make = uniform if scheme == "uniform" else metropolis
+    if topology.weights and scheme != "uniform":
+        raise ValueError(f"mixing={scheme!r}: topology {topology.name!r} brings its own weights; leave mixing out")
+    make = own if topology.weights else uniform if scheme == "uniform" else metropolis
     return [make(topology, step) for step in range(topology.period)]
 
 
@@ -198,19 +218,29 @@ def least_weight(weights: Sequence[Matrix], overlap: bool = False) -> float:
 # -- how fast ranks agree -------------------------------------------------------------------------------------
 
 
+def disagreement(weights: Sequence[Matrix], steps: int) -> list[float]:
+    """The most that can be left of the ranks' disagreement sqrt(sum |x_i - mean|^2) after each of so many steps, as a
+    part of what it was: the norm of the product of (doubly stochastic) matrices, without its mean."""
+    size, found = len(weights[0]), list[float]()
+    product = np.eye(size)
+    for step in range(steps):
+        product = weights[step % len(weights)] @ product
+        found.append(float(np.linalg.norm(product - 1.0 / size, 2)))
+    return found
+
+
 def contraction(weights: Sequence[Matrix]) -> float:
     """The second largest singular value of the product of a period's matrices (doubly stochastic): by how much at least
-    the ranks' disagreement sqrt(sum |x_i - mean|^2) shrinks over a period. 1: never (or not in one period)."""
-    product = np.linalg.multi_dot([*reversed(weights)]) if len(weights) > 1 else weights[0]
-    size = len(product)
-    return float(np.linalg.norm(product - np.full((size, size), 1.0 / size), 2)) if size > 1 else 0.0
+    the ranks' disagreement shrinks over a period. 1: never (or not in one period)."""
+    return disagreement(weights, len(weights))[-1]
 
 
 def second_eigenvalue(weights: Sequence[Matrix]) -> float:
-    """The second largest absolute eigenvalue of the product of a period's matrices (any column-stochastic ones)."""
+    """The second largest absolute eigenvalue of the product of a period's matrices (any column-stochastic ones); 0 for
+    what is rounding."""
     product = np.linalg.multi_dot([*reversed(weights)]) if len(weights) > 1 else weights[0]
     values = sorted(np.abs(np.linalg.eigvals(product)), reverse=True)
-    return float(values[1]) if len(values) > 1 else 0.0
+    return float(values[1]) if len(values) > 1 and values[1] > ROUNDING else 0.0
 
 
 def spectral_gap(weights: Sequence[Matrix]) -> float:
@@ -223,4 +253,4 @@ def mixing_time(weights: Sequence[Matrix], within: float = 1e-3) -> float:
     gap = spectral_gap(weights)
     if gap <= 0.0:
         return math.inf
-    return float(len(weights)) if gap >= 1.0 - 1e-12 else math.log(within) / math.log1p(-gap)
+    return float(len(weights)) if gap == 1.0 else math.log(within) / math.log1p(-gap)

@@ -2,17 +2,20 @@
 
 A topology is a cycle of *phases*; at step k the edges of phase ``k % period`` carry messages. Static graphs have one
 phase. The dynamic ones are those of SGP (Assran et al., ICML 2019, section 3.1 and appendix) and BlueFog (Ying et al.,
-2021); all are built here at any size, odd ones and one rank included.
+2021); all are built here at any size, odd ones and one rank included. Base graphs (Takezawa et al., NeurIPS 2023) bring
+mixing weights of their own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from hvd_async.finite_time import base_graph
 
 Edge = tuple[int, int]
 """(sender, receiver)."""
@@ -26,14 +29,17 @@ class Topology:
         name: for people.
         size: number of ranks.
         phases: for each phase its edges (sender, receiver), none of a rank to itself.
+        weights: for each phase the mixing weights of these edges, where the graph depends on them; the sender keeps
+            what is left of 1. Empty: any that ``mixing`` makes.
 
     Raises:
-        ValueError: an edge of a rank that is not there, or of a rank to itself.
+        ValueError: an edge of a rank that is not there, or of a rank to itself; weights of other edges.
     """
 
     name: str
     size: int
     phases: tuple[frozenset[Edge], ...]
+    weights: tuple[Mapping[Edge, float], ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -45,6 +51,8 @@ class Topology:
                 raise ValueError(f"topology {self.name!r}: edge {edge} leaves the ranks 0 to {self.size - 1}")
             if edge[0] == edge[1]:
                 raise ValueError(f"topology {self.name!r}: rank {edge[0]} sends to itself; leave such edges out")
+        if self.weights and [frozenset(phase) for phase in self.weights] != list(self.phases):
+            raise ValueError(f"topology {self.name!r}: give the weights of each phase's edges, or none at all")
 
     @property
     def period(self) -> int:
@@ -199,6 +207,13 @@ def bipartite_linear(size: int) -> Topology:
     return Topology("bipartite-linear", size, _pairs(size, list(range(1, size + size % 2, 2))))
 
 
+def base(size: int, peers: int = 1) -> Topology:
+    """Base-(k+1) graph with k = ``peers`` neighbours at the most: all agree exactly after a period, at any size."""
+    check_peers(peers, size)
+    weights = tuple(base_graph(range(size), peers)) or ({},)
+    return Topology("base", size, tuple(map(frozenset, weights)), weights)
+
+
 def one_peer(graph: Topology) -> Topology:
     """BlueFog's dynamic form of a static graph: at each step every rank sends to the next of its out-neighbours.
 
@@ -281,6 +296,7 @@ def from_networkx(graph: Any) -> Topology:
 NAMED: dict[str, Callable[[int], Topology]] = {
     "exponential": exponential,
     "bipartite-exponential": bipartite_exponential,
+    "base": base,
     "linear": linear,
     "bipartite-linear": bipartite_linear,
     "ring": ring,
@@ -293,7 +309,7 @@ NAMED: dict[str, Callable[[int], Topology]] = {
     "complete": complete,
 }
 """Names that ``topology=`` takes."""
-WITH_PEERS = ("exponential", "linear")
+WITH_PEERS: dict[str, Callable[[int, int], Topology]] = {"exponential": exponential, "linear": linear, "base": base}
 """Those of which a rank may have several peers a step."""
 
 
@@ -306,7 +322,7 @@ def named(name: str, size: int, peers: int = 1) -> Topology:
     if name not in NAMED:
         raise ValueError(f"topology={name!r} is not known: take one of {', '.join(NAMED)}, or a networkx graph")
     if name in WITH_PEERS:
-        return {"exponential": exponential, "linear": linear}[name](size, peers)
+        return WITH_PEERS[name](size, peers)
     if peers != 1:
         raise ValueError(f"peers={peers}: topology {name!r} says itself who sends to whom; leave peers out")
     return NAMED[name](size)

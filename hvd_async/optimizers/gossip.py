@@ -8,6 +8,7 @@ from typing import Any
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
 from hvd_async.algorithms.gossip.messages import GossipConfig
@@ -71,7 +72,7 @@ class GossipDriver(LocalDriver):
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
-        names = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        names = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class GossipDriver(LocalDriver):
         plan = make_plan(self.rank_group.named, local_size=settings["hierarchical"] or 1, **named)
         if self.size == self.rank_group.named:
             return plan
-        alone = ("algorithm", "max_staleness", "max_local_steps", "average_every", "compression")
+        alone = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
         return make_plan(self.size, **{name: settings[name] for name in alone})
 
     # -- changes of settings --------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class GossipDriver(LocalDriver):
         if unknown:
             raise ValueError(
                 f"switch() does not know {', '.join(unknown)}: take algorithm, topology, peers, mixing, max_staleness, "
-                f"max_local_steps or average_every"
+                f"gossip_every, max_local_steps or average_every"
             )
         given = {**self.given, **named}
         if not isinstance(given["mixing"], str):  # matrices say themselves who sends to whom
@@ -184,8 +185,11 @@ class GossipDriver(LocalDriver):
 
 def worker_class(config: GossipConfig) -> type[GossipWorker]:
     """Return the class of a configuration's workers."""
-    if ALGORITHMS[config.algorithm].pairs:
+    kind = ALGORITHMS[config.algorithm]
+    if kind.pairs:
         return HostPairWorker if config.local_size > 1 else ADPSGDWorker
+    if kind.exact:
+        return ExactDiffusionWorker
     return HierarchicalWorker if config.local_size > 1 else PushSumWorker
 
 

@@ -102,9 +102,9 @@ class GossipMethods(OptimizerMethods):
         """Go on with other settings, from the average of all ranks. A collective, with a ``drain()`` at its start.
 
         Args:
-            changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``max_local_steps``,
-                ``average_every``; what is not named stays as it is, but for ``peers``, which is 1 on another topology,
-                and matrices given as ``mixing``, which are a topology.
+            changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``gossip_every``,
+                ``max_local_steps``, ``average_every``; what is not named stays as it is, but for ``peers``, which is 1
+                on another topology, and matrices given as ``mixing``, which are a topology.
 
         Raises:
             ValueError: settings that cannot be; nothing has changed then.

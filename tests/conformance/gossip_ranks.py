@@ -19,6 +19,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
 from tests.conformance import keras_gossip_ranks, torch_gossip_ranks
 from tests.conformance.cases import CASES, Case
+from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.reference import Array
@@ -29,6 +30,7 @@ STAR = {"algorithm": "sgp", "topology": "star"}
 """The graph on which push-sum weights are not 1."""
 LATE = {"algorithm": "osgp", "topology": "star", "max_staleness": 2}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
+EXACT = {"algorithm": "exact-diffusion", "topology": "ring"}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
 
 
@@ -161,6 +163,10 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         logs, hosts = [own.log[: own.log.index(("drained",))] for own in seen], options.get("hierarchical", 1)
         counts = [len(own.path) for own in seen]
         return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+    if algorithm == "exact-diffusion":
+        (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
+        own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}
+        return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, [len(one.path) for one in seen], **own)
     hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
     takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
     matrices = options.get("mixing", "uniform")
@@ -175,6 +181,7 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         algorithm="dpsgd" if algorithm == "dpsgd" else "sgp",
         max_staleness=late,
         overlap=late,
+        every=options.get("gossip_every", 1),
         average_every=options.get("average_every", 0),
         local_size=hosts,
     )

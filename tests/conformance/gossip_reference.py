@@ -5,11 +5,11 @@ of ``reference.py``), g the gradient at z, ``W[i, j]`` the weight that receiver 
 matrix of phase (k - 1) % period), m the decoded form of what was sent: x itself unless messages are compressed.
     sgp:        x <- U(x, g);  send m = x;  x <- x - sum_i W[i, j] m, w <- w - sum_i W[i, j] w (both as sent);
                 for each message (s, q) taken in: x <- x + W^(q)[j, s] m_s, w <- w + W^(q)[j, s] w_s
-    osgp:       the same, but sent at each tau-th step only (W^(k) is the matrix of phase ((k - 1) / tau) % period at
-                steps k = 1, 1 + tau, .., and I between them), and messages of earlier steps are taken in before m is
-                sent: all of them, so that one an edge is under way at the most (Assran et al., 2019: at most tau late)
+    osgp:       the same, but sent at each tau-th step only, as ``every`` says, and messages of earlier steps are taken
+                in before m is sent: all of them, so one an edge is under way (Assran et al., 2019: at most tau late)
     dpsgd:      the same, but m = x from before U (Lian et al., 2017: x_i <- sum_j W_ij x_j - eta g_i(x_i)), which is
                 sent a step ahead: also by a rank that is done, of a step that others take
+    every = H:  W^(k) is the matrix of phase (k / H - 1) % period at steps k = H, 2 H, .., and I between them
     averaging:  at the end of a step, x <- sum x / A, w <- sum w / A over the A ranks that take this step
     drain:      everything in flight is taken in;  z <- sum x / sum w
     adpsgd:     a shadow y;  step: y <- y + U(p, g(p)) - p at the parameters p, then p <- y;
@@ -140,9 +140,9 @@ def least_squares(size: int, case: Case, framework: str = "torch", elements: int
 
 def of_step(matrices: Sequence[Array], step: int, every: int = 1) -> Array:
     """The matrix of a step, from 1, where messages are sent each so many steps."""
-    if (step - 1) % every:
+    if step % every:
         return np.eye(len(matrices[0]))
-    return matrices[(step - 1) // every % len(matrices)]
+    return matrices[(step // every - 1) % len(matrices)]
 
 
 def on_time(matrices: Sequence[Array], steps: int, late: int = 0, every: int = 1) -> list[list[list[tuple[int, int]]]]:
@@ -166,6 +166,7 @@ def gossip(
     sends: Sends | None = None,
     max_staleness: int | None = None,
     overlap: int = 0,
+    every: int = 1,
     average_every: int = 0,
     encode: Encode | None = None,
     local_size: int = 1,
@@ -177,10 +178,10 @@ def gossip(
         steps: of the rank that took most.
         takes: what a run recorded, also how many steps each rank took; none: each step's messages in that step.
         algorithm: "sgp" (osgp with ``overlap``) or "dpsgd".
-        sends: for ranks that left edges out (to a retired rank): that weight stays with the sender. None: all edges.
-            D-PSGD's of a rank's last step plus one are last.
+        sends: for ranks that left edges out, whose weight stays with the sender; D-PSGD's of one step more. None: all.
         max_staleness: refuse a log in which a message is taken in more steps late, or not at all.
         overlap: osgp's tau; 0 for the others.
+        every: steps between two in which messages are sent, if ``overlap`` is not more.
         average_every: steps, 0 for never.
         encode: compresses messages; may have a memory, so a new one for each run.
         local_size: ranks of a host, numbered host by host: averaged after the update, and all else is by host.
@@ -191,7 +192,7 @@ def gossip(
     hosts, left = divmod(len(problem.start), local_size)
     if algorithm not in ("sgp", "dpsgd") or left:
         raise ValueError(f"algorithm={algorithm!r}, local_size={local_size}: take 'sgp' or 'dpsgd', and equal hosts")
-    takes = on_time(matrices, steps) if takes is None else takes
+    takes = on_time(matrices, steps, every=max(every, overlap)) if takes is None else takes
     _check(matrices, steps, takes, hosts)
     x, w = problem.start.copy(), np.ones(hosts)
     states = list(problem.states) or [start(own) for own in x]
@@ -199,7 +200,7 @@ def gossip(
     flying, taken = dict[Edge, tuple[Array, float]](), set[Edge]()
     members = [range(host * local_size, (host + 1) * local_size) for host in range(hosts)]
     for step in range(1, steps + 1):
-        weights = of_step(matrices, step, max(1, overlap))
+        weights = of_step(matrices, step, max(every, overlap))
         active = [host for host in range(hosts) if len(takes[host]) >= step]
         new: dict[int, Array] = {}
         for own in active:

@@ -16,7 +16,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
-from tests.conformance.gossip_ranks import ADAM, KERAS, LATE, MOMENTUM, NESTEROV, PAIRS, RING, SGD, STAR, both
+from tests.conformance.gossip_ranks import ADAM, EXACT, KERAS, LATE, MOMENTUM, NESTEROV, PAIRS, RING, SGD, STAR, both
 from tests.conformance.keras_ranks import flat, plain
 
 STEPS = 12
@@ -45,7 +45,14 @@ def test_every_optimizer_works_on_biased_weights(binding, case):
         (6, ADAM, PAIRS | {"hierarchical": 3, "max_local_steps": 1}),
         (2, ADAM, {"algorithm": "allreduce"}),
         (3, NESTEROV, STAR | {"average_every": 3}),
+        (4, MOMENTUM, LATE | {"gossip_every": 3}),
+        (5, NESTEROV, {"algorithm": "dpsgd", "topology": "base"}),
+        (6, ADAM, {"algorithm": "sgp", "topology": "base", "peers": 2}),
+        (5, NESTEROV, EXACT),
+        (4, ADAM, EXACT | {"topology": "star", "mixing": "metropolis", "gossip_every": 3, "average_every": 5}),
+        (4, ADAM, RING | {"gossip_every": 2, "average_every": 5}),
         (6, MOMENTUM, STAR | {"hierarchical": 2}),
+        (4, MOMENTUM, STAR | {"hierarchical": 2, "gossip_every": 3}),
         (4, ADAM, RING | {"hierarchical": 2}),
         (6, ADAM, STAR | {"hierarchical": 2, "average_every": 3}),
     ],
@@ -67,6 +74,7 @@ def test_every_algorithm(binding, size, case, options):
         (STAR | {"compression": "fp16"}, 2 * 6),
         (LATE | {"compression": "bf16"}, 2 * 6),
         (RING | {"compression": "int8"}, 2048 + 4),
+        (EXACT | {"compression": "int8"}, 2048 + 4),
         (LATE | {"compression": "int8"}, 2048 + 4),
         (PAIRS | {"compression": "bf16"}, 2 * 6),
         (PAIRS | {"compression": "fp16", "hierarchical": 2}, None),

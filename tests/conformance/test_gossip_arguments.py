@@ -45,7 +45,10 @@ def plain(binding: Binding) -> Any:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     # who gossips how
-    ({"algorithm": "gossip"}, r"'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'allreduce'"),
+    (
+        {"algorithm": "gossip"},
+        r"'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'allreduce'",
+    ),
     ({"topology": "torus"}, r"'torus' is not known: take one of exponential, .*, or a networkx graph"),
     ({"topology": networkx.Graph([(0, 1), (2, 3)])}, r"not connected: nothing of rank 0 ever reaches rank 2"),
     ({"topology": topology.ring(5)}, r"is one of 5 ranks, and there are 4"),
@@ -72,7 +75,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hierarchical": 3}, r"3 ranks a host do not divide 4 ranks into hosts of equal size"),
     ({"hierarchical": 0}, r"hierarchical=0: take True, False, or the number of ranks of a host"),
     ({"hierarchical": "host"}, r"take True, False, or the number"),
-    ({"hierarchical": 2, "algorithm": "allreduce"}, r"averages all ranks; leave it out, or take sgp, osgp, dpsgd or"),
+    (
+        {"hierarchical": 2, "algorithm": "allreduce"},
+        r"averages no hosts first; leave it out, or take sgp, osgp, dpsgd or",
+    ),
     # Horovod's
     ({"op": "Sum"}, r"gossip mixes weights, by averages; leave op out, or take hvd\.Average"),
     ({"op": "Adasum"}, r"leave op out"),

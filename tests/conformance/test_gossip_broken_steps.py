@@ -19,7 +19,7 @@ STEPS = 6
 
 @pytest.mark.parametrize("broken_step", [1, 3])
 @pytest.mark.parametrize("where", ["_offer", "_await_messages"])
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd"])
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion"])
 def test_others_go_on_without_it(monkeypatch: Any, algorithm: str, where: str, broken_step: int) -> None:
     """Also when it had announced messages that it did not queue."""
     real = getattr(PushSumWorker, where)

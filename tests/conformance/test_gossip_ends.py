@@ -16,6 +16,7 @@ from hvd_async.testing import Cluster, InjectedError
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance import gossip_reference as reference
 from tests.conformance.gossip_ranks import (
+    EXACT,
     GRAPH,
     LATE,
     MOMENTUM,
@@ -46,6 +47,7 @@ def bits(rank: Rank) -> bytes:
 @by_options(
     LATE | {"compression": "int8"},
     RING | {"compression": "fp16"},
+    EXACT | {"compression": "int8"},
     LATE | {"hierarchical": 2},
     LATE | {"hierarchical": 2, "compression": "int8", "average_every": 3},
     PAIRS,
@@ -60,7 +62,9 @@ def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(binding, options):
     ranks.check_mean(problem.start, seen)
 
 
-@by_options(STAR | {"compression": "int8"}, RING | {"compression": "int8"}, LATE, LATE | {"hierarchical": 3}, PAIRS)
+@by_options(
+    STAR | {"compression": "int8"}, RING | {"compression": "int8"}, EXACT, LATE, LATE | {"hierarchical": 3}, PAIRS
+)
 @both
 def test_a_cut_after_uneven_steps_loses_nothing(binding, options):
     """Which edges were left out is known at one end only; copies of 8-bit messages must be the same at both."""
@@ -188,7 +192,7 @@ def test_a_consensus_that_is_never_left_puts_nothing_back(binding):
     ranks.alike(work, 2)
 
 
-@by_options(STAR, RING, PAIRS)
+@by_options(STAR, RING, EXACT, PAIRS)
 @both
 def test_weights_that_were_changed_between_steps_stay_changed(binding, options):
     """EarlyStopping(restore_best_weights=True) does so, and clipping weights: the ranks' mean moves as much."""

@@ -15,7 +15,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance import gossip_reference as reference
 from tests.conformance.drive import scripted_engine
-from tests.conformance.gossip_ranks import ADAM, PAIRS, RING, STAR, Binding, Rank, Seen, both, by_options
+from tests.conformance.gossip_ranks import ADAM, EXACT, PAIRS, RING, STAR, Binding, Rank, Seen, both, by_options
 
 
 @functools.cache
@@ -72,6 +72,10 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
     STAR | {"hierarchical": 3},
     PAIRS | {"hierarchical": 3},
     STAR | {"average_every": 3},
+    STAR | {"gossip_every": 3},
+    EXACT,
+    EXACT | {"compression": "int8", "gossip_every": 2},
+    RING | {"gossip_every": 2},
     STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
 )
 @both

@@ -82,12 +82,16 @@ def test_hosts_switch_with_their_compression_and_averages(binding, compression):
         {"topology": "ring"},
         {"algorithm": "dpsgd"},
         {"algorithm": "adpsgd"},
-        {"algorithm": "sgp", "average_every": 0},
+        {"algorithm": "sgp", "average_every": 0, "gossip_every": 2},
     ]
     if compression == "int8":  # (which adpsgd has not)
         del chain[2]
     hosts = {"topology": "ring", "hierarchical": 2}
-    settings = [hosts | {"average_every": 4}, hosts | {"algorithm": "dpsgd", "average_every": 4}, hosts]
+    settings = [
+        hosts | {"average_every": 4},
+        hosts | {"algorithm": "dpsgd", "average_every": 4},
+        hosts | {"gossip_every": 2},
+    ]
     if compression == "none":
         settings.insert(2, hosts | {"algorithm": "adpsgd"})
     problem, common = binding.problem(4, MOMENTUM), {"hierarchical": 2, "average_every": 4, "compression": compression}

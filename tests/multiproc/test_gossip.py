@@ -14,6 +14,7 @@ from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference
 from tests.conformance.cases import CASES
+from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 
 pytestmark = pytest.mark.multiproc
@@ -44,6 +45,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
         return reference.allreduce(problem, STEPS)
     plan = make_plan(size, **case.plan)
     matrices: list[Matrix] = list(plan.matrices)
+    if case.algorithm == "exact-diffusion":
+        return exact_diffusion(problem, matrices[0], list(map(case.steps, range(size))))
     takes = [[taken for _, taken in log] for log in logs] if case.algorithm == "osgp" else None
     return reference.gossip(
         problem,
@@ -53,6 +56,7 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
         algorithm="dpsgd" if case.algorithm == "dpsgd" else "sgp",
         max_staleness=plan.config.max_staleness,
         overlap=plan.config.max_staleness,
+        every=plan.config.gossip_every,
         average_every=plan.config.average_every,
         local_size=plan.config.local_size,
     )

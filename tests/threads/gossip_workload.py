@@ -21,6 +21,7 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conformance.cases import Case
+from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.reference import Array, State, start
@@ -235,23 +236,19 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
         if one.plan.config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+        elif one.plan.config.algorithm == "exact-diffusion":
+            own = {"every": one.plan.config.gossip_every, "average_every": one.plan.config.average_every}
+            outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)
         else:
-            takes = on_time(one.plan.matrices, max(counts), late, one.plan.every)
-            if hosts == 1:
-                takes = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
+            logs = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
+            takes = logs if hosts == 1 else on_time(one.plan.matrices, max(counts), late, one.plan.config.period)
             outcome = gossip(
-                problem,
-                one.plan.matrices,
-                max(counts),
-                takes,
+                problem, one.plan.matrices, max(counts), takes,
                 algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
                 sends=[segment.sends for segment in segments] if hosts == 1 else None,
-                max_staleness=late,
-                overlap=late,
-                average_every=one.plan.config.average_every,
-                encode=encode,
-                local_size=hosts,
-            )
+                max_staleness=late, overlap=late, every=one.plan.config.gossip_every,
+                average_every=one.plan.config.average_every, encode=encode, local_size=hosts,
+            )  # fmt: skip
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
             np.testing.assert_allclose(segment.z, outcome.drained(), **within)

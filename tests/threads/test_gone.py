@@ -53,12 +53,13 @@ def all_equal(vectors: list[Any], value: float) -> None:
         np.testing.assert_allclose(vector, np.full(WEIGHTS, value), rtol=1e-12)
 
 
-def test_what_was_given_to_a_rank_before_it_went_is_no_gradient_lost():
+@pytest.mark.parametrize("algorithm", ["sgp", "exact-diffusion"])
+def test_what_was_given_to_a_rank_before_it_went_is_no_gradient_lost(algorithm: str):
     """Rank 0 steps at once after a drain and gives rank 1 a share, which goes before it steps itself."""
     given = threading.Event()
 
     def train(number: int) -> Any:
-        rank = Rank(make_plan(3, "sgp", "ring"))
+        rank = Rank(make_plan(3, algorithm, "ring"))
         rank.engine.drain()
         if number == 1:
             deliver = rank.worker._receive_buffer.deliver
@@ -79,13 +80,14 @@ def test_what_was_given_to_a_rank_before_it_went_is_no_gradient_lost():
     all_equal([one, other], 1.0)
 
 
+@pytest.mark.parametrize("algorithm", ["sgp", "exact-diffusion"])
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_given_to_a_rank_that_is_gone(seed: int):
+def test_nothing_is_given_to_a_rank_that_is_gone(seed: int, algorithm: str):
     """After a cut there is no collective that ranks would meet in before they step on."""
     gone = threading.Event()
 
     def train(number: int) -> Any:
-        rank = Rank(make_plan(3, "sgp", "ring"))
+        rank = Rank(make_plan(3, algorithm, "ring"))
         rank.engine.drain()
         if number == 1:
             rank.worker.delete()

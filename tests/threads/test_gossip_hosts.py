@@ -40,9 +40,11 @@ def test_hosts_gossip(algorithm, graph, hosts, local):
     "steps", [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((9, 3, 6, 1), (5, 2, 0, 3), (0, 4, 1, 1))]
 )
 @pytest.mark.parametrize(("algorithm", "graph", "late"), ALGORITHMS)
-def test_late_messages_uneven_steps_and_cuts_lose_nothing(algorithm, graph, late, steps, local):
+@pytest.mark.parametrize("every", [1, 3])
+def test_late_messages_uneven_steps_and_cuts_lose_nothing(algorithm, graph, late, steps, local, every):
+    own = {"max_staleness": late, "gossip_every": every, "local_size": local, "saves": False}
     for cuts in (frozenset(range(len(steps) - 1)), frozenset[int]()):
-        one = job(steps, algorithm, graph, max_staleness=late, local_size=local, cuts=cuts, saves=False)
+        one = job(steps, algorithm, graph, cuts=cuts, **own)
         check_sums(one, run(one, jitter=0.001))
 
 

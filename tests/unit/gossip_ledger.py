@@ -170,7 +170,7 @@ class GossipLedger:
             return False
         slowest = min((self.told.get(rank, 0) for rank in self.active()), default=inf)
         earliest = min(offers[0][0] for offers in self.offers.values() if offers)
-        return earliest > slowest + AHEAD * max(1, self.config.max_staleness)
+        return earliest > slowest + AHEAD * self.config.period
 
     def _can_go(self) -> bool:
         if self._is_ahead():

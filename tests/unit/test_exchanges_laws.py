@@ -19,14 +19,16 @@ BOTH_WAYS = ["bipartite-exponential", "ring", "star", "complete", "mesh"]
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     size = draw(st.integers(1, 5))
-    algorithm = draw(st.sampled_from(["sgp", "osgp", "dpsgd", "adpsgd", "adpsgd", "allreduce"]))
-    graph = draw(st.sampled_from(DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS))
+    algorithm = draw(st.sampled_from(["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "adpsgd", "allreduce"]))
+    graphs = DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS
+    graph = draw(st.sampled_from(graphs[1:] if algorithm == "exact-diffusion" else graphs))  # (static ones)
     plan = make_plan(
         size,
         algorithm,
         None if algorithm == "allreduce" else graph,
-        weights="metropolis" if algorithm == "dpsgd" else "uniform",
+        weights="metropolis" if algorithm in ("dpsgd", "exact-diffusion") else "uniform",
         max_staleness=draw(st.integers(0, 2)) if algorithm == "osgp" else None,
+        gossip_every=1 if algorithm in ("adpsgd", "allreduce") else draw(st.sampled_from([1, 1, 2, 3])),
         max_local_steps=draw(st.integers(1, 3)) if algorithm == "adpsgd" else 4,
         average_every=0 if algorithm == "adpsgd" else draw(st.sampled_from([0, 0, 1, 3])),
     )

@@ -27,11 +27,12 @@ class Sleeper(Simulation):
             self.most = max(self.most, *counts.values(), 0)
 
 
-def most(graph: topology.Topology, algorithm: str, seed: int) -> int:
+def most(graph: topology.Topology, algorithm: str, seed: int, every: int = 1) -> int:
     """The first rank steps only when nobody else can do anything."""
     size = graph.size
     speeds = (0.0, *([1.0] * (size - 1)))
-    job = Job(make_plan(size, algorithm, graph), ((size + 4,) * size,), speeds, tuple(range(size)), seed)
+    plan = make_plan(size, algorithm, graph, gossip_every=every)
+    job = Job(plan, ((every * (size + 4),) * size,), speeds, tuple(range(size)), seed)
     return Sleeper(job).run().most
 
 
@@ -47,3 +48,9 @@ def most(graph: topology.Topology, algorithm: str, seed: int) -> int:
 )
 def test_messages_that_wait_at_a_rank_that_sleeps(graph, algorithm, waiting, seed):
     assert most(graph, algorithm, seed) == waiting
+
+
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp"])
+def test_the_limit_counts_sending_steps(algorithm):
+    """And not steps: else where ranks send each third step, three messages would be the limit."""
+    assert most(topology.ring(11, "right"), algorithm, seed=0, every=3) == 8

@@ -13,6 +13,7 @@ from hvd_async.algorithms.registry import ALGORITHMS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STOREYS = [
+    {"finite_time"},  # what a topology is made of
     {"errors", "topology", "stats"},  # public data: leaves
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
@@ -36,6 +37,7 @@ PURE = {
     "round_state",
     "hosts",
     "plan",
+    "graph",
     "options",
     "selection",
     "lsgd",

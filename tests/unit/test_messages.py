@@ -44,6 +44,7 @@ GOSSIP = st.builds(
     graph=TEXT,
     neighbours=st.lists(st.lists(NUMBERS)),
     max_staleness=NUMBERS,
+    gossip_every=NUMBERS,
     local_size=NUMBERS,
 )
 PROGRESS = st.builds(

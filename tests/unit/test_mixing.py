@@ -73,8 +73,29 @@ def test_a_period_shrinks_disagreement_by_the_second_singular_value_at_least(nam
 def test_one_peer_exponential_agrees_exactly_after_one_period_at_powers_of_two(size):
     matrices = mixing.matrices(topology.exponential(size), "uniform")
     assert mixing.contraction(matrices) == pytest.approx(0.0, abs=1e-12)
-    assert mixing.spectral_gap(matrices) == pytest.approx(1.0, abs=1e-3)
-    assert mixing.mixing_time(matrices) <= 2 * len(matrices)
+    assert mixing.spectral_gap(matrices) == 1.0
+    assert mixing.mixing_time(matrices) == len(matrices)
+
+
+@given(SIZES, st.integers(1, 4))
+def test_base_graphs_agree_after_a_period(size, peers):
+    graph = topology.base(size, min(peers, max(1, size - 1)))
+    matrices = mixing.matrices(graph, "uniform")
+    for weights in matrices:
+        mixing.check_doubly(weights)
+    assert mixing.disagreement(matrices, graph.period)[-1] < 1e-14
+    assert mixing.spectral_gap(matrices) == 1.0
+    assert mixing.mixing_time(matrices) == graph.period
+    with pytest.raises(ValueError, match="topology 'base' brings its own weights; leave mixing out"):
+        mixing.matrices(graph, "metropolis")
+
+
+def test_disagreement_is_what_is_left_of_the_worst_case():
+    (half,) = mixing.matrices(topology.complete(2), "uniform")
+    third = np.array([[2.0, 1.0], [1.0, 2.0]]) / 3
+    np.testing.assert_allclose(mixing.disagreement([third], 3), [1 / 3, 1 / 9, 1 / 27])
+    np.testing.assert_allclose(mixing.disagreement([third, half], 3), [1 / 3, 0, 0], atol=1e-15)
+    assert mixing.disagreement([np.eye(3)], 2) == pytest.approx([1.0, 1.0])
 
 
 def test_the_gap_of_a_ring_is_the_known_one():
@@ -115,3 +136,9 @@ def test_metropolis_weights_refuse_directed_graphs_and_unknown_schemes():
         mixing.matrices(topology.exponential(4), "metropolis")
     with pytest.raises(ValueError, match="'uniform', 'metropolis'"):
         mixing.matrices(topology.ring(4), "random")
+
+
+def test_own_weights_above_1_are_refused():
+    greedy = Topology("greedy", 2, (frozenset({(0, 1)}),), ({(0, 1): 1.5},))
+    with pytest.raises(ValueError, match=r"the edge from rank 0 to rank 0 is -0\.5"):
+        mixing.matrices(greedy, "uniform")

@@ -18,13 +18,16 @@ from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
 from tests.conftest import examples
 
-SYMMETRIC = ["bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"]
+SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
+SYMMETRIC |= {"base"}
+DOUBLY = ("dpsgd", "exact-diffusion")
 GOSSIPS = [name for name in ALGORITHMS if name != "allreduce"]
 SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
 TURN = np.array([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
 """Doubly stochastic, and directed."""
 LOPSIDED = np.array([[0.5, 0.2, 0.3], [0.3, 0.5, 0.2], [0.2, 0.3, 0.5]])
 """Doubly stochastic on a symmetric graph, and not symmetric."""
+TO_NEXT = topology.ring(4, "right").phases[0]
 APART = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
 
 
@@ -37,10 +40,12 @@ def test_edges_are_those_of_the_matrices(algorithm, name, size, step):
     graph = topology.named(name, size)
     if algorithm not in algorithms_of(graph):
         return
-    scheme = "metropolis" if algorithm == "dpsgd" else "uniform"
+    scheme = "metropolis" if algorithm in DOUBLY and not graph.weights else "uniform"
     plan = make_plan(size, algorithm, name, weights=scheme)
     weights = plan.matrices[plan.phase(step)]
-    np.testing.assert_array_equal(weights, mixing.matrices(graph, scheme)[(step - 1) % graph.period])
+    expected = mixing.matrices(graph, scheme)[(step - 1) % graph.period]
+    lazy = (expected + np.eye(size)) / 2
+    np.testing.assert_array_equal(weights, lazy if algorithm == "exact-diffusion" else expected)
     again = np.diag(np.diag(weights))
     for place in range(size):
         out, into = plan.out_edges(place, step), plan.in_edges(place, step)
@@ -68,6 +73,7 @@ def test_each_algorithm_has_its_graph_and_its_staleness():
         "osgp": "exponential",
         "dpsgd": "bipartite-exponential",
         "adpsgd": "bipartite-exponential",
+        "exact-diffusion": "ring",
         "allreduce": "none",
     }
     assert {name: make_plan(8, name).config.max_staleness for name in ALGORITHMS} == {
@@ -76,6 +82,12 @@ def test_each_algorithm_has_its_graph_and_its_staleness():
     }
     assert make_plan(8, "osgp", max_staleness=0).config.max_staleness == 0
     assert make_plan(8, "sgp", max_staleness=0).config.max_staleness == 0
+
+
+def test_exact_diffusion_mixes_half_as_much():
+    plan = make_plan(4, "exact-diffusion", "ring")
+    assert [edge[1] for edge in plan.out_edges(0, 1)] == pytest.approx([1 / 6, 1 / 6])
+    assert plan.matrices[0].diagonal() == pytest.approx([2 / 3] * 4)
 
 
 def test_the_configuration_says_what_ranks_must_have_in_common():
@@ -159,13 +171,15 @@ def test_algorithms_of_a_graph_are_those_that_take_it(name, size):
     graph = topology.named(name, size)
     able = algorithms_of(graph)
     if size > 4:
-        assert able == (("sgp", "osgp", "dpsgd", "adpsgd") if name in SYMMETRIC else ("sgp", "osgp"))
+        expected = {"sgp", "osgp"} | ({"dpsgd"} if name in SYMMETRIC else set())
+        expected |= {"adpsgd"} if name in SYMMETRIC - {"base"} else set()
+        assert set(able) == expected | ({"exact-diffusion"} if name in SYMMETRIC and graph.period == 1 else set())
     for algorithm in GOSSIPS:
-        scheme = "metropolis" if algorithm == "dpsgd" and graph.symmetric else "uniform"
+        scheme = "metropolis" if algorithm in DOUBLY and graph.symmetric and not graph.weights else "uniform"
         if algorithm in able:
             make_plan(size, algorithm, graph, weights=scheme)
         else:
-            with pytest.raises(ValueError, match="symmetric"):
+            with pytest.raises(ValueError, match=r"symmetric|averages half and half|changes from step to step"):
                 make_plan(size, algorithm, graph, weights=scheme)
 
 
@@ -179,7 +193,10 @@ def test_no_algorithm_may_use_a_graph_in_parts():
 # -- what does not fit ----------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "algorithm": ({"algorithm": "gossip"}, "'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'all"),
+    "algorithm": (
+        {"algorithm": "gossip"},
+        "'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'all",
+    ),
     "name": ({"graph": "torus"}, "take one of exponential, .*, or a networkx graph"),
     "no graph": ({"graph": 4}, "topology=4 is none: take a name"),
     "class": ({"graph": Topology}, "is none: take a name"),
@@ -218,6 +235,30 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "late D-PSGD": ({"algorithm": "dpsgd", "max_staleness": 1}, "of dpsgd are never late"),
     "staleness": ({"algorithm": "osgp", "max_staleness": -1}, "max_staleness=-1 is not a number of steps: take 0 or"),
     "local steps": ({"algorithm": "adpsgd", "max_local_steps": 0}, "max_local_steps=0 is .*: take 1 or more"),
+    "weights of a graph": (
+        {"graph": "base", "weights": "metropolis"},
+        "'base' brings its own weights; leave mixing out",
+    ),
+    "weights of pairs": (
+        {"graph": "base", "algorithm": "adpsgd"},
+        "'base' agrees by mixing weights of its own, and adpsgd",
+    ),
+    "a graph that keeps nothing": (
+        {"graph": Topology("swap", 4, (TO_NEXT,), (dict.fromkeys(TO_NEXT, 1.0),))},
+        r"W\[0, 0\] = 0, so rank 0 would",
+    ),
+    "a graph that changes": (
+        {"graph": "bipartite-exponential", "algorithm": "exact-diffusion"},
+        "'bipartite-exponential' changes from step to step, and exact-diffusion corrects .*: take 'ring', 'symm",
+    ),
+    "a directed graph": ({"graph": "ring-left", "algorithm": "exact-diffusion"}, "exact-diffusion needs a symmetric"),
+    "hosts of exact diffusion": ({"algorithm": "exact-diffusion", "local_size": 2}, "averages no hosts first; leave"),
+    "every": ({"gossip_every": 0}, "gossip_every=0 is not a number of steps: take 1 or more"),
+    "every step of AD-PSGD": (
+        {"algorithm": "adpsgd", "gossip_every": 2},
+        "nothing at steps of one number; leave",
+    ),
+    "every step of averages": ({"algorithm": "allreduce", "gossip_every": 2}, "allreduce average_every"),
     "average": ({"average_every": -1}, "average_every=-1 is not a number of steps: take 0 or more"),
     "true average": ({"average_every": True}, "average_every=True"),
     "averages of AD-PSGD": ({"algorithm": "adpsgd", "average_every": 2}, r"call drain\(\) where an average is due"),
@@ -230,8 +271,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "directed AD-PSGD": ({"algorithm": "adpsgd", "graph": "ring-left"}, "gets no answer; adpsgd needs a symmetric"),
     "a directed matrix": ({"algorithm": "dpsgd", "weights": TURN, "size": 3}, "gets no answer; dpsgd needs a symm"),
-    "uniform D-PSGD on a star": ({"algorithm": "dpsgd", "graph": "star"}, "every row must sum to 1; D-PSGD .*metropol"),
-    "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; D-PS"),
+    "uniform D-PSGD on a star": ({"algorithm": "dpsgd", "graph": "star"}, "every row must sum to 1; dpsgd .*metropol"),
+    "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; dps"),
     "hosts of other sizes": ({"local_size": 3}, "3 ranks a host do not divide 4 ranks into hosts of equal size"),
     "empty hosts": ({"local_size": 0}, "0 ranks a host do not divide"),
     "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "take sgp, osgp, dpsgd or adpsgd"),

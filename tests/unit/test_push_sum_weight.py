@@ -142,11 +142,23 @@ def test_osgp_with_many_receivers_a_step_is_refused_and_sgp_is_not():
     assert MIN_WEIGHT < 1 / 16 < LOW_WEIGHT
 
 
-def test_osgp_sends_each_max_staleness_steps():
-    plan = make_plan(4, "osgp", max_staleness=3)
-    assert [plan.out_edges(0, step) for step in range(1, 9)] == [[(1, 0.5)], [], [], [(2, 0.5)], [], [], [(1, 0.5)], []]
-    assert [plan.in_edges(0, step) for step in (1, 2, 4)] == [[(3, 0.5)], [], [(2, 0.5)]]
-    assert [plan.moves(step) for step in range(1, 5)] == [True, False, False, True]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "osgp", "max_staleness": 3},
+        {"algorithm": "osgp", "max_staleness": 3, "gossip_every": 2},
+        {"algorithm": "osgp", "max_staleness": 1, "gossip_every": 3},
+        {"gossip_every": 3},
+    ],
+    ids=str,
+)
+def test_the_last_step_of_a_period_sends(options):
+    """The longer of both periods: what was sent before is received by then."""
+    plan = make_plan(4, **options)
+    sent = [[], [], [(1, 0.5)], [], [], [(2, 0.5)], [], [], [(1, 0.5)]]
+    assert [plan.out_edges(0, step) for step in range(1, 10)] == sent
+    assert [plan.in_edges(0, step) for step in (1, 3, 4, 6)] == [[], [(3, 0.5)], [], [(2, 0.5)]]
+    assert [plan.moves(step) for step in range(1, 5)] == [False, False, True, False]
     assert not make_plan(1).moves(1)
 
 

@@ -100,7 +100,7 @@ def test_everything_reaches_the_options(tmp_path):
 def test_every_flag_of_gossip_reaches_the_optimizer():
     line = (
         "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
-        "--average-every 10 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
+        "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
     )
     options = parse("torch", line.split())
     assert options.own == GossipOptions(
@@ -112,6 +112,7 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
         hierarchical=True,
         max_local_steps=2,
         average_every=10,
+        gossip_every=4,
         schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"},
     )
     assert (options.quorum, options.by_rounds, options.gossips, options.follows) == (None, False, True, False)
@@ -246,15 +247,18 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm allreduce --pace rounds", "--pace only means something with --algorithm eager"),
         ("--algorithm allreduce --compression bf16", "take fp16, or --algorithm eager --quorum all"),
         ("--compression zip", "invalid choice"),
-        ("--compression int8", "for sgp, osgp or dpsgd"),
+        ("--compression int8", "for sgp, osgp, dpsgd or exact-diffusion"),
         ("--algorithm allreduce --compression int8", "take fp16"),
-        ("--algorithm adpsgd --compression int8", "for sgp, osgp or dpsgd"),
-        ("--algorithm sgp --compression int8 --schedule 3:adpsgd", "for sgp, osgp or dpsgd"),
+        ("--algorithm adpsgd --compression int8", "for sgp, osgp, dpsgd or exact-diffusion"),
+        ("--algorithm sgp --compression int8 --schedule 3:adpsgd", "for sgp, osgp, dpsgd or exact-diffusion"),
         ("--algorithm sgp --quorum solo", "--quorum only means something with --algorithm eager"),
         ("--algorithm sgp --pace rounds", "--pace only means something with --algorithm eager"),
         ("--algorithm sgp --max-staleness 1", "only means something with --algorithm eager or osgp"),
         ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
-        ("--topology ring", "--topology only means something with --algorithm sgp, osgp, dpsgd or adpsgd"),
+        (
+            "--topology ring",
+            "--topology only means something with --algorithm sgp, osgp, dpsgd, adpsgd or exact-diffusion",
+        ),
         ("--algorithm allreduce --peers 2", "--peers only means something with --algorithm sgp"),
         ("--algorithm lsgd --hierarchical", "--hierarchical only means something with --algorithm eager, sgp"),
         ("--average-every 3", "--average-every only means something with --algorithm sgp"),

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import networkx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async import topology
+from hvd_async.finite_time import base_graph, factors, hyper_hypercube, simple_base_graph
 from hvd_async.topology import Topology
 
 SIZES = st.integers(1, 33)
 NAMES = st.sampled_from(sorted(topology.NAMED))
-SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
-REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star"}
+SYMMETRIC = {
+    "bipartite-exponential",
+    "bipartite-linear",
+    "ring",
+    "symmetric-exponential",
+    "mesh",
+    "star",
+    "complete",
+    "base",
+}
+REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star", "base"}
 
 
 @given(NAMES, SIZES)
@@ -72,6 +85,51 @@ def test_in_a_bipartite_graph_nobody_has_two_partners(size):
             partners = [graph.out(rank, step) for rank in range(size)]
             assert all(len(own) <= 1 for own in partners)
             assert sum(not own for own in partners) == size % 2
+
+
+@pytest.mark.parametrize("make", [base_graph, simple_base_graph])
+@pytest.mark.parametrize("peers", [1, 2, 3, 4])
+def test_a_base_graph_agrees_exactly_after_a_period_at_any_size(peers, make):
+    """Each phase has at most so many neighbours of a rank, and a symmetric, doubly stochastic matrix."""
+    for size in range(1, 65):
+        product = np.eye(size)
+        phases = make(range(size), peers)
+        for phase in phases:
+            weights = np.zeros((size, size))
+            for (sender, receiver), weight in phase.items():
+                weights[receiver, sender] = weight
+            assert 1 <= np.count_nonzero(weights, axis=0).max() <= peers
+            np.fill_diagonal(weights, 1.0 - weights.sum(axis=0))
+            np.testing.assert_array_equal(weights, weights.T)
+            assert (weights.diagonal() > 0).all()
+            product = weights @ product
+        np.testing.assert_allclose(product, 1.0 / size, rtol=0, atol=1e-15)
+        if make is base_graph:  # (Theorem 1 of the paper)
+            assert len(phases) <= 2 * math.log(size, peers + 1) + 2
+            assert len(phases) <= len(simple_base_graph(range(size), peers))
+
+
+@pytest.mark.parametrize(
+    ("size", "base", "simple"), [(1, 0, 0), (3, 3, 3), (5, 5, 5), (6, 4, 5), (8, 3, 3), (12, 5, 7)]
+)
+def test_how_long_base_2_graphs_are(size, base, simple):
+    """In two stages, of 3 ranks and of 2 or 4, where that is shorter."""
+    assert (len(base_graph(range(size), 1)), len(simple_base_graph(range(size), 1))) == (base, simple)
+
+
+def test_a_hyper_hypercube_is_of_small_factors():
+    assert [factors(number, 4) for number in (1, 2, 6, 12, 16, 48)] == [[], [2], [3, 2], [4, 3], [4, 4], [4, 4, 3]]
+    assert factors(10, 4) is None
+    with pytest.raises(ValueError, match="10 ranks have a prime factor above 4: take base_graph"):
+        hyper_hypercube(range(10), 3)
+
+
+def test_a_topology_may_bring_weights():
+    graph = topology.base(5)
+    assert [frozenset(phase) for phase in graph.weights] == list(graph.phases)
+    assert hash(graph) == hash(topology.base(5))
+    assert graph == topology.base(5)
+    assert graph != Topology("base", 5, graph.phases)
 
 
 def test_a_mesh_is_as_square_as_it_can_be():
@@ -134,6 +192,11 @@ def test_networkx_graphs_go_both_ways_if_they_are_undirected():
         (lambda: Topology("mine", 2, (frozenset({(1, 1)}),)), "rank 1 sends to itself"),
         (lambda: Topology("mine", 0, (frozenset(),)), "1 or more"),
         (lambda: Topology("mine", 2, ()), "at least one"),
+        (
+            lambda: Topology("mine", 2, (frozenset({(0, 1)}),), ({(1, 0): 0.5},)),
+            "weights of each phase's edges, or none",
+        ),
+        (lambda: Topology("mine", 2, (frozenset({(0, 1)}),), ({}, {})), "weights of each phase's edges, or none"),
     ],
 )
 def test_what_is_no_graph_is_refused_with_a_hint(make, hint):

@@ -49,7 +49,7 @@ def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
     return state._replace(shadow=add(add(state.shadow, other, 0.5), own, -0.5))
 
 
-def check_weight(kept: SavedState) -> None:
+def check_weight(kept: SavedState, algorithm: str) -> None:
     """Refuse to begin with the state that an earlier run's cut saved.
 
     Raises:
@@ -57,8 +57,8 @@ def check_weight(kept: SavedState) -> None:
     """
     if kept.weight != 1.0:
         raise ValueError(
-            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and adpsgd knows none: go "
-            f"on with the algorithm that it was saved with, or save after drain()"
+            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and {algorithm} knows none: "
+            f"go on with the algorithm that it was saved with, or save after drain()"
         )
 
 
@@ -85,7 +85,7 @@ class ADPSGDWorker(GossipWorker):
         )
 
     def restore(self, kept: SavedState) -> None:
-        check_weight(kept)
+        check_weight(kept, self.config.algorithm)
         super().restore(kept)
 
     def begin(self, weights: Vector) -> None:

@@ -61,6 +61,8 @@ class GossipWorker(Worker):
         """Steps of all ranks before the last drain or cut (engine thread)."""
         self._uneven = False
         """Whether some ranks took fewer of them than others since the one before."""
+        self._lasts: dict[int, int] = {}
+        """Each rank's steps since the one before, by place (engine thread)."""
         self._together = True
         """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
         self._staleness: Counter[int] = Counter()
@@ -235,9 +237,11 @@ class GossipWorker(Worker):
             case Drained():
                 if not self.deleted:
                     self._exchanges.pause(command.rounds)
-                known, total = list(self._receive_buffer.finished.values()), command.produced[0]
-                steps = {*known, total - self._stepped - sum(known)}  # all but the last rank have been announced
-                self._uneven, self._longest, self._stepped = len(steps) > 1, max(steps), total
+                known, total = self._receive_buffer.finished, command.produced[0]
+                last = total - self._stepped - sum(known.values())  # all but the last rank have been announced
+                self._lasts = {place: known.get(place, last) for place in range(len(self._ranks))}
+                self._uneven, self._longest = len(set(self._lasts.values())) > 1, max(self._lasts.values())
+                self._stepped = total
                 self._receive_buffer.begin_anew(map(self._ranks.index, command.gone))
                 super().on_command(command)
             case _:

@@ -145,7 +145,7 @@ class HostPairWorker(HostWorker):
         Raises:
             ValueError: it has a push-sum weight other than 1, or the ranks of a host had weights of their own.
         """
-        check_weight(kept)
+        check_weight(kept, self.config.algorithm)
         if self._mark not in kept.copies:
             raise ValueError(
                 f"this state was saved after cut() by ranks with weights of their own, and ranks of a host begin with "

@@ -11,11 +11,12 @@ class GossipConfig(Config, frozen=True, tag=True):
     """Configuration that all ranks of an optimizer must have in common before the first exchange.
 
     Attributes:
-        algorithm: "sgp", "osgp", "dpsgd", "adpsgd" or "allreduce".
+        algorithm: "sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion" or "allreduce".
         graph: the topology's name, and a digest of its edges and their weights.
         neighbours: places of each rank's neighbours, by its own place (of hosts, if
             ranks are averaged there first); empty except for AD-PSGD.
         max_staleness: steps that a message may be late (OSGP).
+        gossip_every: steps between two in which messages are sent, if they may not be later than that.
         max_local_steps: steps a rank may take between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         compression: encoding of messages.
@@ -26,10 +27,17 @@ class GossipConfig(Config, frozen=True, tag=True):
     graph: str
     neighbours: list[list[int]] = msgspec.field(default_factory=list)
     max_staleness: int = 0
+    gossip_every: int = 1
     max_local_steps: int = 0
     average_every: int = 0
     compression: str = "none"
     local_size: int = 1
+
+    @property
+    def period(self) -> int:
+        """Steps between two sending steps. When it sends, a rank of OSGP has received all earlier messages: with more
+        in flight it would keep too little of x and w, and z = x / w would diverge."""
+        return max(self.gossip_every, self.max_staleness)
 
 
 class MessageQueued(OptimizerEvent, frozen=True, tag=True):

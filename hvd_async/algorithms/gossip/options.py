@@ -45,7 +45,8 @@ class GossipOptions:
         "sgp",
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
-        'pairs of ranks are averaged while they compute, and no rank waits for a slow one) or "allreduce" '
+        "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
+        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias) or "allreduce" '
         "(weights are averaged over all ranks after every step)",
         flags=(),
     )
@@ -61,7 +62,7 @@ class GossipOptions:
     peers: int | Mapping[int, int] = option(
         1,
         "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
-        help=f"to how many ranks a rank sends at a step, of the topologies {' and '.join(WITH_PEERS)}; 0:1,30:2 "
+        help=f"to how many ranks a rank sends at a step, of the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
         "is 1 from epoch 0 and 2 from epoch 30 on",
         read=_read_peers,
         metavar="N",
@@ -80,6 +81,13 @@ class GossipOptions:
         help="how many steps late a message may be, 0 is sgp",
         absent="1",
         read=Whole(0),
+        metavar="N",
+    )
+    gossip_every: int = option(
+        1,
+        "send and mix each so many steps, with local steps in between (Koloskova et al., ICML 2020)",
+        help="send and mix in every N-th step only; in between ranks step by themselves",
+        read=Whole(1),
         metavar="N",
     )
     hierarchical: bool | int = option(
@@ -129,7 +137,7 @@ class GossipOptions:
         check_one_of("buffers", self.buffers, BUFFERS)
 
 
-BY_STEP = ("topology", "peers", "mixing", "max_staleness", "max_local_steps", "average_every")
+BY_STEP = ("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every")
 """A user's options of a plan, beside its algorithm: those that ``switch()`` may change."""
 NOT_GIVEN: Mapping[str, Any] = {
     **{name: getattr(GossipOptions, name) for name in BY_STEP},
@@ -143,10 +151,12 @@ NO_USE: Mapping[str, str] = {
     "mixing": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
     "topology",
     "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
+    "gossip_every": "gossip_every: {0} sends nothing at steps of one number; leave it out (adpsgd has max_local_steps, "
+    "allreduce average_every)",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "hierarchical": "hierarchical: {0} averages all ranks; leave it out, or take sgp, osgp, dpsgd or adpsgd",
+    "hierarchical": "hierarchical: {0} averages no hosts first; leave it out, or take sgp, osgp, dpsgd or adpsgd",
 }
 """The error message for an option that an algorithm does not have."""
 
@@ -159,11 +169,13 @@ class GossipAlgorithm(Algorithm):
         doubly_stochastic: whether its mixing matrices must be doubly stochastic and symmetric.
         pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
         sends_before_update: whether messages hold the weights from before a step's update.
+        exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
     """
 
     doubly_stochastic: bool = False
     pairs: bool = False
     sends_before_update: bool = False
+    exact: bool = False
 
     @property
     def has_graph(self) -> bool:
@@ -176,10 +188,10 @@ class GossipAlgorithm(Algorithm):
         return "max_staleness" in self.options
 
 
-_PUSH_SUM: Mapping[str, Any] = {
-    **{name: NOT_GIVEN[name] for name in ("peers", "mixing", "average_every", "compression", "hierarchical")},
-    "topology": "exponential",
+_MIXED: Mapping[str, Any] = {
+    name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
 }
+_PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "exponential"}
 _SYMMETRIC = {"topology": "bipartite-exponential"}
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
@@ -225,6 +237,18 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             about="averages with whichever neighbour is ready",
             compressions=("none", "fp16", "bf16"),
             pairs=True,
+        ),
+        GossipAlgorithm(
+            "exact-diffusion",
+            "gossip",
+            {**_MIXED, "topology": "ring"},
+            sends="weights",
+            waits_for="neighbours",
+            symmetric_graph=True,
+            about="wants a static symmetric graph, and corrects what data differ by",
+            compressions=COMPRESSIONS,
+            doubly_stochastic=True,
+            exact=True,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from hvd_async import mixing, topology
+from hvd_async import mixing
+from hvd_async.algorithms.gossip.graph import chosen_graph
 from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS, NO_USE, NOT_GIVEN, GossipAlgorithm
 from hvd_async.algorithms.option import check_hosts, check_one_of
@@ -39,19 +40,14 @@ class GossipPlan:
     topology: Topology
     matrices: tuple[Matrix, ...]
 
-    @property
-    def every(self) -> int:
-        """Steps between two sending steps. OSGP sends every ``max_staleness`` steps, when earlier messages have been
-        received: with more in flight a rank would keep too little of x and w, and z = x / w would diverge."""
-        return max(1, self.config.max_staleness)
-
     def phase(self, step: int) -> int:
         """Return the phase of a sending step, from 1."""
-        return (step - 1) // self.every % len(self.matrices)
+        return (step - 1) // self.config.period % len(self.matrices)
 
     def moves(self, step: int) -> bool:
-        """Return whether any rank sends anything at ``step``."""
-        return (step - 1) % self.every == 0 and self._busy[self.phase(step)]
+        """Return whether any rank sends anything at ``step``: in the last step of a period, so that after a period's
+        steps ranks have mixed."""
+        return step % self.config.period == 0 and self._busy[self.phase(step)]
 
     def averages(self, step: int) -> bool:
         """Return whether all ranks are averaged at the end of ``step``."""
@@ -120,11 +116,13 @@ class GossipPlan:
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
     """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
-    weights of some rank never reach another."""
+    weights of some rank never reach another; pairs, which average half and half, only if it has no weights, exact ones
+    only if it is static."""
     if graph.unreachable() is not None:
         return ()
-    fit = (each for each in ALGORITHMS.values() if each.has_graph)
-    return tuple(each.name for each in fit if graph.symmetric or not each.symmetric_graph)
+    fit = [each for each in ALGORITHMS.values() if each.has_graph and (graph.symmetric or not each.symmetric_graph)]
+    fit = [each for each in fit if not (each.pairs and graph.weights) and not (each.exact and graph.period > 1)]
+    return tuple(each.name for each in fit)
 
 
 def make_plan(
@@ -134,6 +132,7 @@ def make_plan(
     peers: int = 1,
     weights: Any = "uniform",
     max_staleness: int | None = None,
+    gossip_every: int = 1,
     max_local_steps: int = 4,
     average_every: int = 0,
     compression: str = "none",
@@ -148,6 +147,7 @@ def make_plan(
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
         max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
+        gossip_every: steps between two in which messages are sent.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         compression: one of ``COMPRESSIONS``.
@@ -161,6 +161,7 @@ def make_plan(
         "peers": peers,
         "mixing": weights,
         "max_staleness": max_staleness,
+        "gossip_every": gossip_every,
         "max_local_steps": max_local_steps,
         "average_every": average_every,
         "compression": compression,
@@ -173,7 +174,7 @@ def make_plan(
     average_every = average_every or kind.options.get("average_every", 0)
     places = size // local_size
     if kind.has_graph:
-        chosen, matrices = _graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
+        chosen, matrices = chosen_graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
     else:
         chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
     digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
@@ -183,6 +184,7 @@ def make_plan(
         graph=f"{chosen.name} ({digest:08x})",
         neighbours=neighbours,
         max_staleness=max_staleness,
+        gossip_every=gossip_every,
         max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
         average_every=average_every,
         compression=compression,
@@ -219,6 +221,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
     check_one_of("algorithm", algorithm, ALGORITHMS)
+    _check_number("gossip_every", given["gossip_every"], 1)
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
@@ -240,111 +243,6 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     return kind
 
 
-def _graph(
-    size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any, what: str
-) -> tuple[Topology, list[Matrix]]:
-    """Return the graph and its matrices, checked for the algorithm."""
-    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, kind)) is not None:
-        graph, weights = None, own
-    if isinstance(weights, str):
-        chosen = _topology(size, graph, peers, kind)
-        matrices = mixing.matrices(chosen, weights)
-    else:
-        if graph is not None or peers != 1:
-            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
-        matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
-        for matrix in matrices:
-            mixing.check_columns(matrix)
-            if not matrix.diagonal().all():
-                rank = int(np.argmin(matrix.diagonal()))
-                raise ValueError(
-                    f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
-                    f"neighbours' are late: give it a part above 0"
-                )
-        chosen = _of_matrices(matrices)
-    if chosen.size != size:
-        raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
-    mixing.check_connected(chosen)
-    if kind.symmetric_graph:
-        _check_symmetric(chosen, kind.name)
-    if kind.doubly_stochastic:
-        for matrix in matrices:
-            try:
-                mixing.check_doubly(matrix)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; D-PSGD needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
-                ) from None
-            if not np.allclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE):
-                i, j = map(int, np.argwhere(~np.isclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE))[0])
-                raise ValueError(
-                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; D-PSGD "
-                    f"needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
-                )
-    return chosen, matrices
-
-
-def _topology(size: int, graph: Any, peers: int, kind: GossipAlgorithm) -> Topology:
-    if graph is None:
-        graph = kind.options["topology"]
-    if isinstance(graph, str):
-        return topology.named(graph, size, peers)
-    topology.check_peers(peers, size)
-    if peers != 1:
-        raise ValueError(f"peers={peers}: a graph that is given says itself who sends to whom; leave peers out")
-    if isinstance(graph, Topology):
-        return graph
-    if _is_networkx(graph):
-        return topology.from_networkx(graph)
-    raise ValueError(
-        f"topology={graph!r} is none: take a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph"
-    )
-
-
-def _is_networkx(graph: Any) -> bool:
-    return hasattr(graph, "nodes") and hasattr(graph, "is_directed")
-
-
-def _weighted(graph: Any, peers: int, weights: Any, kind: GossipAlgorithm) -> Matrix | None:
-    """Return the mixing matrix of a networkx graph's edge weights; None if it has none."""
-    topology.from_networkx(graph)  # raises if its nodes are no ranks
-    matrix = mixing.of_networkx(graph)
-    if matrix is None:
-        return None
-    if kind.pairs or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
-        own = f"{kind.name} averages half and half" if kind.pairs else "leave mixing and peers out"
-        raise ValueError(
-            f"the edges of this networkx graph have weights, which are mixing weights: {own}; or {mixing.STRIP}"
-        )
-    return matrix
-
-
-def _of_matrices(matrices: Sequence[Matrix]) -> Topology:
-    sizes = {len(matrix) for matrix in matrices}
-    if len(sizes) != 1:
-        raise ValueError(f"mixing matrices of different sizes: {sorted(sizes)}; each needs a row and a column a rank")
-    phases = [frozenset((int(j), int(i)) for i, j in np.argwhere(matrix) if i != j) for matrix in matrices]
-    return Topology("given by mixing=", sizes.pop(), tuple(phases))
-
-
-def _check_symmetric(graph: Topology, algorithm: str) -> None:
-    for step, edges in enumerate(graph.phases):
-        for sender, receiver in sorted(edges):
-            if (receiver, sender) not in edges:
-                raise ValueError(
-                    f"topology {graph.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
-                    f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
-                    f"that is, or algorithm='sgp'"
-                )
-
-
 def _check_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} is not a number of steps: take {least} or more")
-
-
-def _is_list(weights: Any) -> bool:
-    """Return whether these are several matrices, rather than the rows of one."""
-    if isinstance(weights, list | tuple):  # maybe of different sizes, for which NumPy has no number of dimensions
-        return bool(weights) and np.ndim(weights[0]) == 2
-    return bool(np.ndim(weights) == 3)

@@ -246,7 +246,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if not group or self._config.local_size > 1:
             return False
         slowest = min((self._told.get(rank, 0) for rank in self._active()), default=0)
-        return self._offers[group[0]][0].key > slowest + AHEAD * max(1, self._config.max_staleness)
+        return self._offers[group[0]][0].key > slowest + AHEAD * self._config.period
 
     def _accounted(self, group: Sequence[int]) -> set[int]:
         """Return the ranks that are in the next exchange, or cannot be before it has completed."""

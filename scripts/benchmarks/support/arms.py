@@ -10,7 +10,7 @@ from hvd_async.algorithms.gossip.options import COMPRESSIONS
 from hvd_async.algorithms.gossip.plan import make_plan
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
-GOSSIP = {"sgp": "sgp", "osgp": "osgp", "dpsgd": "dpsgd", "adpsgd": "adpsgd", "local-sgd": "allreduce"}
+GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion")} | {"local-sgd": "allreduce"}
 """Their algorithms."""
 LEADERS = ("lsgd", "easgd")
 FOLLOWING = {

@@ -44,9 +44,11 @@ class Gossip:
 EXACT = (
     Gossip("sgp star", {"algorithm": "sgp", "topology": "star"}),
     Gossip("sgp averaged", {"algorithm": "sgp", "topology": "ring", "average_every": 5}),
+    Gossip("sgp each third step", {"algorithm": "sgp", "topology": "star", "gossip_every": 3}),
     Gossip("osgp 1 exponential", {"algorithm": "osgp", "topology": "exponential", "max_staleness": 1}),
     Gossip("osgp 2 star", {"algorithm": "osgp", "topology": "star", "max_staleness": 2}),
     Gossip("dpsgd ring", {"algorithm": "dpsgd", "topology": "ring"}),
+    Gossip("exact diffusion ring", {"algorithm": "exact-diffusion", "topology": "ring"}),
     Gossip("adpsgd star", {"algorithm": "adpsgd", "topology": "star"}),
     Gossip("allreduce", {"algorithm": "allreduce"}),
 )

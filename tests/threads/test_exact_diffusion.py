@@ -1,0 +1,210 @@
+"""Exact diffusion of ranks as threads: equal to the reference, kept by cuts, exact where ranks' data differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_async import mixing, topology
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
+from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.testing import Cluster
+from tests.conformance.cases import CASES, Case
+from tests.conformance.exact_diffusion_reference import exact_diffusion, published
+from tests.conformance.gossip_reference import Problem, least_squares
+from tests.conftest import examples
+from tests.threads.gossip_workload import Job, check, check_sums, job, run
+
+EXACT_DIFFUSION = "exact-diffusion"
+GRAPHS = ["ring", "star", "mesh", "complete", "symmetric-exponential"]
+
+
+class Quadratics(Job):
+    """Job of ranks with quadratics of their own: each has its minimum and its curvatures."""
+
+    @property
+    def problem(self) -> Problem:
+        curvature, centre = curvatures(self.size), centres(self.size)
+        base = super().problem
+        return dataclasses.replace(base, gradient=lambda z, rank, step: curvature[rank] * (z - centre[rank]))
+
+
+def curvatures(size):
+    return np.random.default_rng(3).uniform(0.2, 1.5, size=(size, 6))
+
+
+def centres(size):
+    return np.random.default_rng(5).normal(size=(size, 6))
+
+
+def minimizer(size):
+    """Of the mean of all ranks' quadratics."""
+    return (curvatures(size) * centres(size)).sum(axis=0) / curvatures(size).sum(axis=0)
+
+
+def lazy(name, size):
+    (weights,) = mixing.matrices(topology.named(name, size), "metropolis")
+    return (weights + np.eye(size)) / 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_edge_by_edge_is_as_published(name, case):
+    problem = least_squares(6, case)
+    one = exact_diffusion(problem, lazy(name, 6), [9] * 6)
+    other = published(problem, lazy(name, 6), 9)
+    np.testing.assert_allclose(one.path, other.path, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(one.x, other.x, rtol=1e-10, atol=1e-10)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    size = draw(st.integers(1, 6))
+    counts = st.lists(st.integers(0, 9), min_size=size, max_size=size)
+    return job(
+        draw(st.lists(counts, min_size=1, max_size=3)),
+        EXACT_DIFFUSION,
+        draw(st.sampled_from(GRAPHS)),
+        weights="metropolis",
+        gossip_every=draw(st.integers(1, 4)),
+        average_every=draw(st.sampled_from([0, 0, 3])),
+        compression=draw(st.sampled_from(["none", "none", "bf16", "int8"])),
+    )
+
+
+@settings(max_examples=examples(60))
+@given(jobs(), st.booleans())
+def test_every_step_equals_the_reference_and_the_mean_is_kept(one, late):
+    """Whoever ends when, drains or cuts between."""
+    check(one, run(one, jitter=0.002 * late))
+    cut = dataclasses.replace(one, cuts=frozenset(range(len(one.steps) - 1)))
+    check_sums(cut, run(cut, jitter=0.002 * late))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(
+    "case", [Case("sgd", "sgd", 0.3), Case("momentum", "sgd", 0.05, momentum=0.9)], ids=lambda case: case.name
+)
+@pytest.mark.parametrize(("name", "size"), [("ring", 5), ("star", 4), ("symmetric-exponential", 6)])
+def test_it_converges_to_the_minimizer_of_the_mean_where_gossip_does_not(name, size, case, every):
+    """At a constant learning rate, also with local steps between."""
+    far = {}
+    for algorithm in (EXACT_DIFFUSION, "dpsgd"):
+        plan = job([1] * size, algorithm, name, weights="metropolis", gossip_every=every).plan
+        one = Quadratics(plan, ((700,) * size,), case=case)
+        records = run(one)
+        models = np.array([record.segments[0].path[-1] for record in records])
+        far[algorithm] = np.abs(models - minimizer(size)).max()
+    assert far[EXACT_DIFFUSION] < 2e-3
+    assert far["dpsgd"] > 0.02 > 10 * far[EXACT_DIFFUSION]
+
+
+def test_those_that_go_on_converge_to_the_minimizer_of_their_own_mean():
+    """A rank that has finished has no part in where the others go."""
+    plan = job([1] * 5, EXACT_DIFFUSION, "complete").plan
+    one = Quadratics(plan, ((900, 900, 40, 900, 900),), case=Case("sgd", "sgd", 0.3))
+    models = np.array([record.segments[0].path[-1] for record in run(one)])
+    rest = [0, 1, 3, 4]
+    curvature, centre = curvatures(5)[rest], centres(5)[rest]
+    expected = (curvature * centre).sum(axis=0) / curvature.sum(axis=0)
+    np.testing.assert_allclose(models[rest], np.tile(expected, (4, 1)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [(5, 5, 5, 5), (3, 6, 4, 5), (7, 7, 2, 7)], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"average_every": 4}, {"compression": "fp16"}, {"compression": "int8"}, {"gossip_every": 3}],
+    ids=str,
+)
+def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(first, more):
+    one = job((first, (6,) * 4), EXACT_DIFFUSION, "ring", cuts=frozenset({0}), **more)
+    whole = run(one)
+    check_sums(one, whole)
+    resumed = run(job((6,) * 4, EXACT_DIFFUSION, "ring", **more), resumed=[record.saved[0] for record in whole])
+    for before, after in zip(whole, resumed, strict=True):
+        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
+        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
+        assert after.saved == [None]
+
+
+def test_both_ends_know_the_same_after_a_message_of_a_step_that_only_one_took():
+    """Rank 0 stops one step early and is sent what it does not read: what it knows of others begins anew."""
+    one = job(((5, 6, 6, 6), (6, 6, 6, 6)), EXACT_DIFFUSION, "ring", compression="int8", cuts=frozenset({0}))
+    ends = list[int]()
+
+    def before_end(place: int, worker: PushSumWorker) -> None:
+        if place == 0 and not ends:
+            ends.append(1)
+            senders = {sender for sender, _ in worker._into(0, 6)}
+            worker.engine.wait(lambda: all((sender, 6) in worker._receive_buffer.received for sender in senders))
+
+    records = run(one, before_end=before_end)
+    check_sums(one, records)
+    assert records[0].stats.messages_left == 2
+
+
+@pytest.mark.parametrize("more", [{}, {"average_every": 3}, {"compression": "int8"}, {"gossip_every": 3}], ids=str)
+def test_cuts_change_nothing(more):
+    paths = []
+    for steps in (((1,) * 5,) * 7, ((7,) * 5,)):
+        records = run(job(steps, EXACT_DIFFUSION, "ring", cuts=frozenset(range(7)), **more))
+        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
+    assert paths[0] == paths[1]
+
+
+def test_what_was_saved_does_not_change_afterwards():
+    one = job(((4,) * 3, (4,) * 3), EXACT_DIFFUSION, "ring", cuts=frozenset({0}))
+    (whole, *_), (first, *_) = run(one), run(job(((4,) * 3,), EXACT_DIFFUSION, "ring", cuts=frozenset({0})))
+    saved = [record.saved[0] for record in (whole, first)]
+    assert all(each is not None for each in saved)
+    kept = [each.kept.copies for each in saved if each is not None]
+    assert kept[0].keys() == kept[1].keys() != set()
+    for name in kept[0]:
+        np.testing.assert_array_equal(kept[0][name], kept[1][name])
+
+
+def test_a_state_with_a_push_sum_weight_is_refused():
+    saved = [record.saved[0] for record in run(job([5] * 3, "sgp", "star", cuts=frozenset({0})))]
+    assert any(isinstance(each.kept, SavedState) and each.kept.weight != 1.0 for each in saved if each is not None)
+    with pytest.raises(Exception, match=r"push-sum weight .*, and exact-diffusion knows none"):
+        run(job([2] * 3, EXACT_DIFFUSION, "ring"), resumed=saved)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_ranks_go_on_without_the_part_of_one_that_has_left(every):
+    """Rank 1 leaves after a cut, with corrections on its edges; the others forget it, and find their own minimizer."""
+    plan = make_plan(4, EXACT_DIFFUSION, "ring", gossip_every=every)
+    curvature, centre = curvatures(4), centres(4)
+
+    def train(number: int) -> Any:
+        engine, model = local_engine(), {"z": np.zeros(6)}
+        assert engine is not None
+        post = make_message_format(6, np.float64, "none", plan.max_messages, None)
+        worker = ExactDiffusionWorker(
+            engine, plan, post, lambda flush: model.update(z=worker.gather(model["z"], flush))
+        )
+        worker.begin(model["z"] + 0)
+        worker.connect(["w"], [0])
+        for steps in (7, 900):
+            for _ in range(steps):
+                z = model["z"]
+                model["z"] = worker.mix(z + 0, z - 0.3 * curvature[number] * (z - centre[number]))
+            engine.drain(False)
+            if number == 1:
+                worker.delete()
+                return None
+        return model["z"]
+
+    found = [z for z in Cluster(4).run(train) if z is not None]
+    rest = [0, 2, 3]
+    expected = (curvature[rest] * centre[rest]).sum(axis=0) / curvature[rest].sum(axis=0)
+    np.testing.assert_allclose(found, np.tile(expected, (3, 1)), rtol=0, atol=1e-6)
