@@ -39,6 +39,7 @@ PURE = {
     "easgd",
     "rule",
     "push_sum",
+    "outer",
 }
 """Files of a family that need no thread, socket or clock."""
 FOR_PURE = {"messages", "state_machine", "family"}
