@@ -13,8 +13,12 @@ from hvd_async.runtime.family import Algorithm
 from hvd_async.topology import NAMED, WITH_PEERS
 
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
-OUTER_LR, OUTER_MOMENTUM = Real(0.0, above=True), Real(0.0, below=1.0)
-"""Bounds of an outer optimizer's constants."""
+OUTER_BOUNDS: Mapping[str, Whole | Real] = {
+    "fragments": Whole(1),
+    "outer_lr": Real(0.0, above=True),
+    "outer_momentum": Real(0.0, below=1.0),
+}
+"""Bounds of an outer optimizer's options."""
 
 
 def _number_by_epoch(one: Whole, example: str) -> Callable[[str], int | dict[int, int]]:
@@ -36,7 +40,7 @@ def _read_schedule(text: str) -> dict[int, str]:
 
     def read(name: str) -> str:
         if name not in ALGORITHMS:
-            known = sorted(ALGORITHMS.values(), key=lambda each: each.has_graph)  # (all ranks' average first)
+            known = sorted(ALGORITHMS.values(), key=lambda each: not each.takes_the_place)  # (all ranks' average first)
             raise ValueError(f"{name!r} is not one of {', '.join(each.name for each in known)}")
         return name
 
@@ -121,7 +125,7 @@ class GossipOptions:
         "parts of the weights that local, slowmo and diloco average in turn, within ``average_every`` steps (Streaming "
         "DiLoCo, Douillard et al., 2025)",
         help="parts of the weights that are averaged in turn, each every --average-every steps",
-        read=Whole(1),
+        read=OUTER_BOUNDS["fragments"],
         metavar="N",
     )
     outer_lr: float | None = option(
@@ -130,14 +134,15 @@ class GossipOptions:
         "diloco",
         help="by how much the ranks' mean step is taken; alpha of slowmo",
         absent="1 of slowmo, 0.7 of diloco",
-        read=OUTER_LR,
+        read=OUTER_BOUNDS["outer_lr"],
     )
     outer_momentum: float | None = option(
         None,
-        "slow momentum of slowmo, Nesterov's of diloco; None: 0.5",
+        "slow momentum of slowmo, Nesterov's of diloco; None: 0.3 of slowmo, 0.5 of diloco, for some 4 to 16 steps "
+        "between averages (the papers' 0.7 and 0.9 are for many more)",
         help="momentum from one average to the next",
-        absent="0.5",
-        read=OUTER_MOMENTUM,
+        absent="0.3 of slowmo, 0.5 of diloco",
+        read=OUTER_BOUNDS["outer_momentum"],
     )
     schedule: Mapping[int, str] | None = option(
         None,
@@ -280,7 +285,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             "gossip",
             _OUTER,
             sends="weights",
-            waits_for="all",
+            waits_for="period",
             about="averages all ranks every --average-every steps, while it takes the next ones",
             compressions=COMPRESSIONS,
             outer=outer.local,
@@ -288,9 +293,9 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         GossipAlgorithm(
             "slowmo",
             "gossip",
-            {**_OUTER, "outer_lr": 1.0, "outer_momentum": 0.5},
+            {**_OUTER, "outer_lr": 1.0, "outer_momentum": 0.3},
             sends="weights",
-            waits_for="all",
+            waits_for="period",
             about="the same with slow momentum",
             compressions=COMPRESSIONS,
             outer=outer.slowmo,
@@ -300,7 +305,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             "gossip",
             {**_OUTER, "outer_lr": 0.7, "outer_momentum": 0.5},
             sends="weights",
-            waits_for="all",
+            waits_for="period",
             about="the same with Nesterov's momentum",
             compressions=COMPRESSIONS,
             outer=outer.diloco,

@@ -80,6 +80,18 @@ class Rhythm(NamedTuple):
     period: int
     fragments: int
 
+    def check(self) -> None:
+        """Refuse more fragments than steps.
+
+        Raises:
+            ValueError: with a hint.
+        """
+        if self.fragments > self.period:
+            raise ValueError(
+                f"fragments={self.fragments} and average_every={self.period}: at a step one fragment is averaged at "
+                f"the most; take at most {self.period} fragments, or a larger average_every"
+            )
+
     def until(self, step: int) -> int:
         """Return how many averages there are in steps 1 to ``step``."""
         whole, rest = divmod(step, self.period)

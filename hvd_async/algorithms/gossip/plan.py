@@ -18,11 +18,11 @@ from hvd_async.algorithms.gossip.options import (
     COMPRESSIONS,
     NO_USE,
     NOT_GIVEN,
-    OUTER_LR,
-    OUTER_MOMENTUM,
+    OUTER_BOUNDS,
     GossipAlgorithm,
 )
-from hvd_async.algorithms.option import Whole, check_hosts, check_one_of
+from hvd_async.algorithms.gossip.outer import Rhythm
+from hvd_async.algorithms.option import check_hosts, check_one_of
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
 
@@ -198,7 +198,7 @@ def make_plan(
     average_every = average_every or kind.options.get("average_every", 0)
     if kind.outer is not None:
         max_staleness = min(max_staleness, average_every - 1)
-        _check_fragments(fragments, average_every)
+        Rhythm(average_every, fragments).check()
     places = size // local_size
     if kind.has_graph:
         chosen, matrices = _graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
@@ -253,8 +253,7 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
-    Whole(1).check("fragments", given["fragments"])
-    for name, bounds in (("outer_lr", OUTER_LR), ("outer_momentum", OUTER_MOMENTUM)):
+    for name, bounds in OUTER_BOUNDS.items():
         if given[name] is not None:
             bounds.check(name, given[name])
     compression = given["compression"]
@@ -371,14 +370,6 @@ def _check_symmetric(graph: Topology, algorithm: str) -> None:
                     f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
                     f"that is, or algorithm='sgp'"
                 )
-
-
-def _check_fragments(fragments: int, average_every: int) -> None:
-    if fragments > average_every:
-        raise ValueError(
-            f"fragments={fragments} and average_every={average_every}: at a step one fragment is averaged at the most; "
-            f"take at most {average_every} fragments, or a larger average_every"
-        )
 
 
 def _check_number(name: str, value: Any, least: int) -> None:

@@ -91,8 +91,6 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """Averages that have not started, by number: the ranks that entered."""
         self._entered: dict[int, int] = {}
         """The last average that each rank has entered, since the last drain."""
-        self._average = 0
-        """The last average that started, since the last drain."""
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """Each rank's steps at the last drain."""
         self._round = 0
@@ -165,9 +163,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 parts = self._running(rank, event).local_size
                 if len(weights) != parts:
                     raise ProtocolError(f"rank {rank} is in an average with {len(weights)} weights, and has {parts}")
-                ahead = index > self._average + 1 and not self._goes_on
-                if index != self._entered.get(rank, 0) + 1 or ahead:
-                    raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
+                last = self._entered.get(rank, 0)
+                if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
+                    raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
                 self._averages.setdefault(index, {})[rank] = event
                 self._entered[rank] = index
             case ExchangeDone(_, number):
@@ -274,7 +272,6 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         due: list[Command] = []
         for index in sorted(self._averages):
             if self._averages[index].keys() >= self._active():
-                self._average = index
                 # in one order, so that sums are the same to the bit
                 there = sorted(self._averages.pop(index).items())
                 weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
@@ -328,7 +325,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def _check_finished(self, rank: int) -> None:
-        if any(rank in there for there in self._averages.values()) and not self._goes_on:
+        if self._is_in_average(rank) and not self._goes_on:
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
     def _forget(self, rank: int) -> None:
@@ -344,6 +341,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     @property
     def _of_hosts(self) -> bool:
         return self._config is not None and self._config.local_size > 1
+
+    def _is_in_average(self, rank: int) -> bool:
+        return any(rank in there for there in self._averages.values())
 
     @property
     def _goes_on(self) -> bool:
@@ -381,7 +381,6 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             record.clear()
         self._flights.clear()  # ranks know themselves which exchanges they have not completed
         self._averages.clear()
-        self._average = 0
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
         return commands, self._round
