@@ -19,8 +19,8 @@ import numpy as np
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.reference import Array, start
 
-Compress = Callable[[Array, int], Array]
-"""(differences to the anchor, a row a rank that takes part; fragment) -> what all make of their mean."""
+Compress = Callable[[dict[int, Array], int], Array]
+"""(differences to the anchor of the ranks that take part; fragment) -> what all make of their mean."""
 
 
 @dataclass
@@ -82,8 +82,8 @@ def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compr
         while flying and flying[0][0] + outer.late <= due_at:
             step, fragment, sent = flying.pop(0)
             where, old = parts[fragment], anchor[parts[fragment]].copy()
-            differences = np.array([old - own for _, own in sorted(sent.items())])
-            d = differences.mean(axis=0) if compress is None else compress(differences, fragment)
+            differences = {rank: old - own for rank, own in sorted(sent.items())}
+            d = np.mean(list(differences.values()), axis=0) if compress is None else compress(differences, fragment)
             anchor[where] = outer.step(old, where, d, outer.rate(step))
             for rank, own in enumerate(x):
                 own[where] = anchor[where] + (own[where] - sent.get(rank, old))
@@ -100,3 +100,36 @@ def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compr
             path[rank].append(x[rank].copy())
     take(np.inf)
     return Outcome(x, np.ones(len(x)), path, tuple(states))
+
+
+class TwoStages:
+    """Averages whose messages are compressed, part by part: rank j adds up part j, and sends the mean to all. What the
+    messages of a rank leave out is part of its next difference, as what rank j leaves out of a mean of A ranks is, A
+    times.
+
+    Args:
+        encoded: what all decode of a part that a rank has sent.
+    """
+
+    def __init__(self, elements: int, fragments: int, ranks: int, encoded: Callable[[Array], Array]) -> None:
+        self.parts, self.ranks, self.encoded = slices(elements, fragments, ranks), ranks, encoded
+        self.length = -(-elements // (fragments * ranks))
+        self.errors = np.zeros((ranks, elements))
+
+    def __call__(self, differences: dict[int, Array], fragment: int) -> Array:
+        where = self.parts[fragment]
+        room = self.length * self.ranks - (where.stop - where.start)
+        mean = np.zeros((self.ranks, self.length))
+        left = np.zeros((self.ranks, self.ranks, self.length))
+        for rank, difference in differences.items():
+            own = np.pad(difference + self.errors[rank, where], (0, room)).reshape(self.ranks, self.length)
+            sent = np.array([part if to == rank else self.encoded(part) for to, part in enumerate(own)])
+            left[rank], mean = own - sent, mean + sent
+        mean /= len(differences)
+        result = np.array([self.encoded(part) for part in mean])
+        for rank in range(self.ranks):
+            if rank not in differences:
+                left[rank] = np.pad(self.errors[rank, where], (0, room)).reshape(self.ranks, self.length)
+            left[rank, rank] += (mean[rank] - result[rank]) * len(differences)
+            self.errors[rank, where] = left[rank].reshape(-1)[: where.stop - where.start]
+        return np.asarray(result.reshape(-1)[: where.stop - where.start])

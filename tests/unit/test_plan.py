@@ -73,7 +73,8 @@ def test_each_algorithm_has_its_graph_and_its_staleness():
     }
     assert {name: make_plan(8, name).config.max_staleness for name in ALGORITHMS} == {
         **dict.fromkeys(ALGORITHMS, 0),
-        **dict.fromkeys(("osgp", *OUTER), 1),
+        "osgp": 1,
+        **dict.fromkeys(OUTER, 4),
     }
     assert make_plan(8, "osgp", max_staleness=0).config.max_staleness == 0
     assert make_plan(8, "sgp", max_staleness=0).config.max_staleness == 0
@@ -93,7 +94,7 @@ def test_the_configuration_says_what_ranks_must_have_in_common():
 def test_outer_optimizers_have_their_rhythm_and_constants():
     for name in OUTER:
         config = make_plan(4, name).config
-        assert (config.average_every, config.max_staleness, config.fragments) == (8, 1, 1)
+        assert (config.average_every, config.max_staleness, config.fragments) == (8, 4, 1)
     given = {"average_every": 6, "fragments": 6, "max_staleness": 9, "outer_lr": 0.4, "outer_momentum": 0.0}
     config = make_plan(4, "diloco", **given).config
     assert (config.max_staleness, config.outer_lr, config.outer_momentum) == (5, 0.4, 0), "later it would be too late"

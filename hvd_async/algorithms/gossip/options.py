@@ -89,9 +89,9 @@ class GossipOptions:
     max_staleness: int | None = option(
         None,
         "steps a message of osgp may be late, or an average of local, slowmo and diloco (less than ``average_every``); "
-        "None: 1",
+        "None: 1 of osgp, half of ``average_every`` of these",
         help="how many steps late a message, or an average, may be; 0 waits for it: sgp, local SGD as it was published",
-        absent="1",
+        absent="1 of osgp, half of --average-every of the others",
         read=Whole(0),
         metavar="N",
     )
@@ -233,7 +233,8 @@ _PUSH_SUM: Mapping[str, Any] = {
     "topology": "exponential",
 }
 _SYMMETRIC = {"topology": "bipartite-exponential"}
-_OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": 1, "fragments": 1, "compression": "none"}
+_OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
+"""(With None an average may be half of ``average_every`` steps late.)"""
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     algorithm.name: algorithm

@@ -108,7 +108,6 @@ class OuterWorker(GossipWorker):
             self._momentum[where] = new.momentum
         self._next += 1
         self._averagings += 1
-        self._staleness[max(0, now - self._rhythm.step(average))] += 1
         if self.log is not None:
             self.log.append((now, average))
 

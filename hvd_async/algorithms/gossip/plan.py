@@ -167,7 +167,7 @@ def make_plan(
         graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
-        max_staleness: steps (OSGP, outer optimizers: below ``average_every``); None: 1 there, 0 elsewhere.
+        max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         fragments: of the weights, averaged in turn (outer optimizers).
@@ -193,12 +193,12 @@ def make_plan(
     }
     kind = _checked(algorithm, given)
     check_hosts(size, local_size)
+    average_every = average_every or kind.options.get("average_every", 0)
     if max_staleness is None:
         max_staleness = kind.options.get("max_staleness", 0)
-    average_every = average_every or kind.options.get("average_every", 0)
     if kind.outer is not None:
-        max_staleness = min(max_staleness, average_every - 1)
         Rhythm(average_every, fragments).check()
+        max_staleness = average_every // 2 if max_staleness is None else min(max_staleness, average_every - 1)
     places = size // local_size
     if kind.has_graph:
         chosen, matrices = _graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
