@@ -191,9 +191,7 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
 def outer_of(size: int, options: dict[str, Any]) -> Outer:
     """Return the outer optimizer of these options, without momentum yet."""
     given = {name: value for name, value in options.items() if name != "compression"}
-    config = make_plan(size, **given).config
-    rhythm = config.average_every, config.max_staleness, config.fragments
-    return Outer(config.algorithm, *rhythm, config.outer_lr, config.outer_momentum)
+    return outer_reference.of_config(make_plan(size, **given).config)
 
 
 def check(outcome: Outcome, seen: Sequence[Seen]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_async.algorithms.gossip.messages import GossipConfig
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.reference import Array, start
 
@@ -54,6 +55,12 @@ class Outer:
             return np.asarray(anchor - self.lr * gamma * v[where])
         v[where] = self.momentum * v[where] + d
         return np.asarray(anchor - self.lr * (d + self.momentum * v[where]))
+
+
+def of_config(config: GossipConfig) -> Outer:
+    """Return the outer optimizer of a plan, without momentum yet."""
+    rhythm = config.average_every, config.max_staleness, config.fragments
+    return Outer(config.algorithm, *rhythm, config.outer_lr, config.outer_momentum)
 
 
 def slices(elements: int, fragments: int, ranks: int) -> list[slice]:

@@ -1,9 +1,9 @@
-"""Averages of vectors over all ranks in two stages, each an ``alltoall``, so that messages may be compressed.
+"""Averages of vectors over all ranks: by an allreduce, or in two stages where messages are compressed.
 
-A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up what it gets,
-in the order of the ranks, and sends the mean of part j to all. That moves as many numbers as an allreduce, and all
-ranks decode the same bytes, so results are the same to the bit. What compression leaves out of either stage is added to
-the next vector that this rank contributes (error feedback).
+Each stage is an ``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank
+j, which adds up what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many
+numbers as an allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression
+leaves out of either stage is added to the next vector that this rank contributes (error feedback).
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ class DifferenceAverages:
         own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted meanwhile
         with self._engine.changed:
             self._under_way.add(command.index)
+        if self._post.lossless:
+            self._reduce(command, own)
+            return
         if self._size == 1:
             assert own is not None
             self._complete(command, own)
@@ -125,16 +128,29 @@ class DifferenceAverages:
 
         self._exchange(command, "parts", messages, on_parts)
 
+    def _reduce(self, command: StartAverage, own: Vector | None) -> None:
+        vector = self._post.zeros()[self.slice_of(command.part)] if own is None else own
+        self.bytes_sent += 2 * (self._size - 1) * self._post.nbytes
+        name, process_set = self._name(command, "sum"), self._post.process_set
+        self._engine.submit(
+            lambda: self._engine.collectives.allreduce_sum(vector, name, process_set, keep=own is None),
+            lambda total: self._complete(command, total * (1.0 / len(command.ranks))),
+        )
+
+    def _name(self, command: StartAverage, stage: str) -> str:
+        """Return a collective's name. No rank is more than all fragments ahead of another, so names that come back are
+        free by then."""
+        return f"hvd_async.average.{command.optimizer}.{stage}.{command.index % (2 * self._fragments)}"
+
     def _encoded(self, fragment: int, vector: Vector) -> tuple[list[Vector], list[tuple[int, Vector]]]:
         """Return a fragment's parts, what was left out before added to it, and the messages to other places."""
         post, where = self._post, self.slice_of(fragment)
-        parts = self._parts(vector if post.lossless else vector + self.error[where])
+        parts = self._parts(vector + self.error[where])
         messages = [(place, post.encode(part)) for place, part in enumerate(parts) if place != self._place]
-        if not post.lossless:
-            left = [part * 0.0 for part in parts]  # (this rank's own part travels nowhere)
-            for place, data in messages:
-                left[place] = parts[place] - post.decode(data)
-            self.error[where] = post.concatenate(left)[: where.stop - where.start]
+        left = [part * 0.0 for part in parts]  # (this rank's own part travels nowhere)
+        for place, data in messages:
+            left[place] = parts[place] - post.decode(data)
+        self.error[where] = post.concatenate(left)[: where.stop - where.start]
         return parts, messages
 
     def _parts(self, vector: Vector) -> list[Vector]:
@@ -157,12 +173,11 @@ class DifferenceAverages:
         post, place = self._post, self._place
         data = post.encode(mean)
         decoded = post.decode(data)
-        if not post.lossless:  # a mean's error counts as often as there are ranks in it
-            start = self.slice_of(command.part).start + place * self._part
-            end = min(start + self._part, self.slice_of(command.part).stop)
-            if start < end:
-                left = (mean - decoded) * float(len(command.ranks))
-                self.error[start:end] = self.error[start:end] + left[: end - start]
+        start = self.slice_of(command.part).start + place * self._part
+        end = min(start + self._part, self.slice_of(command.part).stop)
+        if start < end:  # a mean's error counts as often as there are ranks in it
+            left = (mean - decoded) * float(len(command.ranks))
+            self.error[start:end] = self.error[start:end] + left[: end - start]
 
         def on_means(received: tuple[Any, list[int]]) -> None:
             by_place = self._unpacked(received) | {place: decoded}
@@ -181,9 +196,7 @@ class DifferenceAverages:
         header = HEADER.pack(command.index, 0.0)
         rows = post.pack([(data, header) for _, data in messages])
         self.bytes_sent += len(messages) * (post.nbytes + HEADER.size)
-        # No rank is more than all fragments ahead of another, so names come back when they are free.
-        ring = command.index % (2 * self._fragments)
-        name = f"hvd_async.average.{command.optimizer}.{stage}.{ring}"
+        name = self._name(command, stage)
 
         def start() -> Handle:
             return self._engine.collectives.alltoall(rows, splits, name, post.process_set)

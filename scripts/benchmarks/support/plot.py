@@ -21,7 +21,7 @@ ORDER = (
     *("post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
 )
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1, "local-sgd": 4}
-LOCAL |= {"local": 4, "slowmo": 1, "diloco": 7}
+LOCAL |= {"local": 5, "slowmo": 1, "diloco": 7}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 FAMILIES = (
     ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
