@@ -28,6 +28,7 @@ from tests.conformance.gossip_ranks import (
     by_options,
 )
 from tests.conformance.keras_ranks import flat, plain
+from tests.conformance.torch_ranks import ProcessSet
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -109,6 +110,30 @@ def test_consensus_is_the_mean_and_changes_nothing(binding, options):
         models, shown = zip(*(own[step] for _, own in watched), strict=True)
         np.testing.assert_allclose(shown[0], np.mean(models, axis=0), rtol=0, atol=5e-3)
         assert len({one.tobytes() for one in shown}) == 1
+
+
+@by_options(LOCAL | {"compression": "int8"}, SLOWMO)
+@both
+def test_ranks_of_a_process_set_and_one_outside(binding, options):
+    """The one outside steps by itself, under the same outer optimizer."""
+    trio, problem = ProcessSet(0, 2, 3), binding.problem(4, MOMENTUM)
+
+    def work(rank: int) -> Any:
+        trainer = binding.make(problem, rank, process_set=trio, **options).train(9)
+        trainer.opt.drain()
+        return trainer.weights()
+
+    seen = Cluster(4).run(work)
+    for members in ([0, 2, 3], [1]):
+        own = dataclasses.replace(
+            problem,
+            start=problem.start[members],
+            gradient=lambda z, place, step, members=members: problem.gradient(z, members[place], step),
+        )
+        outcome = outer_reference.train(own, [9] * len(members), ranks.outer_of(len(members), options))
+        within = 1e-5 if "compression" not in options or len(members) == 1 else 5e-3
+        for rank in members:
+            np.testing.assert_allclose(seen[rank], outcome.drained(), rtol=0, atol=within)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ class OuterWorker(GossipWorker):
         where = self._averages.slice_of(fragment)
         self._sent[average] = weights[where] + 0
         difference = self._anchor[where] - weights[where]
-        self._averages.contribute(self._registered_number(), average, fragment, difference, float(self.learning_rate()))
+        gamma = 1.0 if self._momentum is None else self.learning_rate()
+        self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
 
     def _take(self, weights: Vector, now: int) -> None:
         """Take the next average: move the anchor and, in place, the weights."""
