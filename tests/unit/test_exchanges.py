@@ -322,12 +322,7 @@ ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
     "offered after done": ("sgp", [Finished(7, [0])], MessageQueued(7, 1), "although it is done"),
     "wanted in SGP": ("sgp", [], PairRequested(7), "which only AD-PSGD does"),
     "wanted after done": ("adpsgd", [Finished(7, [0])], PairRequested(7), "although it is done"),
-    "averaged again": (
-        "sgp",
-        [AverageEntered(7, 1, [1.0])],
-        AverageEntered(7, 1, [1.0]),
-        "average 1, and entered 1 before",
-    ),
+    "averaged again": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 1, [1.0]), "average 1, and entered 1"),
     "averaged ahead": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 2, [1.0]), "average 2, and entered 1"),
     "averaged too early": ("sgp", [], AverageEntered(7, 2, [1.0]), "in average 2, and entered 0 before"),
     "averaged by parts": ("sgp", [], AverageEntered(7, 1, [1.0, 1.0]), "with 2 weights, and has 1"),
