@@ -103,8 +103,9 @@ class GossipMethods(OptimizerMethods):
 
         Args:
             changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``gossip_every``,
-                ``max_local_steps``, ``average_every``; what is not named stays as it is, but for ``peers``, which is 1
-                on another topology, and matrices given as ``mixing``, which are a topology.
+                ``max_local_steps``, ``average_every``, ``fragments``, ``outer_lr``, ``outer_momentum``; what is not
+                named stays as it is, but for ``peers``, which is 1 on another topology, and matrices given as
+                ``mixing``, which are a topology.
 
         Raises:
             ValueError: settings that cannot be; nothing has changed then.
@@ -112,7 +113,8 @@ class GossipMethods(OptimizerMethods):
         self._async.switch(changes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call it at the start of each epoch, on every rank: ``peers`` and ``schedule`` by epoch take effect there.
+        """Call it at the start of each epoch, on every rank: ``peers``, ``average_every`` and ``schedule`` by epoch
+        take effect there.
 
         A ``switch()`` where something changes; it does not communicate where nothing does, nor the first time.
         """

@@ -30,9 +30,7 @@ class Rank:
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
-        post = make_message_format(
-            WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size
-        )
+        post = make_message_format(WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.parts)
         kind: Any = worker_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
@@ -243,3 +241,32 @@ def test_a_rank_that_is_discarded_while_it_waits_in_an_average_adds_nothing_to_i
 
     one, _, other = Cluster(3).run(train)
     all_equal([one, other], 1.0)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_goes_after_it_has_entered_an_average_holds_nobody_up(fragments, compression, before):
+    """Its average starts without what it has sent, or had started; its engine still adds up its part for the others.
+
+    Args:
+        before: steps that the others take before it has gone; the average is of the second.
+    """
+    gone = threading.Event()
+    more = {"average_every": 2, "max_staleness": 1, "fragments": fragments, "compression": compression}
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(3, "local", None, **more))
+        if number == 1:
+            rank.steps(2)
+            rank.worker.delete()
+            gone.set()
+            return None
+        rank.steps(before)
+        assert gone.wait(GATE)
+        rank.steps(6 - before)
+        rank.engine.drain()
+        return rank.z
+
+    one, _, other = Cluster(3).run(train)
+    all_equal([one, other], 6.0)

@@ -120,9 +120,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "a host waits for its first rank alone": Mutant(
             "a host", "gather(host, self._hosts.ranks(host), self._done)", "gather(host, [host], self._done)"
         ),
-        "nobody is told when a grace ends": Mutant(
-            "grace", "bucket.wake_at = until", "bucket.wake_at = None"
-        ),
+        "nobody is told when a grace ends": Mutant("grace", "bucket.wake_at = until", "bucket.wake_at = None"),
     },
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
@@ -156,7 +154,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
         ),
         "averages are not counted anew after a drain": Mutant(
-            "averages", "        self._average = 0\n        self._bases", "        self._bases"
+            "averages", "self._granted, self._entered):\n", "self._granted):\n"
         ),
         "an average goes without a rank": Mutant(
             "averages",
