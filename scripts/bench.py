@@ -41,8 +41,9 @@ def parser() -> argparse.ArgumentParser:
             "--arms",
             metavar="A,B,...",
             help="of horovod, ddp, post-local-sgd, torchft, torchft-diloco, decent-dp; all, majority, solo, auto, "
-            "k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, local-sgd; lsgd, easgd; some compressed: horovod-fp16, "
-            "ddp-powersgd, solo-bf16, sgp-int8; some averaged every so many steps: dpsgd-avg4, sgp-bf16-avg8. "
+            "k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, local-sgd, local, slowmo, diloco; lsgd, easgd; some "
+            "compressed: horovod-fp16, ddp-powersgd, solo-bf16, sgp-int8; some averaged every so many steps: "
+            "dpsgd-avg4, sgp-bf16-avg8, local-avg8. "
             "No case has all",
         )
         common.add_argument("--repetitions", type=int, metavar="N", help="of each arm, in alternation")

@@ -13,10 +13,12 @@ from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
 from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, GossipOptions
+from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.optimizers.replica import WeightReplica
+from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
@@ -60,11 +62,14 @@ class GossipDriver(LocalDriver):
         given = {name: getattr(options, name) for name in ("algorithm", *BY_STEP)}
         given |= {"compression": compression, "hierarchical": local_size if local_size > 1 else False}
         self._peers = _by_epoch("peers", options.peers)
+        self._average_every = _by_epoch("average_every", options.average_every)
         self._schedule = {0: options.algorithm} | _by_epoch("schedule", options.schedule or {})
         self._algorithms = set(self._schedule.values())
         """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
-        for epoch in sorted({*self._peers, *self._schedule, 0}):
+        self._common: dict[str, Vector] = {}
+        """State that is the same on all ranks, of the last worker that has ended, or loaded."""
+        for epoch in sorted({*self._peers, *self._average_every, *self._schedule, 0}):
             self._planned({**self.given, **self._due(epoch)})
         self.epoch = 0
         self.plan = self._planned(self.given)
@@ -72,12 +77,18 @@ class GossipDriver(LocalDriver):
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
-        names = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
+        names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
+        if ALGORITHMS[self.plan.config.algorithm].outer is not None:
+            names += ["fragments", "outer_lr", "outer_momentum"]
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
         """Return what is given by epoch."""
-        return {"algorithm": _latest(self._schedule, epoch), "peers": _latest(self._peers, epoch, 1)}
+        return {
+            "algorithm": _latest(self._schedule, epoch),
+            "peers": _latest(self._peers, epoch, 1),
+            "average_every": _latest(self._average_every, epoch, 0),
+        }
 
     def _planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> GossipPlan:
         """Return the plan by these options.
@@ -92,7 +103,7 @@ class GossipDriver(LocalDriver):
         algorithm = given["algorithm"]
         several = self._algorithms | {algorithm}
         own = _options_of(algorithm)
-        if len(several) > 1 and algorithm in ALGORITHMS and not ALGORITHMS[algorithm].has_graph:
+        if len(several) > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].takes_the_place:
             own = frozenset()  # alone it averages every so many steps; beside others it is what they take the place of
         others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
         return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
@@ -102,7 +113,8 @@ class GossipDriver(LocalDriver):
         plan = make_plan(self.rank_group.named, local_size=settings["hierarchical"] or 1, **named)
         if self.size == self.rank_group.named:
             return plan
-        alone = ("algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression")
+        alone = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
+        alone += ["fragments", "outer_lr", "outer_momentum"]
         return make_plan(self.size, **{name: settings[name] for name in alone})
 
     # -- changes of settings --------------------------------------------------------------------------------------
@@ -117,8 +129,8 @@ class GossipDriver(LocalDriver):
         unknown = sorted(named.keys() - {"algorithm", *BY_STEP})
         if unknown:
             raise ValueError(
-                f"switch() does not know {', '.join(unknown)}: take algorithm, topology, peers, mixing, max_staleness, "
-                f"gossip_every, max_local_steps or average_every"
+                f"switch() does not know {', '.join(unknown)}: take algorithm, {', '.join(BY_STEP[:-1])} or "
+                f"{BY_STEP[-1]}"
             )
         given = {**self.given, **named}
         if not isinstance(given["mixing"], str):  # matrices say themselves who sends to whom
@@ -157,14 +169,24 @@ class GossipDriver(LocalDriver):
 
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
         """Return a worker by the plan of now."""
-        config = self.plan.config
+        if self.worker is not None:
+            self._common = self.worker.common_state()
+        plan, config = self.plan, self.plan.config
         post = self.replica.message_format(
-            config.compression, self.plan.max_messages, self.rank_group, config.local_size, self.plan.max_received
+            config.compression, plan.max_messages, self.rank_group, plan.parts, plan.max_received
         )
-        worker = worker_class(config)(engine, self.plan, post, finish)
+        worker = worker_class(config)(engine, plan, post, finish)
+        worker.learning_rate = self.replica.learning_rate
+        worker.take_common_state(self._common)
         if self.restored is not None:
             worker.restore(self.restored)
         return worker
+
+    def replace_worker(self) -> None:
+        """Let the worker go, after a drain; its state that goes on is kept."""
+        if self.worker is not None:
+            self._common = self.worker.common_state()
+        super().replace_worker()
 
     def begin_worker(self, worker: GossipWorker) -> None:
         """Give a new worker the weights as they are."""
@@ -175,8 +197,14 @@ class GossipDriver(LocalDriver):
     def pack(self, kept: SavedState | None) -> dict[str, Any]:
         """Return what a worker has ``kept``, for a checkpoint."""
         if kept is None:
-            return {"weight": 1.0, "copies": {}, "base": 0}
+            common = self._common if self.worker is None else self.worker.common_state()
+            return {"weight": 1.0, "copies": dict(common), "base": 0}
         return {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
+
+    def take_share(self, share: Mapping[str, Any]) -> None:
+        """Take back what ``share`` gave; as ``LocalDriver``."""
+        super().take_share(share)
+        self._common = {} if self.restored is not None else dict(share.get("copies", {}))
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
         """Return what ``pack`` was given."""
@@ -190,6 +218,8 @@ def worker_class(config: GossipConfig) -> type[GossipWorker]:
         return HostPairWorker if config.local_size > 1 else ADPSGDWorker
     if kind.exact:
         return ExactDiffusionWorker
+    if kind.outer is not None:
+        return OuterWorker
     return HierarchicalWorker if config.local_size > 1 else PushSumWorker
 
 

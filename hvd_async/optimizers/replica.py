@@ -108,6 +108,10 @@ class WeightReplica(Replica):
     def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
         """Return ``vector``, each element moved between those of two others."""
 
+    def learning_rate(self) -> float:
+        """Return the wrapped optimizer's learning rate now; of several, the first."""
+        return 1.0
+
     def moving_averages(self) -> Vector | None:
         """Return the optimizer's moving averages of the weights, None if it has none."""
         return None

@@ -42,7 +42,7 @@ class Algorithm:
         family: the name of its family.
         options: its own options and their defaults; all others are refused.
         sends: what ranks send each other.
-        waits_for: whom a step waits for.
+        waits_for: whom a step waits for; "period" stands for all ranks, after so many steps and not after each.
         symmetric_graph: whether both ends of each edge of its graph must send.
         about: what sets it apart, for people: a clause that its name begins.
         compressions: how messages may travel.
@@ -52,7 +52,7 @@ class Algorithm:
     family: str
     options: Mapping[str, Any]
     sends: Literal["gradients", "weights"]
-    waits_for: Literal["all", "quorum", "neighbours", "nobody"]
+    waits_for: Literal["all", "quorum", "neighbours", "nobody", "period"]
     symmetric_graph: bool = False
     about: str = ""
     compressions: tuple[str, ...] = ("none",)

@@ -40,7 +40,10 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     gossip_every: int = 1,
     hierarchical: bool | int = False,
     max_local_steps: int = 4,
-    average_every: int = 0,
+    average_every: int | Mapping[int, int] = 0,
+    fragments: int = 1,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
     schedule: Mapping[int, str] | None = None,
     model: Any = None,
     buffers: str = "average",
@@ -62,8 +65,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         device_dense: nothing to do: the vector of all weights is put together in the CPU's memory.
         device_sparse: where sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
         compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
-            to what the neighbour knows already, with error feedback (CHOCO-SGD, Koloskova et al., 2019). What
-            compression leaves out stays with the sender, so the ranks' mean does not change.
+            to what the neighbour knows already (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the
+            anchor. What compression leaves out stays with the sender, and goes with a later message.
         sparse_as_dense: nothing to do: gradients do not travel.
         gradient_predivide_factor, num_groups, groups: of gradients that travel; refused here.
         op: ``hvd.Average``.

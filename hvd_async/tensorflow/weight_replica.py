@@ -182,6 +182,10 @@ class WeightReplica(replica.WeightReplica):
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
+    def learning_rate(self) -> float:
+        with tf.init_scope():
+            return float(self.optimizer._get_current_learning_rate())
+
     def buffers(self) -> list[Buffers]:
         return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)
 

@@ -37,7 +37,10 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     gossip_every: int = 1,
     hierarchical: bool | int = False,
     max_local_steps: int = 4,
-    average_every: int = 0,
+    average_every: int | Mapping[int, int] = 0,
+    fragments: int = 1,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
     schedule: Mapping[int, str] | None = None,
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     buffers: str = "average",
@@ -52,8 +55,8 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             state and takes its place.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
         compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
-            to what the neighbour knows already, with error feedback (CHOCO-SGD, Koloskova et al., 2019). What
-            compression leaves out stays with the sender, so the ranks' mean does not change.
+            to what the neighbour knows already (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the
+            anchor. What compression leaves out stays with the sender, and goes with a later message.
         backward_passes_per_step: how many times backward() is called before step(); gradients add up.
         op: ``hvd.Average``.
         gradient_predivide_factor, num_groups, groups: of gradients that travel; refused here.

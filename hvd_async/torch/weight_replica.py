@@ -148,6 +148,9 @@ class WeightReplica(replica.WeightReplica):
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0].get("lr", 1.0))
+
     def buffers(self) -> list[Buffers]:
         return buffers_by_kind(self.named_buffers)
 

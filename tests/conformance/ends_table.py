@@ -36,6 +36,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd"}),
     "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
     "host pairs": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring", "hierarchical": RANKS}),
+    "diloco": ("GossipOptimizer", {"algorithm": "diloco", "average_every": 2, "compression": "int8"}),
     "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "group": RANKS, "global_period": 4}),
     "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 4}),
 }

@@ -14,14 +14,17 @@ import pytest
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async import mixing, topology
+from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
-from tests.conformance import keras_gossip_ranks, torch_gossip_ranks
+from tests.conformance import keras_gossip_ranks, outer_reference, torch_gossip_ranks
 from tests.conformance.cases import CASES, Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.outer_reference import Outer
 from tests.conformance.reference import Array
 
 SGD, MOMENTUM, NESTEROV, ADAM = CASES[0], CASES[1], CASES[5], CASES[6]
@@ -32,6 +35,9 @@ LATE = {"algorithm": "osgp", "topology": "star", "max_staleness": 2}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
 EXACT = {"algorithm": "exact-diffusion", "topology": "ring"}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
+LOCAL = {"algorithm": "local", "average_every": 4}
+SLOWMO = {"algorithm": "slowmo", "average_every": 5, "max_staleness": 2, "fragments": 3}
+DILOCO = {"algorithm": "diloco", "average_every": 3, "max_staleness": 0, "fragments": 2}
 
 
 Rank = torch_gossip_ranks.GossipTrainer | keras_gossip_ranks.GossipTrainer
@@ -159,6 +165,8 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
     algorithm, steps = options.get("algorithm", "sgp"), len(seen[0].path)
     if algorithm == "allreduce":
         return reference.allreduce(problem, steps)
+    if ALGORITHMS[algorithm].outer is not None:
+        return outer_reference.train(problem, [len(own.path) for own in seen], outer_of(len(seen), options))
     if algorithm == "adpsgd":
         logs, hosts = [own.log[: own.log.index(("drained",))] for own in seen], options.get("hierarchical", 1)
         counts = [len(own.path) for own in seen]
@@ -185,6 +193,12 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         average_every=options.get("average_every", 0),
         local_size=hosts,
     )
+
+
+def outer_of(size: int, options: dict[str, Any]) -> Outer:
+    """Return the outer optimizer of these options, without momentum yet."""
+    given = {name: value for name, value in options.items() if name != "compression"}
+    return outer_reference.of_config(make_plan(size, **given).config)
 
 
 def check(outcome: Outcome, seen: Sequence[Seen]) -> None:

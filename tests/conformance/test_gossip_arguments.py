@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"peers": 4}, r"peers=4 at 4 ranks: a rank has 3 others"),
     ({"peers": {0: 1, 5: 9}}, r"peers=9 at 4 ranks"),
     ({"peers": {-1: 1}}, r"-1 is not the number of an epoch; take 0 or more"),
-    ({"schedule": {5: "local"}}, r"'local' is not known"),
+    ({"schedule": {5: "global"}}, r"'global' is not known"),
     ({"schedule": {"5": "sgp"}}, r"'5' is not the number of an epoch"),
     ({"schedule": {5: "dpsgd"}, "topology": "ring-left"}, r"dpsgd needs a symmetric graph"),
     ({"mixing": "best"}, r"'best' is not known: take one of 'uniform', 'metropolis'"),

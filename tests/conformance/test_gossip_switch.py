@@ -151,7 +151,7 @@ def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
 REFUSED = [
     ({"algo": "sgp"}, r"does not know algo: take algorithm, topology, peers, mixing"),
     ({"compression": "fp16", "lr": 1}, r"does not know compression, lr"),
-    ({"algorithm": "local"}, r"'local' is not known: take one of 'sgp'"),
+    ({"algorithm": "global"}, r"'global' is not known: take one of 'sgp'"),
     ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
     ({"algorithm": "dpsgd", "topology": "star"}, "take mixing='metropolis'"),
     ({"peers": 3}, r"peers=3 at 3 ranks"),

@@ -96,7 +96,7 @@ def test_updates_of_variables_leave_the_vector_that_they_were_given(sizes):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd", "allreduce"])
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "adpsgd", "allreduce", "local"])
 def test_weights_that_a_user_has_read_do_not_change_in_later_steps(algorithm, graph):
     """A tensor read from a variable is a value, whoever has the memory."""
 

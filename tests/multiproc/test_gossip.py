@@ -10,9 +10,11 @@ from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVE
 from launch import RunJob
 from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference
+from tests.conformance import outer_reference
 from tests.conformance.cases import CASES
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 
@@ -43,6 +45,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
     if case.algorithm == "allreduce":
         return reference.allreduce(problem, STEPS)
     plan = make_plan(size, **case.plan)
+    if ALGORITHMS[case.algorithm].outer is not None:
+        return outer_reference.train(problem, [STEPS] * size, outer_reference.of_config(plan.config))
     matrices: list[Matrix] = list(plan.matrices)
     takes = [[taken for _, taken in log] for log in logs] if case.algorithm == "osgp" else None
     return reference.gossip(

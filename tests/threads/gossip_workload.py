@@ -13,7 +13,7 @@ import numpy as np
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import HEADER, OutgoingMessage
 from hvd_async.algorithms.gossip.message_format import make_message_format
-from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.lifecycle import local_engine
@@ -64,7 +64,7 @@ class Job:
         engine, ranks, plan, config = local_engine(), self.rank_group, self.plan, self.plan.config
         assert engine is not None
         rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
-        rows, parts = plan.max_messages, config.local_size
+        rows, parts = plan.max_messages, plan.parts
         post = make_message_format(self.elements, np.float64, config.compression, rows, rank_group, parts)
         kind: Any = worker_class(config)
         worker: PushSumWorker = kind(engine, plan, post, finish)
@@ -75,7 +75,7 @@ def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **opt
     """Return a job of so many steps of each rank, or so many before each end; ``options`` of plan and ``Job``."""
     segments = [steps] if isinstance(steps[0], int) else steps
     own = {name: options.pop(name) for name in ("cuts", "elements", "rank_group", "case", "saves") if name in options}
-    plan = make_plan(len(segments[0]), algorithm, None if algorithm == "allreduce" else graph, **options)
+    plan = make_plan(len(segments[0]), algorithm, graph if ALGORITHMS[algorithm].has_graph else None, **options)
     return Job(plan, tuple(tuple(counts) for counts in segments), **own)
 
 

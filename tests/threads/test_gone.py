@@ -30,9 +30,7 @@ class Rank:
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
-        post = make_message_format(
-            WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.config.local_size
-        )
+        post = make_message_format(WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.parts)
         kind: Any = worker_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
@@ -243,3 +241,35 @@ def test_a_rank_that_is_discarded_while_it_waits_in_an_average_adds_nothing_to_i
 
     one, _, other = Cluster(3).run(train)
     all_equal([one, other], 1.0)
+
+
+@pytest.mark.parametrize("before", [2, 3, 5])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rank_that_goes_after_it_has_entered_an_average_holds_nobody_up(fragments, before):
+    """Its average starts without it, or had started; its engine still adds up its part for the others."""
+    gone = threading.Event()
+
+    def train(number: int) -> Any:
+        rank = Rank(make_plan(3, "local", None, average_every=2, fragments=fragments, compression="bf16"))
+        if number == 1:
+            rank.steps(1)  # (with others there is nothing to wait for in a later one)
+            entered.wait(GATE)
+            if before > 2:
+                rank.steps(1)
+            rank.worker.delete()
+            gone.set()
+            return None
+        rank.steps(1)
+        entered.wait(GATE)
+        if before == 2:
+            assert gone.wait(GATE)
+        rank.steps(before - 1)
+        assert gone.wait(GATE)
+        rank.steps(4)
+        rank.engine.drain()
+        assert len(rank.z) == WEIGHTS
+        return rank.z
+
+    entered = threading.Barrier(3)
+    one, _, other = Cluster(3).run(train)
+    all_equal([one, other], before + 4.0)

@@ -14,7 +14,9 @@ from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, r
 
 
 @pytest.mark.parametrize("average_every", [0, 2])
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "allreduce"])
+@pytest.mark.parametrize(
+    "algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "allreduce", "local", "diloco"]
+)
 def test_a_rank_that_raises_is_named_to_the_others(algorithm, average_every, capfd):
     def boom(worker: PushSumWorker) -> None:
         raise ZeroDivisionError("boom")

@@ -18,6 +18,7 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
@@ -54,6 +55,11 @@ class GossipWorld(World):
         """Whether a step's messages are offered at the end of the step before."""
         return self.plan.config.algorithm == "dpsgd"
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether ranks go on before an average that they have entered starts."""
+        return ALGORITHMS[self.plan.config.algorithm].outer is not None
+
     # -- training threads: phase 0 before a step, 1 to 4 within it ------------------------------------------------
 
     def can_step(self, rank: GossipRank) -> bool:
@@ -66,7 +72,7 @@ class GossipWorld(World):
             return not self.plan.moves(rank.step + 1) or rank.offered - rank.gone <= most
         if rank.phase == 1:
             return self._is_fed(rank)
-        return rank.average >= rank.step // config.average_every
+        return rank.average >= (rank.step - (config.max_staleness if self._goes_on else 0)) // config.average_every
 
     def step(self, rank: GossipRank) -> None:
         config = self.plan.config
@@ -84,7 +90,7 @@ class GossipWorld(World):
             rank.produced[0] += 1
             if late:
                 self._announce(rank, rank.step)
-            if config.algorithm != "allreduce":
+            if ALGORITHMS[config.algorithm].has_graph:
                 if not late and (rank.step == 1 or not self._ahead):
                     self._offer(rank, rank.step)
                 if self._ahead:
@@ -94,8 +100,10 @@ class GossipWorld(World):
                 return
         if rank.phase == 1 and late:
             self._offer(rank, rank.step)
-        if rank.phase < 2 and config.average_every and rank.step % config.average_every == 0:
+        due = bool(config.average_every) and rank.step % config.average_every == 0
+        if rank.phase < 2 and due:
             rank.outbox.append(AverageEntered(0, rank.step // config.average_every, [1.0 + rank.place]))
+        if rank.phase < 2 and (due or self._goes_on):
             rank.phase = 2
             return
         if self._ahead:
@@ -268,8 +276,9 @@ class GossipWorld(World):
                 book.coming.pop(rank.number, None)
             case PairRequested():
                 book.wants += [] if rank.number in book.wants else [rank.number]
-            case AverageEntered(_, _, [weight]):
-                book.inside[rank.number] = weight
+            case AverageEntered(_, index, [weight]):
+                inside = {**book.inside.get(index, {}), rank.number: weight}
+                book.inside[index] = dict(sorted(inside.items()))
             case ExchangeDone(_, number):
                 book.flights.discard(number)
         if rank.number in book.done:
@@ -283,9 +292,11 @@ class GossipWorld(World):
                 self._check_exchange(command, active, ending)
             case StartAverage(_, index, ranks, weights):
                 assert index == book.average + 1
-                assert set(ranks) == book.inside.keys() == active
-                assert weights == [sum(book.inside.values())]
-                book.average, book.inside = index, {}
+                inside = {rank: weight for rank, weight in book.inside.pop(index).items() if rank not in book.gone}
+                assert set(ranks) == inside.keys() >= active
+                assert self._goes_on or inside.keys() == active
+                assert weights == [sum(inside.values())]
+                book.average = index
             case RankFinished(_, number, step):
                 assert number in book.done.keys() - book.announced
                 assert step == book.told[number][0] - book.bases[number]
@@ -333,13 +344,15 @@ class GossipWorld(World):
         if not book.flights and (pairs or any(book.offers.values())):
             assert self.slow, "an exchange could go, and does not"
             assert self.machine.deadline() is not None, "nobody is told when an exchange goes"
-        assert not active or not book.inside.keys() >= active, "all are in an average that does not go"
+        going = [inside for inside in book.inside.values() if inside.keys() >= active]
+        assert not active or not going, "all are in an average that does not go"
 
     def check_end(self, drained: Drained[Any]) -> None:
         book = self.book
         assert not any(book.offers.values()), "an offer stayed behind"
         assert drained.rounds == book.exchanges
-        assert not book.inside.keys() - book.gone, "a rank is done in an average"
+        left = {rank for inside in book.inside.values() for rank in inside}
+        assert not left - book.gone, "an average of a rank that is done has not started"
         assert book.announced | {drained.last} | book.gone >= set(self.numbers)
         book.bases = {rank: counts[0] for rank, counts in book.told.items()}
         book.wants, book.inside, book.average, book.flights = [], {}, 0, set()

@@ -48,7 +48,8 @@ class GossipBook(Book):
 
     offers: dict[int, list[int]] = field(default_factory=dict)
     wants: list[int] = field(default_factory=list)
-    inside: dict[int, float] = field(default_factory=dict)
+    inside: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Weights of the ranks that are in an average that has not started, by its number."""
     exchanges: int = 0
     average: int = 0
     flights: set[int] = field(default_factory=set)

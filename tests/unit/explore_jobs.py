@@ -66,6 +66,7 @@ def leader(
     return lambda machine: LeaderWorld(machine, config, programs(*texts), losses, opening)
 
 
+LATER = {"algorithm": "local", "average_every": 2, "max_staleness": 1}
 QUICK: Mapping[str, Mapping[str, Job]] = {
     "eager": {
         "opening": eager("1 drain", "drain", opening=True),
@@ -112,6 +113,8 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "averages": gossip("2 drain 1 drain", "1 drain 1 drain", algorithm="allreduce", average_every=1),
         "sgp and averages": gossip("1 drain", "1 drain", average_every=1),
         "averages of three ranks": gossip("2 drain", "1 leave", "1 drain", algorithm="allreduce", average_every=1),
+        "averages that ranks go on from": gossip("3 drain 2 drain", "2 cut 2 drain", **LATER),
+        "one is in an average and finishes": gossip("2 drain", "1 drain", "2 leave", **LATER),
     },
     "leader": {
         "opening": leader("1 drain", "drain", opening=True),

@@ -19,6 +19,7 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.state_machine import AHEAD
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
@@ -33,7 +34,8 @@ class GossipLedger:
         wants: rank -> since when it wants to be averaged, those that have waited longest first.
         exchanges: that went.
         average: the number of the last average that went since the last drain.
-        inside: ranks that are in the next one, and their push-sum weights.
+        inside: by number, ranks that are in an average that has not started, and their push-sum weights.
+        entered: rank -> the last average that it has entered since the last drain.
         bases: rank -> its steps at the last drain.
     """
 
@@ -51,7 +53,9 @@ class GossipLedger:
         self.wants: dict[int, float] = {}
         self.met = dict.fromkeys(ranks, 0)
         self.exchanges = self.average = 0
-        self.inside: dict[int, float] = {}
+        self.inside: dict[int, dict[int, float]] = {}
+        self.entered: dict[int, int] = {}
+        self.goes_on = ALGORITHMS[config.algorithm].outer is not None
         self.produced = dict.fromkeys(ranks, 0)
         self.bases = dict.fromkeys(ranks, 0)
         self.announced: set[int] = set()
@@ -96,8 +100,9 @@ class GossipLedger:
                 self.starved[rank] = seen
             case PairRequested():
                 self.wants.setdefault(rank, now)
-            case AverageEntered(_, _, [weight]):
-                self.inside[rank] = weight
+            case AverageEntered(_, index, [weight]):
+                self.inside.setdefault(index, {})[rank] = weight
+                self.entered[rank] = index
             case ExchangeDone(_, number):
                 if number in self._flights:
                     self.durations.append(now - self._flights.pop(number))
@@ -137,7 +142,8 @@ class GossipLedger:
                     raise AssertionError(f"{other} of a gossip")
         if self.agreed:
             assert self.announced == self.done, "a rank is done, and the others do not know"
-            assert not self.inside.keys() >= self.active(), "all are in an average that does not go"
+            going = [there for there in self.inside.values() if there.keys() >= self.active()]
+            assert not going, "all are in an average that does not go"
             self._check_nothing_is_due(now, deadline)
 
     def check_end(self) -> None:
@@ -152,7 +158,11 @@ class GossipLedger:
             earliest = min(offers[0][0] for offers in self.offers.values() if offers)
             offering |= {rank for rank, key in self.gone.items() if key >= earliest}
         starving = {rank for rank, seen in self.starved.items() if seen == self.exchanges}
-        return offering | starving | self.wants.keys() | self.inside.keys()
+        return offering | starving | self.wants.keys() | self.waiting()
+
+    def waiting(self) -> set[int]:
+        """Ranks that are in an average that has not started."""
+        return {rank for there in self.inside.values() for rank in there}
 
     def _group(self) -> list[int]:
         """Ranks whose first offers go together."""
@@ -255,9 +265,11 @@ class GossipLedger:
     def _check_average(self, average: StartAverage) -> None:
         self.average += 1
         assert average.index == self.average
-        assert set(average.ranks) == self.active() == self.inside.keys()
-        assert average.weights == [sum(self.inside.values())]
-        self.inside.clear()
+        there = self.inside.pop(average.index)
+        assert average.ranks == sorted(there)
+        assert there.keys() >= self.active()
+        assert self.goes_on or there.keys() == self.active()
+        assert average.weights == [sum(there[rank] for rank in average.ranks)]
 
     def _check_retired(self, retired: RankFinished) -> None:
         assert self.agreed, "ranks are told of another before they know one another"
@@ -272,6 +284,8 @@ class GossipLedger:
         assert drained.rounds == self.exchanges
         assert drained.produced == [sum(self.produced.values())]
         assert not any(self.offers.values()), "an offer stayed behind"
+        assert not self.inside, "an average stayed behind"
+        self.entered.clear()
         self.bases = dict(self.produced)
         self.done.clear()
         self.announced.clear()

@@ -24,6 +24,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
+from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
@@ -89,11 +91,14 @@ class Simulation:
         """A step of SGP, OSGP, D-PSGD or of averages only."""
         yield
         late = self.config.max_staleness
+        if self.ledger.goes_on:
+            yield from self._average_later(rank, step)
+            return
         if late:
             self._announce(rank, step)
         if self.plan.moves(step):
             yield from self._until(rank, lambda: rank.offered - rank.gone <= (0 if late else 1))
-        if self.config.algorithm != "allreduce":
+        if ALGORITHMS[self.config.algorithm].has_graph:
             if not late and (step == 1 or not self.ahead):
                 self._offer(rank, end, step)
             if self.ahead:
@@ -110,6 +115,15 @@ class Simulation:
             yield from self._until(rank, lambda: number in rank.averages)
         if self.ahead:
             self._offer(rank, end, step + 1)
+
+    def _average_later(self, rank: Rank, step: int) -> Iterator[None]:
+        """A step's end under an outer optimizer."""
+        rhythm = Rhythm(self.config.average_every, self.config.fragments)
+        last = rhythm.until(step)
+        if last > rhythm.until(step - 1):
+            rank.outbox.append(AverageEntered(0, last, [1.0 + rank.index], rhythm.fragment(last - 1)))
+        needed = rhythm.until(max(0, step - self.config.max_staleness))
+        yield from self._until(rank, lambda: not needed or needed in rank.averages)
 
     def _receivers(self, rank: Rank, step: int) -> list[int]:
         return [to for to, _ in self.plan.out_edges(rank.index, step) if step <= self._last(rank, to, step)]
@@ -320,8 +334,6 @@ class Simulation:
             ExchangeDone(0, ledger.exchanges + 1),
             Finished(0, [10**6, 10**6]),
             Finished(0, []),
-            AverageEntered(0, ledger.average, [1.0]),
-            AverageEntered(0, ledger.average + 2, [1.0]),
             *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
             *(MessageComing(0, key) for key in (ledger.told.get(number), ledger.coming.get(number)) if key),
         ]
@@ -329,15 +341,19 @@ class Simulation:
             moves.append(Finished(0, [ledger.bases[number] - 1]))
         if self.config.algorithm != "adpsgd":
             moves.append(PairRequested(0))
+        if not ledger.goes_on:
+            moves.append(AverageEntered(0, ledger.average + 2, [1.0]))
+        entered = ledger.entered.get(number, 0)
+        moves += [AverageEntered(0, entered, [1.0]), AverageEntered(0, entered + 2, [1.0])]
         if number in ledger.done or not ledger.agreed:
             moves += [
                 MessageQueued(0, 10**6),
                 NoMessage(0, 10**6),
                 PairRequested(0),
-                AverageEntered(0, ledger.average + 1, [1.0]),
+                AverageEntered(0, entered + 1, [1.0]),
             ]
         if number in ledger.done:
             moves.append(Finished(0, [10**6]))
-        if number in ledger.inside:
+        if number in ledger.waiting() and not ledger.goes_on:
             moves += [AverageEntered(0, ledger.average + 1, [1.0]), Finished(0, [10**6])]
         return moves

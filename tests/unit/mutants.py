@@ -156,7 +156,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
         ),
         "averages are not counted anew after a drain": Mutant(
-            "averages", "        self._average = 0\n        self._bases", "        self._bases"
+            "averages", "self._granted, self._entered):\n", "self._granted):\n"
         ),
         "an average goes without a rank": Mutant(
             "averages",

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LEADER = "hvd_async/algorithms/leader"
-EQUATIONS = '''"""DiLoCo's outer step without momentum, as pure functions."""
+EQUATIONS = '''"""FedAvg's server step, as pure functions."""
 
 from dataclasses import dataclass
 
@@ -24,32 +24,32 @@ from hvd_async.algorithms.leader.easgd import EASGD, State
 
 
 @dataclass(frozen=True)
-class DiLoCo(EASGD):
+class FedAvg(EASGD):
     """Ranks go on from an anchor, which moves towards the mean of what they have made of it."""
 
     def on_pull(self, state, group, own, result):
-        """Return the state after a pull: the anchor has moved by ``outer_lr``, and ranks are to go to it."""
+        """Return the state after a pull: the anchor has moved by ``server_lr``, and ranks are to go to it."""
         mean = result * (1.0 / self.size)
-        anchor = state.center + (mean - state.center) * self.strengths.outer_lr
+        anchor = state.center + (mean - state.center) * self.strengths.server_lr
         return State(anchor, anchor - own), (state.center - own,)
 '''
-FIELD = """    outer_lr: float | None = option(
-        None, "of diloco: how far ``global_period`` steps move the anchor; None: 0.7", read=STRENGTH, absent="0.7"
+FIELD = """    server_lr: float | None = option(
+        None, "of fedavg: how far ``global_period`` steps move the anchor; None: 0.7", read=STRENGTH, absent="0.7"
     )
 """
-ENTRY = """    "diloco": LeaderAlgorithm(
-        name="diloco", family="leader", options={"global_period": 16, "outer_lr": 0.7}, sends="weights",
+ENTRY = """    "fedavg": LeaderAlgorithm(
+        name="fedavg", family="leader", options={"global_period": 16, "server_lr": 0.7}, sends="weights",
         waits_for="nobody", about="towards an anchor", has_center=True,
-        rule=lambda config, strengths, group, size: DiLoCo(strengths, size),
+        rule=lambda config, strengths, group, size: FedAvg(strengths, size),
     ),
 """
 EDITS = [
-    (f"{LEADER}/options.py", "from hvd_async.algorithms.leader.easgd import", "from hvd_async.algorithms.leader.diloco "
-     "import DiLoCo\n"),
+    (f"{LEADER}/options.py", "from hvd_async.algorithms.leader.easgd import", "from hvd_async.algorithms.leader.fedavg "
+     "import FedAvg\n"),
     (f"{LEADER}/options.py", "    lr_spread: str", FIELD),
     (f"{LEADER}/options.py", '    "easgd": LeaderAlgorithm(', ENTRY),
-    ("hvd_async/torch/leader.py", "    lr_spread: str", "    outer_lr: float | None = None,\n"),
-    ("hvd_async/tensorflow/leader.py", "    lr_spread: str", "    outer_lr: float | None = None,\n"),
+    ("hvd_async/torch/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
+    ("hvd_async/tensorflow/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
 ]  # fmt: skip
 """File, the line that is edited, and what is put before it."""
 USE = """
@@ -69,19 +69,19 @@ from hvd_async.testing import Cluster
 from tests.unit.test_drivers import Optimizer, Weights
 
 # the registry knows it
-assert ALGORITHMS["diloco"].family == "leader" and ALGORITHMS["diloco"].has_center
+assert ALGORITHMS["fedavg"].family == "leader" and ALGORITHMS["fedavg"].has_center
 
 # the runner has its flag
-options = parse("torch", "--algorithm diloco --outer-lr 0.5 --global-period 2".split())
-assert options.own == LeaderOptions("diloco", global_period=2, outer_lr=0.5) and options.follows
-assert options.settings["outer_lr"] == 0.5
+options = parse("torch", "--algorithm fedavg --server-lr 0.5 --global-period 2".split())
+assert options.own == LeaderOptions("fedavg", global_period=2, server_lr=0.5) and options.follows
+assert options.settings["server_lr"] == 0.5
 told = " ".join(build_parser("torch").format_help().split())
-for part in ("--outer-lr OUTER_LR of diloco: how far", "move the anchor", "diloco towards an anchor"):
+for part in ("--server-lr SERVER_LR of fedavg: how far", "move the anchor", "fedavg towards an anchor"):
     assert part in told, told
 for line, hint in (
-    ("--algorithm lsgd --outer-lr 0.5", "--outer-lr only means something with --algorithm diloco"),
-    ("--algorithm diloco --outer-lr 1", "1 must be at least 0 and below 1"),
-    ("--algorithm diloco --beta 0.5", "--beta only means something with --algorithm easgd"),
+    ("--algorithm lsgd --server-lr 0.5", "--server-lr only means something with --algorithm fedavg"),
+    ("--algorithm fedavg --server-lr 1", "1 must be at least 0 and below 1"),
+    ("--algorithm fedavg --beta 0.5", "--beta only means something with --algorithm easgd"),
 ):
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
         parse("torch", line.split())
@@ -92,7 +92,7 @@ class Replica(Weights):
     def statistics(self):
         return None
 
-START, TARGETS, LR, OUTER_LR, PULLS = np.array([1.0, 2.0]), np.array([[0.0, 1], [3, 4], [6, 7]]), 0.05, 0.5, 4
+START, TARGETS, LR, SERVER_LR, PULLS = np.array([1.0, 2.0]), np.array([[0.0, 1], [3, 4], [6, 7]]), 0.05, 0.5, 4
 
 def train(rank):
     optimizer, replica = Optimizer(), Replica()
@@ -112,7 +112,7 @@ x, force, anchor = np.array([START] * 3), 0.0, START
 for _ in range(PULLS):
     for _ in range(2):
         x, force = x - LR * (x - TARGETS) + force, 0.0
-    anchor = anchor + OUTER_LR * (x.mean(axis=0) - anchor)
+    anchor = anchor + SERVER_LR * (x.mean(axis=0) - anchor)
     force = anchor - x
 for weights, pulls in Cluster(3).run(train, timeout=20.0):
     assert pulls == PULLS
@@ -126,7 +126,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with the package, edited."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "hvd_async", folder / "hvd_async", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / LEADER / "diloco.py").write_text(EQUATIONS, encoding="utf-8")
+    (folder / LEADER / "fedavg.py").write_text(EQUATIONS, encoding="utf-8")
     for name, before, text in EDITS:
         path = folder / name
         source = path.read_text(encoding="utf-8")
@@ -165,4 +165,4 @@ def test_the_page_names_each_file_that_is_edited():
     member = text.partition("## A member of a family")[2].partition("\n## ")[0]
     named = set(re.findall(r"`((?:hvd_async|tests)/[\w/]+\.py)`", member))
     assert named >= {name for name, _, _ in EDITS}
-    assert "`diloco.py`" in member
+    assert "`fedavg.py`" in member

@@ -35,6 +35,9 @@ def test_names_mean_quorums_algorithms_and_compressions():
         "dpsgd-bf16-avg10": ("dpsgd", "bf16", 10),
         "local-sgd": ("allreduce", "none", 4),
         "local-sgd-avg8": ("allreduce", "none", 8),
+        "local": ("local", "none", 4),
+        "diloco-int8": ("diloco", "int8", 4),
+        "slowmo-bf16-avg8": ("slowmo", "bf16", 8),
     }.items():
         assert gossip_of(arm) == (algorithm, compression, average_every)
         plan = make_plan(4, **gossip_of(arm)._asdict()).config

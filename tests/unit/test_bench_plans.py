@@ -136,6 +136,8 @@ def test_sequence_lengths_bounds_are_those_of_the_lengths():
         ("torchft-diloco", (0.0, 3.5)),
         ("local-sgd", (0.0, 3.5)),
         ("local-sgd-avg7", (0.0, 2.0)),
+        ("local", (3.5, 0.0)),
+        ("diloco-bf16-avg7", (1.0, 0.0)),
         ("decent-dp", (8.0, 0.0)),
         ("sgp", (0.0, 8.0)),
         ("sgp-avg4", (0.0, 11.5)),

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.gossip.messages import StartExchange
+from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from tests.conftest import examples
 from tests.unit.gossip_simulation import Job, Simulation
@@ -19,18 +20,21 @@ BOTH_WAYS = ["bipartite-exponential", "ring", "star", "complete", "mesh"]
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     size = draw(st.integers(1, 5))
-    algorithm = draw(st.sampled_from(["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "adpsgd", "allreduce"]))
+    names = ["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "adpsgd", "allreduce", "local"]
+    algorithm = draw(st.sampled_from(names))
+    kind = ALGORITHMS[algorithm]
     graphs = DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS
     graph = draw(st.sampled_from(graphs[1:] if algorithm == "exact-diffusion" else graphs))  # (static ones)
     plan = make_plan(
         size,
         algorithm,
-        None if algorithm == "allreduce" else graph,
+        graph if kind.has_graph else None,
         weights="metropolis" if algorithm in ("dpsgd", "exact-diffusion") else "uniform",
-        max_staleness=draw(st.integers(0, 2)) if algorithm == "osgp" else None,
-        gossip_every=1 if algorithm in ("adpsgd", "allreduce") else draw(st.sampled_from([1, 1, 2, 3])),
+        max_staleness=draw(st.integers(0, 2)) if algorithm in ("osgp", "local") else None,
+        gossip_every=draw(st.sampled_from([1, 1, 2, 3])) if "gossip_every" in kind.options else 1,
         max_local_steps=draw(st.integers(1, 3)) if algorithm == "adpsgd" else 4,
-        average_every=0 if algorithm == "adpsgd" else draw(st.sampled_from([0, 0, 1, 3])),
+        average_every=draw(st.sampled_from({"adpsgd": [0], "local": [2, 3]}.get(algorithm, [0, 0, 1, 3]))),
+        fragments=draw(st.integers(1, 2)) if algorithm == "local" else 1,
     )
     counts = st.lists(st.integers(0, 5), min_size=size, max_size=size).map(tuple)
     steps = tuple(draw(st.lists(counts, min_size=1, max_size=3)))
@@ -61,7 +65,7 @@ def test_laws_hold_under_any_interleaving(job):
     carried = [one for exchange in exchanges for one in simulation.carried.get(exchange.round, ())]
     assert len(carried) == sum(len(exchange.messages) for exchange in exchanges)
     mail = [(job.ranks[index], key) for index, key, receivers in carried if receivers]  # (of a step announced: or none)
-    if job.plan.config.algorithm in ("adpsgd", "allreduce"):
+    if job.plan.config.algorithm in ("adpsgd", "allreduce", "local"):
         assert not mail
     else:
         assert len(mail) == sum(map(len, simulation.offered))

@@ -21,7 +21,8 @@ from tests.conftest import examples
 SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
 SYMMETRIC |= {"base"}
 DOUBLY = ("dpsgd", "exact-diffusion")
-GOSSIPS = [name for name in ALGORITHMS if name != "allreduce"]
+GOSSIPS = [name for name, algorithm in ALGORITHMS.items() if algorithm.has_graph]
+OUTER = [name for name, algorithm in ALGORITHMS.items() if algorithm.outer is not None]
 SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
 TURN = np.array([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
 """Doubly stochastic, and directed."""
@@ -74,11 +75,12 @@ def test_each_algorithm_has_its_graph_and_its_staleness():
         "dpsgd": "bipartite-exponential",
         "adpsgd": "bipartite-exponential",
         "exact-diffusion": "ring",
-        "allreduce": "none",
+        **dict.fromkeys(("allreduce", *OUTER), "none"),
     }
     assert {name: make_plan(8, name).config.max_staleness for name in ALGORITHMS} == {
         **dict.fromkeys(ALGORITHMS, 0),
         "osgp": 1,
+        **dict.fromkeys(OUTER, 4),
     }
     assert make_plan(8, "osgp", max_staleness=0).config.max_staleness == 0
     assert make_plan(8, "sgp", max_staleness=0).config.max_staleness == 0
@@ -99,6 +101,19 @@ def test_the_configuration_says_what_ranks_must_have_in_common():
     assert make_plan(4, "allreduce").config.average_every == 1
     assert make_plan(4, "allreduce", average_every=3).config.average_every == 3
     assert make_plan(4, average_every=3).config.average_every == 3
+
+
+def test_outer_optimizers_have_their_rhythm_and_constants():
+    for name in OUTER:
+        config = make_plan(4, name).config
+        assert (config.average_every, config.max_staleness, config.fragments) == (8, 4, 1)
+    given = {"average_every": 6, "fragments": 6, "max_staleness": 9, "outer_lr": 0.4, "outer_momentum": 0.0}
+    config = make_plan(4, "diloco", **given).config
+    assert (config.max_staleness, config.outer_lr, config.outer_momentum) == (5, 0.4, 0), "later it would be too late"
+    assert make_plan(4, "local", average_every=1).config.max_staleness == 0
+    assert (make_plan(4, "local").config.outer_lr, make_plan(4, "local").config.outer_momentum) == (0.0, 0.0)
+    assert make_plan(4, "local", fragments=2).parts == 8
+    assert (make_plan(4).parts, make_plan(4, local_size=2).parts) == (1, 2)
 
 
 def test_other_weights_are_another_graph():
@@ -265,6 +280,24 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "compression": ({"compression": "int4"}, "take one of 'none', 'fp16', 'bf16', 'int8'"),
     "int8 of AD-PSGD": ({"algorithm": "adpsgd", "compression": "int8"}, "adpsgd has no fixed neighbours: take fp16"),
     "int8 of averages": ({"algorithm": "allreduce", "compression": "int8"}, "averages over all ranks travel"),
+    "fragments of SGP": ({"fragments": 2}, "sgp averages no parts of the weights in turn; leave it out, or take local"),
+    "no fragments": ({"algorithm": "local", "fragments": 0}, "fragments=0: take 1 or more"),
+    "many fragments": (
+        {"algorithm": "local", "fragments": 9},
+        "fragments=9 and average_every=8: .* take at most 8 fragments, or a larger average_every",
+    ),
+    "an outer rate of averages": (
+        {"algorithm": "local", "outer_lr": 0.7},
+        "outer_lr: local has no outer",
+    ),
+    "outer momentum of SGP": ({"outer_momentum": 0.5}, "outer_momentum: sgp has no outer optimizer; leave it out, or"),
+    "an outer rate": ({"algorithm": "slowmo", "outer_lr": 0.0}, "outer_lr=0.0 must be a number, above 0"),
+    "outer momentum": ({"algorithm": "diloco", "outer_momentum": 1}, "must be a number, at least 0 and below 1"),
+    "hosts of local SGD": ({"algorithm": "local", "local_size": 2}, "local averages no hosts first; leave it out, or"),
+    "a graph of local SGD": (
+        {"algorithm": "local", "graph": "ring"},
+        "local averages all ranks; leave it out",
+    ),
     "directed D-PSGD": (
         {"algorithm": "dpsgd", "graph": "exponential"},
         "dpsgd needs a symmetric graph: take 'bip.*sgp",

@@ -115,6 +115,16 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
     assert (options.quorum, options.by_rounds, options.gossips, options.follows) == (None, False, True, False)
 
 
+def test_flags_of_outer_optimizers_reach_the_optimizer():
+    line = "--average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8 --max-staleness 2"
+    options = parse("torch", ["--algorithm", "diloco", *line.split()])
+    assert options.own == GossipOptions(
+        "diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5, outer_momentum=0.8, max_staleness=2
+    )
+    assert (options.lockstep, options.gossips) == (False, True)
+    assert parse("torch", ["--algorithm", "local", "--compression", "int8"]).compression == "int8"
+
+
 @pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd"])
 @pytest.mark.parametrize("flag", ["--hierarchical", "--hierarchical-gossip"])
 def test_hosts_gossip_compressed_and_average_all_ranks(algorithm, flag):
@@ -244,13 +254,19 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm allreduce --pace rounds", "--pace only means something with --algorithm eager"),
         ("--algorithm allreduce --compression bf16", "take fp16, or --algorithm eager --quorum all"),
         ("--compression zip", "invalid choice"),
-        ("--compression int8", "for sgp, osgp, dpsgd or exact-diffusion"),
+        ("--compression int8", "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"),
         ("--algorithm allreduce --compression int8", "take fp16"),
-        ("--algorithm adpsgd --compression int8", "for sgp, osgp, dpsgd or exact-diffusion"),
-        ("--algorithm sgp --compression int8 --schedule 3:adpsgd", "for sgp, osgp, dpsgd or exact-diffusion"),
+        ("--algorithm adpsgd --compression int8", "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"),
+        (
+            "--algorithm sgp --compression int8 --schedule 3:adpsgd",
+            "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco",
+        ),
         ("--algorithm sgp --quorum solo", "--quorum only means something with --algorithm eager"),
         ("--algorithm sgp --pace rounds", "--pace only means something with --algorithm eager"),
-        ("--algorithm sgp --max-staleness 1", "only means something with --algorithm eager or osgp"),
+        (
+            "--algorithm sgp --max-staleness 1",
+            "only means something with --algorithm eager, osgp, local, slowmo or",
+        ),
         ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
         (
             "--topology ring",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
@@ -37,6 +37,7 @@ class GossipWorker(Worker):
 
     Attributes:
         keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
+        learning_rate: returns that of the optimizer's steps now.
         log: events for a test, as the subclass says; None: they are not recorded.
     """
 
@@ -72,6 +73,7 @@ class GossipWorker(Worker):
         self._all_mass = True
         """Whether all ranks that have stepped since the last drain are in this one."""
         self.keep: object = None
+        self.learning_rate: Callable[[], float] = lambda: 1.0
         self.log: list[Any] | None = None
 
     @property
@@ -202,6 +204,13 @@ class GossipWorker(Worker):
     def _estimates(self) -> dict[str, Vector]:
         """Return the receivers' estimates of this rank's weights, by edge."""
         return {}
+
+    def common_state(self) -> dict[str, Vector]:
+        """Return the state beside the weights that is the same on all ranks, and goes on after a drain, by name."""
+        return {}
+
+    def take_common_state(self, state: Mapping[str, Vector]) -> None:
+        """Begin with what an earlier worker's ``common_state`` has returned, before ``register``."""
 
     def restore(self, kept: SavedState) -> None:
         """Begin with the state that an earlier run's cut saved, before ``register``."""

@@ -11,16 +11,18 @@ class GossipConfig(Config, frozen=True, tag=True):
     """Configuration that all ranks of an optimizer must have in common before the first exchange.
 
     Attributes:
-        algorithm: "sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion" or "allreduce".
+        algorithm: a name of ``options.ALGORITHMS``.
         graph: the topology's name, and a digest of its edges and their weights.
         neighbours: places of each rank's neighbours, by its own place (of hosts, if
             ranks are averaged there first); empty except for AD-PSGD.
-        max_staleness: steps that a message may be late (OSGP).
+        max_staleness: steps that a message may be late (OSGP), or an average (outer optimizers).
         gossip_every: steps between two in which messages are sent, if they may not be later than that.
         max_local_steps: steps a rank may take between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         compression: encoding of messages.
         local_size: ranks that are averaged before they gossip; 1: none.
+        fragments: parts of the weights that are averaged in turn (outer optimizers).
+        outer_lr, outer_momentum: an outer optimizer's.
     """
 
     algorithm: str
@@ -32,6 +34,9 @@ class GossipConfig(Config, frozen=True, tag=True):
     average_every: int = 0
     compression: str = "none"
     local_size: int = 1
+    fragments: int = 1
+    outer_lr: float = 0.0
+    outer_momentum: float = 0.0
 
     @property
     def period(self) -> int:
@@ -72,10 +77,12 @@ class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
 
 class AverageEntered(OptimizerEvent, frozen=True, tag=True):
     """This rank is in its average number ``index`` over all ranks, and waits for it; with its push-sum weight, or one
-    for each part of its weights (hierarchical gossip)."""
+    for each part of its weights (hierarchical gossip). Under an outer optimizer it does not wait; the average is of
+    fragment ``part``, and the weight is its learning rate."""
 
     index: int
     weights: list[float]
+    part: int = 0
 
 
 class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
@@ -103,11 +110,12 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
     """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weights``; all others
-    contribute zeros."""
+    contribute zeros. ``part`` is the fragment that is averaged."""
 
     index: int
     ranks: list[int]
     weights: list[float]
+    part: int = 0
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.option import BUFFERS, Whole, check_one_of, option, read_by_epoch
+from hvd_async.algorithms.gossip import outer
+from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, read_by_epoch
 from hvd_async.mixing import SCHEMES
 from hvd_async.runtime.family import Algorithm
 from hvd_async.topology import NAMED, WITH_PEERS
 
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+OUTER_BOUNDS: Mapping[str, Whole | Real] = {
+    "fragments": Whole(1),
+    "outer_lr": Real(0.0, above=True),
+    "outer_momentum": Real(0.0, below=1.0),
+}
+"""Bounds of an outer optimizer's options."""
 
 
-def _read_peers(text: str) -> int | dict[int, int]:
-    """Return a number of ranks, or numbers by epoch."""
-    one = Whole(1)
-    if ":" not in text:
-        return one(text)
-    found = read_by_epoch(text, "0:1,30:2", one)
-    if 0 not in found:
-        raise ValueError(f"{text!r} does not say how many from the start: begin with 0:, as 0:1,30:2")
-    return found
+def _number_by_epoch(one: Whole, example: str) -> Callable[[str], int | dict[int, int]]:
+    """Return what reads a number, or numbers by epoch as in ``example``."""
+
+    def read(text: str) -> int | dict[int, int]:
+        if ":" not in text:
+            return one(text)
+        found = read_by_epoch(text, example, one)
+        if 0 not in found:
+            raise ValueError(f"{text!r} does not say how many from the start: begin with 0:, as {example}")
+        return found
+
+    return read
 
 
 def _read_schedule(text: str) -> dict[int, str]:
@@ -30,7 +40,7 @@ def _read_schedule(text: str) -> dict[int, str]:
 
     def read(name: str) -> str:
         if name not in ALGORITHMS:
-            known = sorted(ALGORITHMS.values(), key=lambda each: each.has_graph)  # (all ranks' average first)
+            known = sorted(ALGORITHMS.values(), key=lambda each: not each.takes_the_place)  # (all ranks' average first)
             raise ValueError(f"{name!r} is not one of {', '.join(each.name for each in known)}")
         return name
 
@@ -46,8 +56,10 @@ class GossipOptions:
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
         "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
-        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias) or "allreduce" '
-        "(weights are averaged over all ranks after every step)",
+        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "allreduce" '
+        '(weights are averaged over all ranks after every step), "local" (after every ``average_every`` steps, while '
+        'the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR 2020) '
+        'or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
         flags=(),
     )
     topology: Any = option(
@@ -64,7 +76,7 @@ class GossipOptions:
         "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
         help=f"to how many ranks a rank sends at a step, of the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
         "is 1 from epoch 0 and 2 from epoch 30 on",
-        read=_read_peers,
+        read=_number_by_epoch(Whole(1), "0:1,30:2"),
         metavar="N",
     )
     mixing: Any = option(
@@ -77,9 +89,10 @@ class GossipOptions:
     )
     max_staleness: int | None = option(
         None,
-        "steps a message of osgp may be late; None: 1",
-        help="how many steps late a message may be, 0 is sgp",
-        absent="1",
+        "steps a message of osgp may be late, or an average of local, slowmo and diloco (less than ``average_every``); "
+        "None: 1 of osgp, half of ``average_every`` of these",
+        help="how many steps late a message, or an average, may be; 0 waits for it: sgp, local SGD as it was published",
+        absent="1 of osgp, half of --average-every of the others",
         read=Whole(0),
         metavar="N",
     )
@@ -106,12 +119,38 @@ class GossipOptions:
         read=Whole(1),
         metavar="N",
     )
-    average_every: int = option(
+    average_every: int | Mapping[int, int] = option(
         0,
-        "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021); 0: never",
-        help="average the weights of all ranks every N steps; 0 is never",
-        read=Whole(0),
+        "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021), or {epoch: steps}; 0: never, but of "
+        "local, slowmo and diloco 8",
+        help="average the weights of all ranks every N steps; 0 is never, but of local, slowmo and diloco 8; 0:1,5:8 "
+        "is 1 from epoch 0 and 8 from epoch 5 on",
+        read=_number_by_epoch(Whole(0), "0:1,5:8"),
         metavar="N",
+    )
+    fragments: int = option(
+        1,
+        "parts of the weights that local, slowmo and diloco average in turn, within ``average_every`` steps (Streaming "
+        "DiLoCo, Douillard et al., 2025)",
+        help="parts of the weights that are averaged in turn, each every --average-every steps",
+        read=OUTER_BOUNDS["fragments"],
+        metavar="N",
+    )
+    outer_lr: float | None = option(
+        None,
+        "by how much slowmo and diloco move what the ranks have learned (alpha of slowmo); None: 1 of slowmo, 0.7 of "
+        "diloco",
+        help="by how much the ranks' mean step is taken; alpha of slowmo",
+        absent="1 of slowmo, 0.7 of diloco",
+        read=OUTER_BOUNDS["outer_lr"],
+    )
+    outer_momentum: float | None = option(
+        None,
+        "slow momentum of slowmo, Nesterov's of diloco; None: 0.3 of slowmo, 0.5 of diloco, for some 4 to 16 steps "
+        "between averages (the papers' 0.7 and 0.9 are for many more)",
+        help="momentum from one average to the next",
+        absent="0.3 of slowmo, 0.5 of diloco",
+        read=OUTER_BOUNDS["outer_momentum"],
     )
     schedule: Mapping[int, str] | None = option(
         None,
@@ -137,7 +176,10 @@ class GossipOptions:
         check_one_of("buffers", self.buffers, BUFFERS)
 
 
-BY_STEP = ("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every")
+BY_STEP = (
+    *("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every"),
+    *("fragments", "outer_lr", "outer_momentum"),
+)
 """A user's options of a plan, beside its algorithm: those that ``switch()`` may change."""
 NOT_GIVEN: Mapping[str, Any] = {
     **{name: getattr(GossipOptions, name) for name in BY_STEP},
@@ -155,6 +197,9 @@ NO_USE: Mapping[str, str] = {
     "allreduce average_every)",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
     "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
+    "fragments": "fragments: {0} averages no parts of the weights in turn; leave it out, or take local or diloco",
+    "outer_lr": "outer_lr: {0} has no outer optimizer; leave it out, or take slowmo or diloco",
+    "outer_momentum": "outer_momentum: {0} has no outer optimizer; leave it out, or take slowmo or diloco",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
     "hierarchical": "hierarchical: {0} averages no hosts first; leave it out, or take sgp, osgp, dpsgd or adpsgd",
 }
@@ -170,17 +215,24 @@ class GossipAlgorithm(Algorithm):
         pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
         sends_before_update: whether messages hold the weights from before a step's update.
         exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
+        outer: how the average of all ranks moves the anchor that they go on from; None: there is none.
     """
 
     doubly_stochastic: bool = False
     pairs: bool = False
     sends_before_update: bool = False
     exact: bool = False
+    outer: outer.Step | None = None
 
     @property
     def has_graph(self) -> bool:
         """Whether ranks have neighbours."""
         return "topology" in self.options
+
+    @property
+    def takes_the_place(self) -> bool:
+        """Whether it is an average of all ranks after each step, which may take the place of any other algorithm."""
+        return not self.has_graph and self.outer is None
 
     @property
     def may_be_late(self) -> bool:
@@ -193,6 +245,8 @@ _MIXED: Mapping[str, Any] = {
 }
 _PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "exponential"}
 _SYMMETRIC = {"topology": "bipartite-exponential"}
+_OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
+"""(With None an average may be half of ``average_every`` steps late.)"""
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     algorithm.name: algorithm
@@ -251,6 +305,36 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             exact=True,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
+        GossipAlgorithm(
+            "local",
+            "gossip",
+            _OUTER,
+            sends="weights",
+            waits_for="period",
+            about="averages all ranks every --average-every steps, while it takes the next ones",
+            compressions=COMPRESSIONS,
+            outer=outer.local,
+        ),
+        GossipAlgorithm(
+            "slowmo",
+            "gossip",
+            {**_OUTER, "outer_lr": 1.0, "outer_momentum": 0.3},
+            sends="weights",
+            waits_for="period",
+            about="the same with slow momentum",
+            compressions=COMPRESSIONS,
+            outer=outer.slowmo,
+        ),
+        GossipAlgorithm(
+            "diloco",
+            "gossip",
+            {**_OUTER, "outer_lr": 0.7, "outer_momentum": 0.5},
+            sends="weights",
+            waits_for="period",
+            about="the same with Nesterov's momentum",
+            compressions=COMPRESSIONS,
+            outer=outer.diloco,
+        ),
     )
 }
-"""By name. "allreduce" has no graph: ranks average all weights every so many steps."""
+"""By name. Those without a graph average the weights of all ranks every so many steps."""

@@ -13,7 +13,15 @@ import numpy as np
 
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.messages import GossipConfig
-from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS, NO_USE, NOT_GIVEN, GossipAlgorithm
+from hvd_async.algorithms.gossip.options import (
+    ALGORITHMS,
+    COMPRESSIONS,
+    NO_USE,
+    NOT_GIVEN,
+    OUTER_BOUNDS,
+    GossipAlgorithm,
+)
+from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.option import check_hosts, check_one_of
 from hvd_async.mixing import Matrix
 from hvd_async.topology import Topology
@@ -96,17 +104,26 @@ class GossipPlan:
         return 1 + max(counts)
 
     @property
+    def parts(self) -> int:
+        """How many parts of the weights travel in messages of their own."""
+        if ALGORITHMS[self.config.algorithm].outer is not None:
+            return self.config.fragments * self.topology.size
+        return self.config.local_size
+
+    @property
     def max_messages(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""
         if ALGORITHMS[self.config.algorithm].pairs:
             return 1
+        if ALGORITHMS[self.config.algorithm].outer is not None:
+            return max(1, self.topology.size - 1)
         return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
 
     @property
     def max_received(self) -> int:
         """The most messages that a rank receives in an exchange; AD-PSGD: one; 0 where hosts gossip, whose messages of
-        one exchange are of several steps."""
-        if self.config.local_size > 1:
+        one exchange are of several steps, and for an outer optimizer."""
+        if self.parts > 1:
             return 0
         if ALGORITHMS[self.config.algorithm].pairs:
             return 1
@@ -134,6 +151,9 @@ def make_plan(
     gossip_every: int = 1,
     max_local_steps: int = 4,
     average_every: int = 0,
+    fragments: int = 1,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
     compression: str = "none",
     local_size: int = 1,
 ) -> GossipPlan:
@@ -145,10 +165,12 @@ def make_plan(
         graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
-        max_staleness: steps (OSGP); None: 1 there, 0 elsewhere.
+        max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
         gossip_every: steps between two in which messages are sent.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
+        fragments: of the weights, averaged in turn (outer optimizers).
+        outer_lr, outer_momentum: of an outer optimizer; None: the algorithm's own.
         compression: one of ``COMPRESSIONS``.
         local_size: ranks of a host that are averaged before they gossip.
 
@@ -163,14 +185,20 @@ def make_plan(
         "gossip_every": gossip_every,
         "max_local_steps": max_local_steps,
         "average_every": average_every,
+        "fragments": fragments,
+        "outer_lr": outer_lr,
+        "outer_momentum": outer_momentum,
         "compression": compression,
         "hierarchical": local_size > 1,
     }
     kind = _checked(algorithm, given)
     check_hosts(size, local_size)
+    average_every = average_every or kind.options.get("average_every", 0)
     if max_staleness is None:
         max_staleness = kind.options.get("max_staleness", 0)
-    average_every = average_every or kind.options.get("average_every", 0)
+    if kind.outer is not None:
+        Rhythm(average_every, fragments).check()
+        max_staleness = average_every // 2 if max_staleness is None else min(max_staleness, average_every - 1)
     places = size // local_size
     if kind.has_graph:
         chosen, matrices = _graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
@@ -188,6 +216,9 @@ def make_plan(
         average_every=average_every,
         compression=compression,
         local_size=local_size,
+        fragments=fragments,
+        outer_lr=kind.options.get("outer_lr", 0.0) if outer_lr is None else outer_lr,
+        outer_momentum=kind.options.get("outer_momentum", 0.0) if outer_momentum is None else outer_momentum,
     )
     plan = GossipPlan(config, chosen, tuple(matrices))
     _check_weight(plan, kind)
@@ -224,6 +255,9 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
+    for name, bounds in OUTER_BOUNDS.items():
+        if given[name] is not None:
+            bounds.check(name, given[name])
     compression = given["compression"]
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
@@ -232,7 +266,7 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
         value = given[name]
         if name == "max_staleness":
             value = value or None  # 0 says the same
-        if not isinstance(value, str | int | None) or value != NOT_GIVEN[name]:
+        if not isinstance(value, str | int | float | None) or value != NOT_GIVEN[name]:
             raise ValueError(NO_USE[name].format(algorithm))
     if compression not in kind.compressions:
         raise ValueError(

@@ -19,10 +19,11 @@ The laws it keeps:
    first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
    waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
    for which only the sending hosts' ranks are waited, or pairs, whichever has waited longer.
-4. *Averages.* When every active rank has entered its average of that number, the average over all starts.
+4. *Averages.* When every active rank has entered its average of that number, the average over all that have entered
+   starts. A rank under an outer optimizer goes on before that: it may enter the next ones, and finish.
 5. *Ends.* When a rank finishes, all are told: nobody may wait for messages that it will not send. When all have
-   finished, queued messages are sent before the ranks are told; and hosts that are averaged in pairs gather last, if
-   any rank has taken a step.
+   finished, queued messages are sent, and averages that some have entered start, before the ranks are told; and hosts
+   that are averaged in pairs gather last, if any rank has taken a step.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
@@ -86,10 +87,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """Ranks that wait for a message, and how many exchanges they had seen then."""
         self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """The last exchange in which a rank was averaged."""
-        self._averages: dict[int, dict[int, list[float]]] = {}
-        """Averages that have not started: the ranks that entered, and their push-sum weights."""
-        self._average = 0
-        """The last average that started, since the last drain."""
+        self._averages: dict[int, dict[int, AverageEntered]] = {}
+        """Averages that have not started, by number: the ranks that entered."""
+        self._entered: dict[int, int] = {}
+        """The last average that each rank has entered, since the last drain."""
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
         """Each rank's steps at the last drain."""
         self._round = 0
@@ -162,9 +163,11 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 parts = self._running(rank, event).local_size
                 if len(weights) != parts:
                     raise ProtocolError(f"rank {rank} is in an average with {len(weights)} weights, and has {parts}")
-                if index != self._average + 1 or rank in self._averages.get(index, {}):
-                    raise ProtocolError(f"rank {rank} is in average {index} again, late, or after {self._average}")
-                self._averages.setdefault(index, {})[rank] = weights
+                last = self._entered.get(rank, 0)
+                if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
+                    raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
+                self._averages.setdefault(index, {})[rank] = event
+                self._entered[rank] = index
             case ExchangeDone(_, number):
                 self._landed(rank, number, now)
             case _:
@@ -269,11 +272,11 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         due: list[Command] = []
         for index in sorted(self._averages):
             if self._averages[index].keys() >= self._active():
-                self._average = index
                 # in one order, so that sums are the same to the bit
                 there = sorted(self._averages.pop(index).items())
-                weights = [sum(part) for part in zip(*(own for _, own in there), strict=True)]
-                due.append(StartAverage(self._optimizer, index, [rank for rank, _ in there], weights))
+                weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
+                part = there[0][1].part
+                due.append(StartAverage(self._optimizer, index, [rank for rank, _ in there], weights, part))
         return due
 
     def _next(self, now: float) -> StartExchange | None:
@@ -322,7 +325,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def _check_finished(self, rank: int) -> None:
-        if any(rank in there for there in self._averages.values()):
+        if self._is_in_average(rank) and not self._goes_on:
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
     def _forget(self, rank: int) -> None:
@@ -338,6 +341,14 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     @property
     def _of_hosts(self) -> bool:
         return self._config is not None and self._config.local_size > 1
+
+    def _is_in_average(self, rank: int) -> bool:
+        return any(rank in there for there in self._averages.values())
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether ranks that have entered an average go on before it starts."""
+        return self._config is not None and ALGORITHMS[self._config.algorithm].outer is not None
 
     @property
     def _pairs_hosts(self) -> bool:
@@ -358,7 +369,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """Start exchanges of all queued messages."""
         self._wants.clear()
         self._starved.clear()
-        commands: list[Command] = []
+        commands: list[Command] = [*self._due_averages()]
         while any(self._offers.values()):
             exchange = self._next(now)
             assert exchange is not None
@@ -366,11 +377,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if self._pairs_hosts and any(own[0] != self._bases[rank] for rank, own in self._produced.items()):
             self._round += 1
             commands.append(StartExchange(self._optimizer, self._round, gathers=True))
-        for record in (self._gone, self._told, self._coming, self._granted):
+        for record in (self._gone, self._told, self._coming, self._granted, self._entered):
             record.clear()
         self._flights.clear()  # ranks know themselves which exchanges they have not completed
         self._averages.clear()
-        self._average = 0
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
         return commands, self._round

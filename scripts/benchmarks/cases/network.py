@@ -17,12 +17,15 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from hvd_async.algorithms.gossip.plan import make_plan
+
 from ..support import launch, plot
 from ..support.arms import (
     IN_BACKWARD,
     IN_STEP,
     LEADERS,
     LOCAL_PERIOD,
+    OUTER,
     RIVALS,
     WARM_UP,
     gossip_of,
@@ -42,6 +45,7 @@ ARMS = (
     *("horovod", "ddp", "ddp-powersgd", "post-local-sgd", "torchft", "torchft-diloco", "decent-dp", "solo"),
     *("local-sgd", "sgp", "osgp", "dpsgd", "adpsgd", "lsgd", "easgd", "sgp-avg4", "dpsgd-avg4"),
     *("osgp-bf16", "dpsgd-bf16", "osgp-int8", "dpsgd-int8"),
+    *("local", "local-bf16", "local-int8", "diloco-int8"),
 )
 QUICK = ",".join(installed(("horovod", "ddp", "decent-dp", "sgp", "osgp", "dpsgd")))
 COLUMNS = (
@@ -173,6 +177,8 @@ def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
         waited = message
     elif base in ("osgp", "dpsgd", "decent-dp"):
         hidden = message
+    elif base in OUTER:
+        return Need(allreduce * BYTES[compression] / BYTES["none"] * megabytes / every, 0.0)
     elif base in IN_STEP:
         every = LOCAL_PERIOD
     elif base != "local-sgd":
@@ -186,7 +192,11 @@ def least_seconds(arm: str, ranks: int, block: Block) -> float:
     if need is None:  # (of ranks that share a link what travels over it depends on who is on which host)
         return float(block["compute"])
     hidden, waited = (wire_seconds(megabytes, block["bandwidth_mbit"]) for megabytes in need)
-    return max(float(block["compute"]), hidden) + waited
+    compute = float(block["compute"])
+    if read_name(arm).base in OUTER:  # an average hides behind so many steps, and no more
+        plan = make_plan(ranks, **gossip_of(arm)._asdict()).config  # type: ignore[union-attr]
+        return compute + max(0.0, hidden - plan.max_staleness / plan.average_every * compute)
+    return max(compute, hidden) + waited
 
 
 def step_seconds(block: Block) -> float:

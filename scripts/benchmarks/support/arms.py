@@ -10,7 +10,10 @@ from hvd_async.algorithms.gossip.options import COMPRESSIONS
 from hvd_async.algorithms.gossip.plan import make_plan
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
-GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion")} | {"local-sgd": "allreduce"}
+OUTER = ("local", "slowmo", "diloco")
+"""Those that take local steps, and average all ranks while they take the next ones."""
+GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", *OUTER)}
+GOSSIP |= {"local-sgd": "allreduce"}
 """Their algorithms."""
 LEADERS = ("lsgd", "easgd")
 FOLLOWING = {
@@ -88,7 +91,7 @@ def read_name(arm: str) -> Name:
         algorithm = rest.partition("-")[0]
         known = ", ".join(COMPRESSIONS[1:])
         raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {known}; -avg4 may come last")
-    return Name(rest, compression, every or LOCAL_PERIOD * (rest == "local-sgd"), arm.endswith(OF_HOSTS))
+    return Name(rest, compression, every or LOCAL_PERIOD * (rest in ("local-sgd", *OUTER)), arm.endswith(OF_HOSTS))
 
 
 def compression_of(arm: str) -> tuple[str, str]:
@@ -192,7 +195,7 @@ def parse_arms(
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
         how, (base, compression, every, hosts) = gossip_of(arm), read_name(arm)
-        if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd")):
+        if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd", *OUTER)):
             raise ValueError(f"the arm {arm!r} is not there: -hosts is for partial allreduce and gossip, --per-host 2")
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")

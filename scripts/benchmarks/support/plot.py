@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arms import COMPRESSED, read_name
+from .arms import COMPRESSED, OUTER, read_name
 from .report import Report, Row
 
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
@@ -21,11 +21,12 @@ ORDER = (
     *("post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
 )
 LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1, "local-sgd": 4}
+LOCAL |= {"local": 5, "slowmo": 1, "diloco": 7}
 """Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
 FAMILIES = (
     ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
     (),
-    ("sgp", "osgp", "dpsgd", "adpsgd", "local-sgd"),
+    ("sgp", "osgp", "dpsgd", "adpsgd", "local-sgd", *OUTER),
     ("lsgd", "easgd"),
 )
 STYLES = ("-", "--", "-.", ":")

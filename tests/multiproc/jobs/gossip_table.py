@@ -51,6 +51,8 @@ EXACT = (
     Gossip("exact diffusion ring", {"algorithm": "exact-diffusion", "topology": "ring"}),
     Gossip("adpsgd star", {"algorithm": "adpsgd", "topology": "star"}),
     Gossip("allreduce", {"algorithm": "allreduce"}),
+    Gossip("local", {"algorithm": "local", "average_every": 3, "fragments": 2}),
+    Gossip("slowmo", {"algorithm": "slowmo", "average_every": 4, "max_staleness": 0}),
 )
 """(Every algorithm is tried on every graph in one process: tests/threads, tests/conformance.)"""
 HOSTS = (
@@ -75,13 +77,15 @@ UNEVEN_HOSTS = tuple(
 """At 4 ranks only."""
 COMPRESSED = tuple(
     Gossip(f"{algorithm} {name}", {"algorithm": algorithm, "compression": name})
-    for algorithm, name in (("sgp", "fp16"), ("adpsgd", "bf16"), ("dpsgd", "int8"))
+    for algorithm, names in {"sgp": ["fp16"], "adpsgd": ["bf16"], "dpsgd": ["int8"], "local": ["bf16", "int8"]}.items()
+    for name in names
 )
 UNEVEN = tuple(
     Gossip(f"uneven {algorithm}", {"algorithm": algorithm}, fewer={0: 3, 1: 17})
-    for algorithm in ("sgp", "osgp", "adpsgd")
+    for algorithm in ("sgp", "osgp", "adpsgd", "local")
 )
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
+FEW |= {"local", "local int8", "uneven local"}
 
 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:

@@ -1,0 +1,205 @@
+"""Local steps and outer optimizers on one rank: local SGD, SlowMo, DiLoCo (``outer``).
+
+The engine averages the differences to the anchor while this rank takes its next ``max_staleness`` steps; then the rank
+waits, if the average is not there yet, and takes the new anchor. So what a rank does depends on numbers of steps only,
+and never on time; anchors and outer momenta are the same on all ranks, to the bit.
+
+A rank that finishes early is no longer in averages, and follows the anchor. At a drain what is under way is applied;
+then the anchor is the mean of all ranks' weights, also in mid-period, and the outer momentum goes on as it is: an outer
+step is one of a whole period.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from hvd_async.algorithms.gossip import outer
+from hvd_async.algorithms.gossip.base import GossipWorker
+from hvd_async.algorithms.gossip.difference_average import Average, DifferenceAverages
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.messages import StartAverage
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.errors import ReplicaStateError
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import Hyper, OptimizerCommand
+from hvd_async.stats import GossipStats
+
+ANCHOR, ERROR = "outer anchor", "outer error"
+SENT, MEAN_OF, NUMBER = "outer sent ", "outer mean ", "outer learning rate "
+"""Names of saved vectors; those that end with a blank are followed by an average's number."""
+
+
+class OuterWorker(GossipWorker):
+    """One optimizer of one rank under an outer optimizer.
+
+    Attributes:
+        log: (step, number of the average) of each average that was taken.
+    """
+
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan, post, finish)
+        config, algorithm = plan.config, self._algorithm
+        assert algorithm.outer is not None
+        self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
+        self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
+        self._averages = DifferenceAverages(engine, post, config.fragments)
+        self._anchor: Vector = None
+        self._momentum = post.zeros() + 0 if "outer_momentum" in algorithm.options else None
+        self._resumes = False
+        """Whether the outer momentum is an earlier worker's."""
+        self._next = 0
+        """The number, since the last drain, of the next average to take."""
+        self._sent: dict[int, Vector] = {}
+        """This rank's weights as they were when it entered an average that it has not taken yet."""
+
+    @property
+    def _momentum_name(self) -> str:
+        return f"outer momentum of {self.config.algorithm}"
+
+    def register(
+        self, names: list[str], checksums: list[int], hyper: Hyper | None = None, number: int | None = None
+    ) -> None:
+        momentum = f"{self._momentum_name}, {'resumed' if self._resumes else 'new'}"
+        super().register([momentum, *names], [0, *checksums], hyper, number)
+
+    def begin(self, weights: Vector) -> None:
+        if not self._restored:  # weights of an earlier run's cut are each rank's own
+            self._anchor = weights + 0
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """End a step; wait only for an average that is more than ``max_staleness`` steps late."""
+        self.check_step()
+        self._step += 1
+        now = self._base + self._step
+        last = self._rhythm.until(now) - 1
+        if last >= 0 and self._rhythm.step(last) == now:
+            self._enter(last, after)
+        while self._rhythm.step(self._next) + self._late <= now:
+            self._await(lambda: self._averages.is_complete(self._next))
+            self._take(after, now)
+        return after
+
+    def _enter(self, average: int, weights: Vector) -> None:
+        """Enter an average with this rank's difference to the anchor."""
+        fragment = self._rhythm.fragment(average)
+        where = self._averages.slice_of(fragment)
+        self._sent[average] = weights[where] + 0
+        difference = self._anchor[where] - weights[where]
+        gamma = 1.0 if self._momentum is None else self.learning_rate()
+        self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
+
+    def _take(self, weights: Vector, now: int) -> None:
+        """Take the next average: move the anchor and, in place, the weights."""
+        average, (mean, gamma) = self._next, self._averages.take(self._next)
+        where = self._averages.slice_of(self._rhythm.fragment(average))
+        momentum = None if self._momentum is None else self._momentum[where]
+        old = outer.State(self._anchor[where], momentum)
+        new = self._outer_step(old, mean, gamma, self._constants)
+        # A rank that was not in it, since it had finished, keeps what it has learned, beside the anchor's new place.
+        sent = self._sent.pop(average, old.anchor)
+        weights[where] = outer.merged(new.anchor, weights[where], sent)
+        self._anchor[where] = new.anchor
+        if self._momentum is not None:
+            self._momentum[where] = new.momentum
+        self._next += 1
+        self._averagings += 1
+        if self.log is not None:
+            self.log.append((now, average))
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _is_complete(self) -> bool:
+        return super()._is_complete() and self._averages.idle
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        self._together = flush
+        now = self._base + self._longest
+        until = math.inf if flush else now
+        while self._averages.is_complete(self._next) and self._rhythm.step(self._next) + self._late <= until:
+            self._take(weights, now)
+        if not flush:
+            return weights
+        z = self.consensus(weights)
+        self._anchor, self._next = z + 0, 0
+        self._averages.error[:] = 0.0
+        return z
+
+    def consensus(self, x: Vector) -> Vector:
+        """Return the mean of all ranks' weights, with what compression has left out; as ``GossipWorker``."""
+        return super().consensus(x - self._averages.error)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._averages.restart(self._rhythm.until(self._base))
+
+    def discard_results(self) -> None:
+        self._averages.discard()
+        super().discard_results()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def common_state(self) -> dict[str, Vector]:
+        return {} if self._momentum is None else {self._momentum_name: self._momentum + 0}
+
+    def take_common_state(self, state: Mapping[str, Vector]) -> None:
+        if self._momentum is not None and self._momentum_name in state:
+            self._momentum, self._resumes = state[self._momentum_name] + 0, True
+
+    def _estimates(self) -> dict[str, Vector]:
+        saved = {ANCHOR: self._anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
+        for average, (mean, gamma) in self._averages.results().items():
+            saved |= {f"{MEAN_OF}{average}": mean + 0, f"{NUMBER}{average}": self._post.scalar(gamma)}
+        return saved | {f"{SENT}{average}": sent + 0 for average, sent in self._sent.items()}
+
+    def restore(self, kept: SavedState) -> None:
+        """Begin with the state that an earlier run's cut saved, before ``register``.
+
+        Raises:
+            ValueError: it is another algorithm's, or one of another rhythm.
+        """
+        copies, name = kept.copies, self.config.algorithm
+        if ANCHOR not in copies:
+            raise ValueError(
+                f"this state was saved after cut() by an algorithm without an anchor, which {name} needs: go on with "
+                f"the algorithm that it was saved with, or save after drain()"
+            )
+        first = self._rhythm.until(kept.base)
+        means = {int(key.removeprefix(MEAN_OF)): mean + 0 for key, mean in copies.items() if key.startswith(MEAN_OF)}
+        fit = sorted(means) == list(range(first - len(means), first))
+        if not fit or any(len(mean) != self._length(average) for average, mean in means.items()):
+            raise ValueError(
+                f"this state was saved after cut() while averages of other fragments or another average_every were "
+                f"under way: go on with those of {name} that it was saved with, or save after drain()"
+            )
+        results = {average: Average(mean, float(copies[f"{NUMBER}{average}"][0])) for average, mean in means.items()}
+        self._averages.restore(copies[ERROR] + 0, results, first)
+        self._next = min(means, default=first)
+        self._anchor = copies[ANCHOR] + 0
+        self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
+        self.take_common_state(copies)
+        super().restore(kept)
+
+    def _length(self, average: int) -> int:
+        where = self._averages.slice_of(self._rhythm.fragment(average))
+        return int(where.stop - where.start)
+
+    def stats(self) -> GossipStats:
+        """Return a snapshot of the counts."""
+        return dataclasses.replace(super().stats(), bytes_sent=self._averages.bytes_sent)
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        if isinstance(command, StartAverage):
+            self._averages.submit(command)
+        else:
+            super().on_command(command)
+
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")

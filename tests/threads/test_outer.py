@@ -1,0 +1,214 @@
+"""Local steps and outer optimizers of ranks as threads: every step equals the reference, whatever comes late."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.options import ALGORITHMS as ALL
+from hvd_async.algorithms.gossip.outer import Rhythm
+from hvd_async.testing import Cluster
+from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train
+from tests.conftest import examples
+from tests.threads.gossip_workload import (
+    EXACT,
+    GATE_TIMEOUT,
+    Job,
+    Record,
+    Watch,
+    check_sums,
+    held,
+    job,
+    pass_gate,
+    run,
+    work,
+)
+
+OUTER = [name for name, algorithm in ALL.items() if algorithm.outer is not None]
+UNEVEN = [((13, 0, 3, 8),), ((0, 0, 0, 0), (9, 2, 2, 1), (0, 3, 0, 0)), ((9, 9, 9, 9), (1, 7, 12, 2), (8, 8, 8, 8))]
+
+
+def compress_of(one: Job) -> Compress | None:
+    """Return what a job's messages make of differences."""
+    config, size = one.plan.config, one.size
+    if config.compression == "none":
+        return None
+    post = make_message_format(one.elements, np.float64, config.compression, size, parts=one.plan.parts)
+    return TwoStages(one.elements, config.fragments, size, lambda part: post.decode(post.encode(part)))
+
+
+def check(one: Job, records: list[Record], within: dict[str, float] = EXACT) -> None:
+    """Each step and drain equals the reference; ranks that drained have the same bits."""
+    problem, outer = one.problem, of_config(one.plan.config)
+    for end, counts in enumerate(one.steps):
+        segments, compress = [record.segments[end] for record in records], compress_of(one)
+        outcome = train(problem, counts, outer, compress)
+        for segment, path in zip(segments, outcome.path, strict=True):
+            np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
+            assert segment.z.tobytes() == segments[0].z.tobytes()
+        left = compress.errors if isinstance(compress, TwoStages) else 0.0
+        np.testing.assert_allclose(segments[0].z, (outcome.x - left).mean(axis=0), **within)
+        problem = problem.after(outcome)
+        problem.start[:] = segments[0].z
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "more",
+    [{"max_staleness": 0}, {}, {"max_staleness": 2, "fragments": 2}, {"fragments": 3}, {"fragments": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_every_step_equals_the_reference(algorithm: str, more: dict[str, Any], size: int):
+    one = job([13] * size, algorithm, None, average_every=4, **more)
+    records = run(one)
+    check(one, records)
+    for record in records:
+        late = one.plan.config.max_staleness
+        rhythm = Rhythm(4, one.plan.config.fragments)
+        assert all(step - rhythm.step(number) == late for step, number in record.segments[0].log if step < 13)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("more", [{"max_staleness": 0}, {"max_staleness": 2, "fragments": 3}], ids=str)
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_compressed_differences_equal_the_reference(algorithm: str, more: dict[str, Any], compression: str):
+    """Several chunks of 8 bits, parts that are not full, and a rank that finishes early but still adds up its part."""
+    steps = ((9, 9, 9), (9, 4, 9))
+    one = job(steps, algorithm, None, average_every=4, compression=compression, elements=6500, **more)
+    check(one, run(one, jitter=0.001), {"rtol": 1e-6, "atol": 1e-6})
+
+
+@pytest.mark.parametrize("steps", UNEVEN)
+@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_uneven_steps_and_several_drains(algorithm: str, late: int, steps: Any):
+    one = job(steps, algorithm, None, average_every=4, max_staleness=late, fragments=2)
+    check(one, run(one, jitter=0.001))
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(0, 5),
+    st.integers(1, 6),
+    st.sampled_from(["none", "fp16", "bf16", "int8"]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.integers(1, 40),
+)
+def test_local_sgd_keeps_the_mean(size, every, late, fragments, compression, segments, elements):
+    """Whatever is late, averaged in fragments or compressed: weights move by local updates alone. Error feedback: what
+    no message has carried is in the next one, or in the drain."""
+    fragments, steps = min(fragments, every), tuple((count,) * size for count in segments)
+    options = {"average_every": every, "max_staleness": late, "fragments": fragments, "compression": compression}
+    one = job(steps, "local", None, elements=elements, cuts=frozenset(range(len(steps) - 1)), **options)
+    mean = one.problem.start.mean(axis=0)
+    records = run(one)
+    moved = sum(segment.moved for record in records for segment in record.segments) / size
+    np.testing.assert_allclose(records[0].segments[-1].z, mean + moved, rtol=1e-6, atol=1e-6)
+    assert len({record.segments[-1].z.tobytes() for record in records}) == 1
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 60))
+def test_averages_have_numbers_in_the_order_of_their_steps(every, fragments, until):
+    rhythm = Rhythm(every, min(every, fragments))
+    outer = Outer("local", every, 0, rhythm.fragments)
+    expected = [(step, fragment) for step in range(1, until + 1) for fragment in due(outer, step)]
+    assert [(rhythm.step(n), rhythm.fragment(n)) for n in range(rhythm.until(until))] == expected
+
+
+# -- cuts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("more", [{"max_staleness": 0}, {"max_staleness": 3, "fragments": 3}], ids=str)
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_cuts_change_nothing(algorithm: str, more: dict[str, Any], compression: str):
+    paths = []
+    for steps in (((1,) * 3,) * 11, ((11,) * 3,)):
+        own = {"cuts": frozenset(range(10)), "average_every": 4, "compression": compression, **more}
+        records = run(job(steps, algorithm, None, **own))
+        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
+    assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("first", [(6, 6, 6), (3, 9, 5), (0, 13, 1)], ids=str)
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, first, compression):
+    more = {"average_every": 4, "max_staleness": 3, "fragments": 2, "compression": compression, "elements": 11}
+    whole = run(job((first, (9,) * 3), algorithm, None, cuts=frozenset({0}), **more))
+    anchors = {saved.kept.copies["outer anchor"].tobytes() for record in whole if (saved := record.saved[0])}
+    assert len(anchors) == 1
+    resumed = run(job((9,) * 3, algorithm, None, **more), resumed=[record.saved[0] for record in whole])
+    for before, after in zip(whole, resumed, strict=True):
+        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
+        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
+        assert after.saved == [None]
+
+
+# -- who waits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_rank_waits_only_for_an_average_that_is_too_late(late: int):
+    """No average comes back before all ranks wait for it: they have taken so many steps since, and no more."""
+    more = {"average_every": 4, "max_staleness": late, "compression": "bf16"}
+    one, gate, watch, seen = job((9, 9, 9), "local", None, **more), threading.Event(), Watch(), list[bool]()
+
+    def open_gate() -> None:
+        try:
+            watch.until(dict.fromkeys(range(3), 4 + late), lambda worker: worker._step)
+            seen.append(True)
+        finally:
+            gate.set()
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    records = Cluster(3, wrap=held(gate)).run(work(one, tweak=watch.tweak))
+    opener.join(GATE_TIMEOUT)
+    assert seen, "a rank waited elsewhere, or not at all"
+    check(one, records, {"rtol": 1e-6, "atol": 1e-6})
+
+
+def test_a_slow_rank_holds_nobody_up_for_as_long_as_an_average_may_be_late():
+    """The others are at their sixth step, two after they have sent, before the slow one begins its fourth."""
+    one, ahead = job((8, 8, 8), "local", None, average_every=4, max_staleness=2), [threading.Event(), threading.Event()]
+
+    def before_step(place: int, step: int, worker: Any) -> None:
+        if (place, step) == (0, 4):
+            for event in ahead:
+                pass_gate(event)
+        elif place and step == 6:
+            ahead[place - 1].set()
+
+    check(one, run(one, before_step=before_step))
+
+
+# -- some of the ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_a_process_set_averages_by_itself(algorithm, compression):
+    one = job(((9, 5, 7), (1, 4, 6)), algorithm, None, average_every=4, rank_group=(0, 2, 3), compression=compression)
+    train_one = work(one)
+    records = Cluster(4).run(lambda rank: None if rank == 1 else train_one(rank))
+    check(one, [record for record in records if record is not None], {"rtol": 1e-6, "atol": 1e-6})
+
+
+def test_bytes_are_those_of_two_stages():
+    """Each stage sends all parts but a rank's own."""
+    for compression, part in (("none", 8 * 2), ("bf16", 2 * 2), ("int8", 2048 + 4)):
+        one = job((8, 8, 8), "local", None, average_every=4, compression=compression)
+        for record in run(one):
+            assert record.stats.bytes_sent == 2 * 2 * 2 * (part + (16 if compression != "none" else 0))
+            assert record.stats.averagings == 2
+    check_sums(one, run(one))
