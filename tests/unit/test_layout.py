@@ -35,6 +35,7 @@ PURE = {
     "auto_quorum",
     "hosts",
     "plan",
+    "graph",
     "options",
     "selection",
     "lsgd",
