@@ -24,6 +24,7 @@ from tests.conformance.cases import CASES, Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
 from tests.conformance.reference import Array
 
@@ -175,6 +176,9 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
         own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}
         return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, [len(one.path) for one in seen], **own)
+    if algorithm == "noloco":
+        plan = make_plan(len(seen), algorithm, options["topology"], gossip_every=options.get("gossip_every"))
+        return noloco(problem, plan.matrices, [len(one.path) for one in seen], plan.config.period)
     hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
     takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
     matrices = options.get("mixing", "uniform")

@@ -24,6 +24,7 @@ from tests.conformance.cases import Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.noloco_reference import noloco
 from tests.conformance.reference import Array, State, start
 
 GATE_TIMEOUT = 30.0
@@ -236,6 +237,10 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
         if one.plan.config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+        elif one.plan.config.algorithm == "noloco":
+            config = one.plan.config
+            own = {"lr": config.outer_lr, "momentum": config.outer_momentum, "encode": encode}
+            outcome = noloco(problem, one.plan.matrices, counts, config.period, **own)
         elif one.plan.config.algorithm == "exact-diffusion":
             own = {"every": one.plan.config.gossip_every, "average_every": one.plan.config.average_every}
             outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)

@@ -254,12 +254,15 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm allreduce --pace rounds", "--pace only means something with --algorithm eager"),
         ("--algorithm allreduce --compression bf16", "take fp16, or --algorithm eager --quorum all"),
         ("--compression zip", "invalid choice"),
-        ("--compression int8", "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"),
+        ("--compression int8", "for sgp, osgp, dpsgd, exact-diffusion, noloco, local, slowmo or diloco"),
         ("--algorithm allreduce --compression int8", "take fp16"),
-        ("--algorithm adpsgd --compression int8", "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"),
+        (
+            "--algorithm adpsgd --compression int8",
+            "for sgp, osgp, dpsgd, exact-diffusion, noloco, local, slowmo or diloco",
+        ),
         (
             "--algorithm sgp --compression int8 --schedule 3:adpsgd",
-            "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco",
+            "for sgp, osgp, dpsgd, exact-diffusion, noloco, local, slowmo or diloco",
         ),
         ("--algorithm sgp --quorum solo", "--quorum only means something with --algorithm eager"),
         ("--algorithm sgp --pace rounds", "--pace only means something with --algorithm eager"),
@@ -270,7 +273,7 @@ def test_a_flag_wins_over_the_preset():
         ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
         (
             "--topology ring",
-            "--topology only means something with --algorithm sgp, osgp, dpsgd, adpsgd or exact-diffusion",
+            "--topology only means something with --algorithm sgp, osgp, dpsgd, adpsgd, exact-diffusion or noloco",
         ),
         ("--algorithm allreduce --peers 2", "--peers only means something with --algorithm sgp"),
         ("--algorithm lsgd --hierarchical", "--hierarchical only means something with --algorithm eager, sgp"),

@@ -149,7 +149,7 @@ def make_plan(
     peers: int = 1,
     weights: Any = "uniform",
     max_staleness: int | None = None,
-    gossip_every: int = 1,
+    gossip_every: int | None = None,
     max_local_steps: int = 4,
     average_every: int = 0,
     fragments: int = 1,
@@ -167,7 +167,7 @@ def make_plan(
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
         max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
-        gossip_every: steps between two in which messages are sent.
+        gossip_every: steps between two in which messages are sent; None: the algorithm's own.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         fragments: of the weights, averaged in turn (outer optimizers).
@@ -212,7 +212,7 @@ def make_plan(
         graph=f"{chosen.name} ({digest:08x})",
         neighbours=neighbours,
         max_staleness=max_staleness,
-        gossip_every=gossip_every,
+        gossip_every=kind.options.get("gossip_every") or 1 if gossip_every is None else gossip_every,
         max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
         average_every=average_every,
         compression=compression,
@@ -252,7 +252,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
     check_one_of("algorithm", algorithm, ALGORITHMS)
-    _check_number("gossip_every", given["gossip_every"], 1)
+    _check_number("gossip_every", 1 if given["gossip_every"] is None else given["gossip_every"], 1)
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
