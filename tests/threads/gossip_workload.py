@@ -228,32 +228,31 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
     """Every step of every rank is what the reference makes of what was taken in when; and every drain. Hosts log
     no messages: they must have taken in each as late as they may."""
     assert not one.cuts, "the reference has no cuts"
-    problem, late, hosts = one.problem, one.plan.config.max_staleness, one.plan.config.local_size
+    config, problem = one.plan.config, one.problem
+    late, hosts = config.max_staleness, config.local_size
     within = {"rtol": 1e-10, "atol": 1e-10} if late else EXACT  # (z = x / w, and w is small while much is on its way)
     for end, counts in enumerate(one.steps):
         segments = [record.segments[end] for record in records]
         if end == 0 or hosts == 1:  # (hosts' estimates outlive a drain)
             encode = _encoder(one, problem.start[0])
-        if one.plan.config.algorithm == "adpsgd":
+        if config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
-        elif one.plan.config.algorithm == "noloco":
-            config = one.plan.config
-            own = {"lr": config.outer_lr, "momentum": config.outer_momentum, "encode": encode}
-            outcome = noloco(problem, one.plan.matrices, counts, config.period, **own)
-        elif one.plan.config.algorithm == "exact-diffusion":
-            own = {"every": one.plan.config.gossip_every, "average_every": one.plan.config.average_every}
+        elif config.algorithm == "noloco":
+            own = {"lr": config.outer_lr, "momentum": config.outer_momentum}
+            outcome = noloco(problem, one.plan.matrices, counts, config.period, encode=encode, **own)
+        elif config.algorithm == "exact-diffusion":
+            own = {"every": config.period, "average_every": config.average_every}
             outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)
         else:
-            takes = on_time(one.plan.matrices, max(counts), late, one.plan.config.period)
+            takes = on_time(one.plan.matrices, max(counts), late, config.period)
             if hosts == 1:
                 takes = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
             outcome = gossip(
                 problem, one.plan.matrices, max(counts), takes,
-                algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
-                sends=[segment.sends for segment in segments] if hosts == 1 else None,
-                max_staleness=late, overlap=late, every=one.plan.config.gossip_every,
-                average_every=one.plan.config.average_every, encode=encode, local_size=hosts,
+                algorithm="dpsgd" if config.algorithm == "dpsgd" else "sgp",
+                sends=[segment.sends for segment in segments] if hosts == 1 else None, max_staleness=late, overlap=late,
+                every=config.gossip_every, average_every=config.average_every, encode=encode, local_size=hosts,
             )  # fmt: skip
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)

@@ -56,9 +56,9 @@ class GossipOptions:
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
         "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
-        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" (Kolehmainen '
-        'et al., 2025: pairs of ranks are averaged after some steps, with momentum), "allreduce" '
-        '(weights are averaged over all ranks after every step), "local" (after every ``average_every`` steps, while '
+        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" '
+        "(Kolehmainen et al., 2025: pairs of ranks are averaged after some steps, with momentum), "
+        '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` steps, while '
         'the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR 2020) '
         'or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
         flags=(),
@@ -141,16 +141,16 @@ class GossipOptions:
     )
     outer_lr: float | None = option(
         None,
-        "by how much slowmo, diloco and noloco move what the ranks have learned (alpha of slowmo, beta of noloco); None: "
-        "1 of slowmo, 0.7 of the others",
+        "by how much slowmo, diloco and noloco move what the ranks have learned (alpha of slowmo, beta of noloco); "
+        "None: 1 of slowmo, 0.7 of the others",
         help="by how much the ranks' mean step is taken; alpha of slowmo",
         absent="1 of slowmo, 0.7 of diloco and noloco",
         read=OUTER_BOUNDS["outer_lr"],
     )
     outer_momentum: float | None = option(
         None,
-        "slow momentum of slowmo and noloco, Nesterov's of diloco; None: 0.3, and 0.5 of diloco, for some 4 to 16 steps "
-        "between averages (the papers' 0.7 and 0.9 are for many more)",
+        "slow momentum of slowmo and noloco, Nesterov's of diloco; None: 0.3, and 0.5 of diloco, for some 4 to 16 "
+        "steps between averages (the papers' 0.7 and 0.9 are for many more)",
         help="momentum from one average to the next",
         absent="0.3 of slowmo and noloco, 0.5 of diloco",
         read=OUTER_BOUNDS["outer_momentum"],
