@@ -245,9 +245,8 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
             own = {"every": config.period, "average_every": config.average_every}
             outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)
         else:
-            takes = on_time(one.plan.matrices, max(counts), late, config.period)
-            if hosts == 1:
-                takes = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
+            logs = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
+            takes = logs if hosts == 1 else on_time(one.plan.matrices, max(counts), late, config.period)
             outcome = gossip(
                 problem, one.plan.matrices, max(counts), takes,
                 algorithm="dpsgd" if config.algorithm == "dpsgd" else "sgp",

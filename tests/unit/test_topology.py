@@ -26,6 +26,7 @@ SYMMETRIC = {
     "complete",
     "base",
 }
+SYMMETRIC |= {"random-pairs"}
 REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star", "base", "random-pairs"}
 
 

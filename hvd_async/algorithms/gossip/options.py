@@ -58,9 +58,9 @@ class GossipOptions:
         "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
         '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" '
         "(Kolehmainen et al., 2025: pairs of ranks are averaged after some steps, with momentum), "
-        '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` steps, while '
-        'the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR 2020) '
-        'or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
+        '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` '
+        'steps, while the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR '
+        '2020) or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
         flags=(),
     )
     topology: Any = option(
