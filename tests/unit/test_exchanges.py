@@ -325,6 +325,7 @@ ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
         AverageEntered(7, 1, [1.0]),
         "average 1, and entered 1 before",
     ),
+    "averaged ahead": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 2, [1.0]), "average 2, and entered 1"),
     "averaged too early": ("sgp", [], AverageEntered(7, 2, [1.0]), "in average 2, and entered 0 before"),
     "averaged by parts": ("sgp", [], AverageEntered(7, 1, [1.0, 1.0]), "with 2 weights, and has 1"),
     "averaged before the first": ("sgp", [], AverageEntered(7, 0, [1.0]), "average 0"),

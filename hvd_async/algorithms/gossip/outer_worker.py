@@ -47,8 +47,7 @@ class OuterWorker(GossipWorker):
         self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
         self._averages = DifferenceAverages(engine, post, config.fragments)
-        self._anchor: Vector = None
-        self._momentum = post.zeros() + 0 if "outer_momentum" in algorithm.options else None
+        self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
         self._resumes = False
         """Whether the outer momentum is an earlier worker's."""
         self._next = 0
@@ -68,7 +67,7 @@ class OuterWorker(GossipWorker):
 
     def begin(self, weights: Vector) -> None:
         if not self._restored:  # weights of an earlier run's cut are each rank's own
-            self._anchor = weights + 0
+            self._state = self._state._replace(anchor=weights + 0)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -90,27 +89,30 @@ class OuterWorker(GossipWorker):
         fragment = self._rhythm.fragment(average)
         where = self._averages.slice_of(fragment)
         self._sent[average] = weights[where] + 0
-        difference = self._anchor[where] - weights[where]
-        gamma = 1.0 if self._momentum is None else self.learning_rate()
+        difference = self._state.anchor[where] - weights[where]
+        gamma = 1.0 if self._state.momentum is None else self.learning_rate()
         self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
 
     def _take(self, weights: Vector, now: int) -> None:
         """Take the next average: move the anchor and, in place, the weights."""
-        average, (mean, gamma) = self._next, self._averages.take(self._next)
-        where = self._averages.slice_of(self._rhythm.fragment(average))
-        momentum = None if self._momentum is None else self._momentum[where]
-        old = outer.State(self._anchor[where], momentum)
-        new = self._outer_step(old, mean, gamma, self._constants)
-        # A rank that was not in it, since it had finished, keeps what it has learned, beside the anchor's new place.
-        sent = self._sent.pop(average, old.anchor)
-        weights[where] = outer.merged(new.anchor, weights[where], sent)
-        self._anchor[where] = new.anchor
-        if self._momentum is not None:
-            self._momentum[where] = new.momentum
+        average = self._next
+        self._apply(average, self._averages.take(average), self._state, weights)
+        self._sent.pop(average, None)
         self._next += 1
         self._averagings += 1
         if self.log is not None:
             self.log.append((now, average))
+
+    def _apply(self, average: int, result: Average, state: outer.State, weights: Vector) -> None:
+        """Move the anchor and the momentum of a state, and weights, in place."""
+        where = self._averages.slice_of(self._rhythm.fragment(average))
+        old = outer.State(state.anchor[where], None if state.momentum is None else state.momentum[where])
+        new = self._outer_step(old, result.mean, result.number, self._constants)
+        # A rank that was not in it, since it had finished, keeps what it has learned, beside the anchor's new place.
+        weights[where] = outer.merged(new.anchor, weights[where], self._sent.get(average, old.anchor))
+        state.anchor[where] = new.anchor
+        if state.momentum is not None:
+            state.momentum[where] = new.momentum
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -126,12 +128,15 @@ class OuterWorker(GossipWorker):
         if not flush:
             return weights
         z = self.consensus(weights)
-        self._anchor, self._next = z + 0, 0
+        self._state, self._next = self._state._replace(anchor=z + 0), 0
         self._averages.error[:] = 0.0
         return z
 
     def consensus(self, x: Vector) -> Vector:
-        """Return the mean of all ranks' weights, with what compression has left out; as ``GossipWorker``."""
+        """Return the mean of all ranks' weights, once they have taken what is under way; as a drain would leave it."""
+        state = outer.State(*(None if part is None else part + 0 for part in self._state))
+        for average, result in sorted(self._averages.results().items()):
+            self._apply(average, result, state, x)
         return super().consensus(x - self._averages.error)
 
     def _restart(self) -> None:
@@ -145,14 +150,16 @@ class OuterWorker(GossipWorker):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def common_state(self) -> dict[str, Vector]:
-        return {} if self._momentum is None else {self._momentum_name: self._momentum + 0}
+        momentum = self._state.momentum
+        return {} if momentum is None else {self._momentum_name: momentum + 0}
 
     def take_common_state(self, state: Mapping[str, Vector]) -> None:
-        if self._momentum is not None and self._momentum_name in state:
-            self._momentum, self._resumes = state[self._momentum_name] + 0, True
+        if self._state.momentum is not None and self._momentum_name in state:
+            self._state = self._state._replace(momentum=state[self._momentum_name] + 0)
+            self._resumes = True
 
     def _estimates(self) -> dict[str, Vector]:
-        saved = {ANCHOR: self._anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
+        saved = {ANCHOR: self._state.anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
         for average, (mean, gamma) in self._averages.results().items():
             saved |= {f"{MEAN_OF}{average}": mean + 0, f"{NUMBER}{average}": self._post.scalar(gamma)}
         return saved | {f"{SENT}{average}": sent + 0 for average, sent in self._sent.items()}
@@ -180,7 +187,7 @@ class OuterWorker(GossipWorker):
         results = {average: Average(mean, float(copies[f"{NUMBER}{average}"][0])) for average, mean in means.items()}
         self._averages.restore(copies[ERROR] + 0, results, first)
         self._next = min(means, default=first)
-        self._anchor = copies[ANCHOR] + 0
+        self._state = self._state._replace(anchor=copies[ANCHOR] + 0)
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
         self.take_common_state(copies)
         super().restore(kept)
