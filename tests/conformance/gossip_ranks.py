@@ -35,6 +35,7 @@ STAR = {"algorithm": "sgp", "topology": "star"}
 LATE = {"algorithm": "osgp", "topology": "star", "max_staleness": 2}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
 EXACT = {"algorithm": "exact-diffusion", "topology": "ring"}
+PAIRED = {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 3}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
 LOCAL = {"algorithm": "local", "average_every": 4}
 SLOWMO = {"algorithm": "slowmo", "average_every": 5, "max_staleness": 2, "fragments": 3}
@@ -178,7 +179,7 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, [len(one.path) for one in seen], **own)
     if algorithm == "noloco":
         plan = make_plan(len(seen), algorithm, options["topology"], gossip_every=options.get("gossip_every"))
-        return noloco(problem, plan.matrices, [len(one.path) for one in seen], plan.config.period)
+        return noloco(problem, plan.matrices, [len(one.path) for one in seen], plan.config)
     hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
     takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
     matrices = options.get("mixing", "uniform")

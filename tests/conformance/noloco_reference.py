@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvd_async.algorithms.gossip.messages import GossipConfig
 from tests.conformance.gossip_reference import Encode, Outcome, Problem
 from tests.conformance.reference import Array, start
 
@@ -23,13 +24,11 @@ def noloco(
     problem: Problem,
     matrices: Sequence[Array],
     counts: Sequence[int],
-    every: int,
-    *,
-    lr: float = 0.7,
-    momentum: float = 0.3,
+    config: GossipConfig,
     encode: Encode | None = None,
 ) -> Outcome:
     """Replay training of ranks that take so many steps each; ``matrices`` one an outer step, in turn."""
+    every, lr, momentum = config.gossip_every, config.outer_lr, config.outer_momentum
     theta, states = problem.start.copy(), list(problem.states) or [start(own) for own in problem.start]
     phi, delta, path = theta.copy(), np.zeros_like(theta), [list[Array]() for _ in theta]
     for step in range(1, max(counts) + 1):

@@ -239,8 +239,7 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
         elif config.algorithm == "noloco":
-            own = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-            outcome = noloco(problem, one.plan.matrices, counts, config.period, encode=encode, **own)
+            outcome = noloco(problem, one.plan.matrices, counts, config, encode)
         elif config.algorithm == "exact-diffusion":
             own = {"every": config.period, "average_every": config.average_every}
             outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)

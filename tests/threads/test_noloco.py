@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
+from hvd_async.algorithms.gossip.plan import make_plan
 from tests.conformance.gossip_reference import least_squares, sgp
 from tests.conformance.noloco_reference import noloco
 from tests.conftest import examples
@@ -51,7 +52,8 @@ def test_every_step_equals_the_reference(one, late):
 def test_without_momentum_and_damping_it_is_gossip_of_pairs(size):
     """beta = 1, alpha = 0: phi_i becomes the mean of the pair's theta, as in SGP each so many steps."""
     problem, matrices = least_squares(size, MOMENTUM), mixing.matrices(topology.random_pairs(size), "uniform")
-    one, other = noloco(problem, matrices, [12] * size, 3, lr=1.0, momentum=0.0), sgp(problem, matrices, 12, every=3)
+    config = make_plan(size, "noloco", gossip_every=3, outer_lr=1.0, outer_momentum=0.0).config
+    one, other = noloco(problem, matrices, [12] * size, config), sgp(problem, matrices, 12, every=3)
     np.testing.assert_allclose(one.path, other.path, **EXACT)
 
 
@@ -62,13 +64,13 @@ def test_the_mean_of_the_slow_weights_moves_as_under_one_outer_optimizer():
     paths = np.array([record.segments[0].path for record in run(one)])
     learned = dict[int, np.ndarray]()
     problem = one.problem
-    outcome = noloco(problem, one.plan.matrices, [12] * size, every)
+    outcome = noloco(problem, one.plan.matrices, [12] * size, one.plan.config)
     np.testing.assert_allclose(paths, outcome.path, rtol=1e-10, atol=1e-10)
     phi = problem.start.mean(axis=0)
     delta = np.zeros_like(phi)
     for outer in range(6):
         last = paths[:, outer * every + every - 2]  # (the step before the outer one; its own update is repeated here)
-        before = noloco(problem, one.plan.matrices, [outer * every + every - 1] * size, every)
+        before = noloco(problem, one.plan.matrices, [outer * every + every - 1] * size, one.plan.config)
         theta = [
             problem.update(last[rank], problem.gradient(last[rank], rank, (outer + 1) * every), before.states[rank])[0]
             for rank in range(size)

@@ -25,8 +25,8 @@ SYMMETRIC = {
     "star",
     "complete",
     "base",
+    "random-pairs",
 }
-SYMMETRIC |= {"random-pairs"}
 REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star", "base", "random-pairs"}
 
 

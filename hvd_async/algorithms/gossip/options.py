@@ -59,8 +59,8 @@ class GossipOptions:
         '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" '
         "(Kolehmainen et al., 2025: pairs of ranks are averaged after some steps, with momentum), "
         '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` '
-        'steps, while the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR '
-        '2020) or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
+        'steps, while the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et '
+        'al., ICLR 2020) or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
         flags=(),
     )
     topology: Any = option(
@@ -199,7 +199,7 @@ NO_USE: Mapping[str, str] = {
     "gossip_every": "gossip_every: {0} sends nothing at steps of one number; leave it out (adpsgd has max_local_steps, "
     "allreduce average_every)",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
-    "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
+    "average_every": "average_every: {0} averages all ranks at no step; call drain() where an average is due",
     "fragments": "fragments: {0} averages no parts of the weights in turn; leave it out, or take local or diloco",
     "outer_lr": "outer_lr: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",
     "outer_momentum": "outer_momentum: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",

@@ -30,6 +30,8 @@ from hvd_async.topology import Topology
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 """Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
+SAY_NOTHING = {"max_staleness": 0, "gossip_every": 1}
+"""Values that ask for nothing, of options whose None is the algorithm's own."""
 MOST_COPIES = 32
 """Vectors of weights that a rank may keep for 8-bit differences."""
 
@@ -265,8 +267,8 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     kind = ALGORITHMS[algorithm]
     for name in sorted(NOT_GIVEN.keys() - kind.options.keys()):
         value = given[name]
-        if name == "max_staleness":
-            value = value or None  # 0 says the same
+        if name in SAY_NOTHING and value == SAY_NOTHING[name]:
+            continue
         if not isinstance(value, str | int | float | None) or value != NOT_GIVEN[name]:
             raise ValueError(NO_USE[name].format(algorithm))
     if compression not in kind.compressions:
