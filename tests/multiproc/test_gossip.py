@@ -16,6 +16,7 @@ from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference
 from tests.conformance import outer_reference
 from tests.conformance.cases import CASES
+from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 
 pytestmark = pytest.mark.multiproc
@@ -48,6 +49,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
     if ALGORITHMS[case.algorithm].outer is not None:
         return outer_reference.train(problem, [STEPS] * size, outer_reference.of_config(plan.config))
     matrices: list[Matrix] = list(plan.matrices)
+    if case.algorithm == "exact-diffusion":
+        return exact_diffusion(problem, matrices[0], list(map(case.steps, range(size))))
     takes = [[taken for _, taken in log] for log in logs] if case.algorithm == "osgp" else None
     return reference.gossip(
         problem,
