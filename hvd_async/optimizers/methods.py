@@ -103,8 +103,9 @@ class GossipMethods(OptimizerMethods):
 
         Args:
             changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``gossip_every``,
-                ``max_local_steps``, ``average_every``; what is not named stays as it is, but for ``peers``, which is 1
-                on another topology, and matrices given as ``mixing``, which are a topology.
+                ``max_local_steps``, ``average_every``, ``fragments``, ``outer_lr``, ``outer_momentum``; what is not
+                named stays as it is, but for ``peers``, which is 1 on another topology, and matrices given as
+                ``mixing``, which are a topology.
 
         Raises:
             ValueError: settings that cannot be; nothing has changed then.

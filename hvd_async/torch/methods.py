@@ -56,7 +56,8 @@ class WeightMethods(OptimizerMethods):
 
         Gossip sends the weights to neighbours and mixes in theirs: sgp and dpsgd wait for the neighbours' messages of
         this step; osgp for those that are ``max_staleness`` steps old; adpsgd for nobody, but after ``max_local_steps``
-        without an averaging. Ranks that follow a leader wait for nobody.
+        without an averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late.
+        Ranks that follow a leader wait for nobody.
 
         Args:
             closure: evaluated once, before the step.

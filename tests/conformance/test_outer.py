@@ -352,3 +352,46 @@ def test_fit_equals_the_reference(run_eagerly):
     for (drained, stats), steps in zip(Cluster(3).run(train), batches, strict=True):
         np.testing.assert_allclose(drained, outcome.drained(), **CLOSE)
         assert stats.steps == steps
+
+
+@pytest.mark.parametrize(("before", "after"), [("int8", "none"), ("none", "int8"), ("bf16", "int8")])
+@both
+def test_a_cut_may_be_resumed_with_another_compression(binding, before, after):
+    problem, saved = binding.problem(3), list[Any]([None] * 3)
+
+    def first(rank: int) -> None:
+        trainer = binding.make(problem, rank, compression=before, **LOCAL).train(6)
+        trainer.opt.cut()
+        saved[rank] = trainer.saved()
+
+    def second(rank: int) -> Any:
+        trainer = binding.make(problem, rank, compression=after, **LOCAL).resumed(saved[rank], 6).train(6)
+        trainer.opt.drain()
+        return trainer.weights()
+
+    Cluster(3).run(first)
+    exact = outer_reference.train(problem, (12, 12, 12), ranks.outer_of(3, LOCAL)).drained()
+    for weights in Cluster(3).run(second):
+        np.testing.assert_allclose(weights, exact, rtol=0, atol=0.02)
+
+
+@both
+def test_weights_that_a_script_replaces_after_a_drain_are_the_anchor(binding):
+    """Also in a job that was resumed from a cut: the momentum does not take the replacement for a step."""
+    problem, saved = binding.problem(2, dataclasses.replace(MOMENTUM, lr=0.0)), list[Any]([None] * 2)
+
+    def first(rank: int) -> None:
+        trainer = binding.make(problem, rank, **DILOCO).train(2)
+        trainer.opt.cut()
+        saved[rank] = trainer.saved()
+
+    def second(rank: int) -> Any:
+        trainer = binding.make(problem, rank, **DILOCO).resumed(saved[rank], 2).train(1)
+        trainer.opt.drain()
+        trainer.assign(np.arange(6.0))
+        trainer.opt._async.on_weights_replaced()
+        trainer.train(9).opt.drain()
+        return trainer.weights().tolist()
+
+    Cluster(2).run(first)
+    assert Cluster(2).run(second) == [list(range(6))] * 2

@@ -33,7 +33,8 @@ class DifferenceAverages:
         fragments: of the vector, of one length but for the last; each is averaged by itself.
 
     Attributes:
-        error: what compression has left out and no message has carried since, shape (n,) (engine thread).
+        error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
+            messages are exact.
         bytes_sent: to other ranks.
     """
 
@@ -42,8 +43,8 @@ class DifferenceAverages:
         ranks = post.members or tuple(range(engine.size))
         self._place, self._size = ranks.index(engine.rank), len(ranks)
         self._places = {rank: place for place, rank in enumerate(ranks)}
-        self.error: Vector = post.zeros() + 0
-        self._elements = len(self.error)
+        self._elements = len(post.zeros())
+        self.error: Vector = post.zeros()[: 0 if post.lossless else self._elements] + 0
         self._part = -(-self._elements // (fragments * self._size))
         self._contributed: dict[int, Vector] = {}
         """This rank's vectors for averages that have not started yet (engine thread)."""
@@ -88,13 +89,19 @@ class DifferenceAverages:
         """Return the results that nobody has taken."""
         return dict(self._results)
 
+    def corrected(self, weights: Vector) -> Vector:
+        """Return a rank's weights with what its messages have left out."""
+        return weights if self._post.lossless else weights - self.error
+
     def restart(self, first: int) -> None:
         """Count from ``first`` on, at a drain or cut."""
         self._first = first
 
     def restore(self, error: Vector, results: dict[int, Average], first: int) -> None:
-        """Go on with what an earlier run has left."""
-        self.error, self._results, self._first = error, dict(results), first
+        """Go on with what an earlier run has left, which may have compressed its messages otherwise."""
+        if len(error) == len(self.error):
+            self.error = error
+        self._results, self._first = dict(results), first
 
     def discard(self) -> None:
         """Keep no results from now on; this rank's engine goes on to add up its part for the others."""

@@ -52,12 +52,13 @@ class NoLoCoWorker(NeighbourAverageWorker):
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
-        self._state: State | None = None
+        self._state = State(None, None)
+        self._kept: State | None = None
+        """The state of an earlier run's cut, to begin with."""
 
     def begin(self, weights: Vector) -> None:
         super().begin(weights)
-        if self._state is None:  # else it was restored
-            self._state = self._begun(weights)
+        self._state, self._kept = self._kept or self._begun(weights), None
 
     def _begun(self, weights: Vector) -> State:
         return State(weights + 0, weights * 0.0)
@@ -71,7 +72,6 @@ class NoLoCoWorker(NeighbourAverageWorker):
 
     def _outer_step(self, weights: Vector) -> Vector:
         """End a period with these weights; return those that the next one begins with."""
-        assert self._state is not None
         average = self._post.times(weights, 1.0)  # (theta stays as it is until it is sent)
         if self.plan.moves(self._base + self._step):
             own, others = self._exchanged(weights)
@@ -93,10 +93,9 @@ class NoLoCoWorker(NeighbourAverageWorker):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def _estimates(self) -> dict[str, Vector]:
-        assert self._state is not None
         return super()._estimates() | {SLOW: self._state.slow + 0, MOMENTUM: self._state.momentum + 0}
 
     def restore(self, kept: SavedState) -> None:
         if SLOW in kept.copies:  # else it was saved by another algorithm: this one begins with its weights
-            self._state = State(kept.copies[SLOW] + 0, kept.copies[MOMENTUM] + 0)
+            self._kept = State(kept.copies[SLOW] + 0, kept.copies[MOMENTUM] + 0)
         super().restore(kept)

@@ -66,7 +66,7 @@ class OuterWorker(GossipWorker):
         super().register([momentum, *names], [0, *checksums], hyper, number)
 
     def begin(self, weights: Vector) -> None:
-        if not self._restored:  # weights of an earlier run's cut are each rank's own
+        if self._together:  # weights of an earlier run's cut are each rank's own
             self._state = self._state._replace(anchor=weights + 0)
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class OuterWorker(GossipWorker):
         state = outer.State(*(None if part is None else part + 0 for part in self._state))
         for average, result in sorted(self._averages.results().items()):
             self._apply(average, result, state, x)
-        return super().consensus(x - self._averages.error)
+        return super().consensus(self._averages.corrected(x))
 
     def _restart(self) -> None:
         super()._restart()
