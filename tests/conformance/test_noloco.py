@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -46,3 +47,26 @@ def test_it_may_be_switched_to(binding):
     first = ranks.alike(work, 4)
     names = ("algorithm", "topology", "gossip_every", "outer_lr", "outer_momentum")
     assert [first["settings"][name] for name in names] == ["noloco", "random-pairs", 8, 0.7, 0.2]
+
+
+@both
+def test_weights_that_a_script_replaces_after_a_drain_are_the_slow_weights(binding):
+    """Also in a job that was resumed from a cut: the momentum does not take the replacement for a step."""
+    problem, saved = binding.problem(2, dataclasses.replace(MOMENTUM, lr=0.0, momentum=0.0)), list[Any]([None] * 2)
+    replaced = np.arange(6.0)
+
+    def begin(rank: int) -> None:
+        trainer = binding.make(problem, rank, **PAIRED).train(2)
+        trainer.opt.cut()
+        saved[rank] = trainer.saved()
+
+    def go_on(rank: int) -> Any:
+        trainer = binding.make(problem, rank, **PAIRED).resumed(saved[rank], 2).train(2)
+        trainer.opt.drain()
+        trainer.assign(replaced)
+        trainer.opt._async.on_weights_replaced()
+        return trainer.train(7).weights()
+
+    Cluster(2).run(begin)
+    for weights in Cluster(2).run(go_on):
+        np.testing.assert_allclose(weights, replaced, rtol=0, atol=1e-6)
