@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -214,6 +215,22 @@ def base(size: int, peers: int = 1) -> Topology:
     return Topology("base", size, tuple(map(frozenset, weights)), weights)
 
 
+def random_pairs(size: int, seed: int = 0) -> Topology:
+    """Pairs drawn at random: each phase is a matching of all ranks, or of all but one; 2 P phases, then from the first.
+
+    Args:
+        size: number of ranks.
+        seed: of the drawing, the same on all ranks.
+    """
+    draw, ranks = random.Random(seed), list(range(size))
+    phases = [frozenset[Edge]()] if size == 1 else []
+    while len(phases) < 2 * size and size > 1:
+        draw.shuffle(ranks)
+        pairs = list(zip(ranks[::2], ranks[1::2], strict=False))
+        phases.append(frozenset(pairs) | frozenset((b, a) for a, b in pairs))
+    return Topology("random-pairs", size, tuple(phases))
+
+
 def one_peer(graph: Topology) -> Topology:
     """BlueFog's dynamic form of a static graph: at each step every rank sends to the next of its out-neighbours.
 
@@ -299,6 +316,7 @@ NAMED: dict[str, Callable[[int], Topology]] = {
     "base": base,
     "linear": linear,
     "bipartite-linear": bipartite_linear,
+    "random-pairs": random_pairs,
     "ring": ring,
     "ring-left": lambda size: ring(size, "left"),
     "ring-right": lambda size: ring(size, "right"),

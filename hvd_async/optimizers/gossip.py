@@ -12,7 +12,8 @@ from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
 from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
 from hvd_async.algorithms.gossip.messages import GossipConfig
-from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, GossipOptions
+from hvd_async.algorithms.gossip.noloco import NoLoCoWorker
+from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, OUTER_BOUNDS, GossipOptions
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
@@ -78,8 +79,7 @@ class GossipDriver(LocalDriver):
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
         names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
-        if ALGORITHMS[self.plan.config.algorithm].outer is not None:
-            names += ["fragments", "outer_lr", "outer_momentum"]
+        names += [name for name in OUTER_BOUNDS if name in ALGORITHMS[self.plan.config.algorithm].options]
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
@@ -216,6 +216,8 @@ def worker_class(config: GossipConfig) -> type[GossipWorker]:
     kind = ALGORITHMS[config.algorithm]
     if kind.pairs:
         return HostPairWorker if config.local_size > 1 else ADPSGDWorker
+    if kind.slow:
+        return NoLoCoWorker
     if kind.exact:
         return ExactDiffusionWorker
     if kind.outer is not None:

@@ -113,8 +113,7 @@ class GossipMethods(OptimizerMethods):
         self._async.switch(changes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call it at the start of each epoch, on every rank: ``peers``, ``average_every`` and ``schedule`` by epoch
-        take effect there.
+        """Call it at the start of each epoch, on every rank: ``peers`` and ``schedule`` by epoch take effect there.
 
         A ``switch()`` where something changes; it does not communicate where nothing does, nor the first time.
         """

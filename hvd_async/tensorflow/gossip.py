@@ -37,7 +37,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     peers: int | Mapping[int, int] = 1,
     mixing: Any = "uniform",
     max_staleness: int | None = None,
-    gossip_every: int = 1,
+    gossip_every: int | None = None,
     hierarchical: bool | int = False,
     max_local_steps: int = 4,
     average_every: int | Mapping[int, int] = 0,

@@ -24,6 +24,7 @@ from tests.conformance.cases import CASES, Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
 from tests.conformance.reference import Array
 
@@ -34,6 +35,7 @@ STAR = {"algorithm": "sgp", "topology": "star"}
 LATE = {"algorithm": "osgp", "topology": "star", "max_staleness": 2}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
 EXACT = {"algorithm": "exact-diffusion", "topology": "ring"}
+PAIRED = {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 3}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
 LOCAL = {"algorithm": "local", "average_every": 4}
 SLOWMO = {"algorithm": "slowmo", "average_every": 5, "max_staleness": 2, "fragments": 3}
@@ -175,6 +177,9 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
         (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
         own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}
         return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, [len(one.path) for one in seen], **own)
+    if algorithm == "noloco":
+        plan = make_plan(len(seen), algorithm, options["topology"], gossip_every=options.get("gossip_every"))
+        return noloco(problem, plan.matrices, [len(one.path) for one in seen], plan.config)
     hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
     takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
     matrices = options.get("mixing", "uniform")

@@ -47,7 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     # who gossips how
     (
         {"algorithm": "gossip"},
-        r"'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'allreduce'",
+        r"'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'noloco', 'all",
     ),
     ({"topology": "torus"}, r"'torus' is not known: take one of exponential, .*, or a networkx graph"),
     ({"topology": networkx.Graph([(0, 1), (2, 3)])}, r"not connected: nothing of rank 0 ever reaches rank 2"),

@@ -19,7 +19,7 @@ STEPS = 6
 
 @pytest.mark.parametrize("broken_step", [1, 3])
 @pytest.mark.parametrize("where", ["_offer", "_await_messages"])
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion"])
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion", "noloco"])
 def test_others_go_on_without_it(monkeypatch: Any, algorithm: str, where: str, broken_step: int) -> None:
     """Also when it had announced messages that it did not queue."""
     real = getattr(PushSumWorker, where)
@@ -32,7 +32,7 @@ def test_others_go_on_without_it(monkeypatch: Any, algorithm: str, where: str, b
     monkeypatch.setattr(PushSumWorker, where, broken)
 
     def train(rank: int) -> Any:
-        trainer = GossipTrainer(least_squares(3, SGD), rank, algorithm=algorithm, topology="ring")
+        trainer = GossipTrainer(least_squares(3, SGD), rank, algorithm=algorithm, topology="ring", gossip_every=1)
         if rank == 0:
             with pytest.raises(WaitTimeoutError):
                 trainer.train(STEPS)

@@ -15,7 +15,7 @@ from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance import gossip_reference as reference
 from tests.conformance.drive import scripted_engine
-from tests.conformance.gossip_ranks import ADAM, EXACT, PAIRS, RING, STAR, Binding, Rank, Seen, both, by_options
+from tests.conformance.gossip_ranks import ADAM, EXACT, PAIRED, PAIRS, RING, STAR, Binding, Rank, Seen, both, by_options
 
 
 @functools.cache
@@ -73,6 +73,7 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
     PAIRS | {"hierarchical": 3},
     STAR | {"average_every": 3},
     STAR | {"gossip_every": 3},
+    PAIRED,
     EXACT,
     EXACT | {"compression": "int8", "gossip_every": 2},
     RING | {"gossip_every": 2},

@@ -24,6 +24,7 @@ from tests.conformance.cases import Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.noloco_reference import noloco
 from tests.conformance.reference import Array, State, start
 
 GATE_TIMEOUT = 30.0
@@ -227,27 +228,29 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
     """Every step of every rank is what the reference makes of what was taken in when; and every drain. Hosts log
     no messages: they must have taken in each as late as they may."""
     assert not one.cuts, "the reference has no cuts"
-    problem, late, hosts = one.problem, one.plan.config.max_staleness, one.plan.config.local_size
+    config, problem = one.plan.config, one.problem
+    late, hosts = config.max_staleness, config.local_size
     within = {"rtol": 1e-10, "atol": 1e-10} if late else EXACT  # (z = x / w, and w is small while much is on its way)
     for end, counts in enumerate(one.steps):
         segments = [record.segments[end] for record in records]
         if end == 0 or hosts == 1:  # (hosts' estimates outlive a drain)
             encode = _encoder(one, problem.start[0])
-        if one.plan.config.algorithm == "adpsgd":
+        if config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
             outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
-        elif one.plan.config.algorithm == "exact-diffusion":
-            own = {"every": one.plan.config.gossip_every, "average_every": one.plan.config.average_every}
+        elif config.algorithm == "noloco":
+            outcome = noloco(problem, one.plan.matrices, counts, config, encode)
+        elif config.algorithm == "exact-diffusion":
+            own = {"every": config.period, "average_every": config.average_every}
             outcome = exact_diffusion(problem, one.plan.matrices[0], counts, encode=encode, **own)
         else:
             logs = [[here for _, here in segment.log[: len(segment.path)]] for segment in segments]
-            takes = logs if hosts == 1 else on_time(one.plan.matrices, max(counts), late, one.plan.config.period)
+            takes = logs if hosts == 1 else on_time(one.plan.matrices, max(counts), late, config.period)
             outcome = gossip(
                 problem, one.plan.matrices, max(counts), takes,
-                algorithm="dpsgd" if one.plan.config.algorithm == "dpsgd" else "sgp",
-                sends=[segment.sends for segment in segments] if hosts == 1 else None,
-                max_staleness=late, overlap=late, every=one.plan.config.gossip_every,
-                average_every=one.plan.config.average_every, encode=encode, local_size=hosts,
+                algorithm="dpsgd" if config.algorithm == "dpsgd" else "sgp",
+                sends=[segment.sends for segment in segments] if hosts == 1 else None, max_staleness=late, overlap=late,
+                every=config.gossip_every, average_every=config.average_every, encode=encode, local_size=hosts,
             )  # fmt: skip
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)

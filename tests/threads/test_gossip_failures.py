@@ -15,13 +15,13 @@ from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, r
 
 @pytest.mark.parametrize("average_every", [0, 2])
 @pytest.mark.parametrize(
-    "algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "allreduce", "local", "diloco"]
+    "algorithm", ["sgp", "osgp", "dpsgd", "exact-diffusion", "noloco", "adpsgd", "allreduce", "local", "diloco"]
 )
 def test_a_rank_that_raises_is_named_to_the_others(algorithm, average_every, capfd):
     def boom(worker: PushSumWorker) -> None:
         raise ZeroDivisionError("boom")
 
-    every = {} if algorithm == "adpsgd" else {"average_every": average_every}
+    every = {} if algorithm in ("adpsgd", "noloco") else {"average_every": average_every}
     one = job([9, 9, 9], algorithm, **every)
     outcomes = Cluster(3).outcomes(work(one, before_step=at(1, 4, boom)))
     assert isinstance(outcomes[1], ZeroDivisionError)

@@ -101,6 +101,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "one leaves for good": gossip("2 drain sum", "1 leave"),
         "osgp": gossip("3 drain", "2 drain", algorithm="osgp", max_staleness=2),
         "dpsgd": gossip("2 drain", "1 drain", algorithm="dpsgd"),
+        "noloco": gossip("2 drain", "1 drain", algorithm="noloco", gossip_every=1),
         "exact diffusion": gossip("2 drain", "1 drain", algorithm="exact-diffusion"),
         "each second step": gossip("2 drain 1 drain", "3 drain drain", gossip_every=2),
         "osgp, each second step": gossip("4 drain", "3 drain", algorithm="osgp", gossip_every=2),

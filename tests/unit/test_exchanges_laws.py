@@ -20,20 +20,22 @@ BOTH_WAYS = ["bipartite-exponential", "ring", "star", "complete", "mesh"]
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     size = draw(st.integers(1, 5))
-    names = ["sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "adpsgd", "allreduce", "local"]
+    names = ["sgp", "osgp", "dpsgd", "exact-diffusion", "noloco", "adpsgd", "adpsgd", "allreduce", "local"]
     algorithm = draw(st.sampled_from(names))
+    kind = ALGORITHMS[algorithm]
     graphs = DIRECTED if algorithm in ("sgp", "osgp") else BOTH_WAYS
     graph = draw(st.sampled_from(graphs[1:] if algorithm == "exact-diffusion" else graphs))  # (static ones)
-    has_graph = ALGORITHMS[algorithm].has_graph
     plan = make_plan(
         size,
         algorithm,
-        graph if has_graph else None,
-        weights="metropolis" if algorithm in ("dpsgd", "exact-diffusion") else "uniform",
+        graph if kind.has_graph else None,
+        weights="metropolis" if algorithm in ("dpsgd", "exact-diffusion", "noloco") else "uniform",
         max_staleness=draw(st.integers(0, 2)) if algorithm in ("osgp", "local") else None,
-        gossip_every=draw(st.sampled_from([1, 1, 2, 3])) if has_graph and algorithm != "adpsgd" else 1,
+        gossip_every=draw(st.sampled_from([1, 1, 2, 3])) if "gossip_every" in kind.options else 1,
         max_local_steps=draw(st.integers(1, 3)) if algorithm == "adpsgd" else 4,
-        average_every=draw(st.sampled_from({"adpsgd": [0], "local": [2, 3]}.get(algorithm, [0, 0, 1, 3]))),
+        average_every=draw(
+            st.sampled_from({"adpsgd": [0], "noloco": [0], "local": [2, 3]}.get(algorithm, [0, 0, 1, 3]))
+        ),
         fragments=draw(st.integers(1, 2)) if algorithm == "local" else 1,
     )
     counts = st.lists(st.integers(0, 5), min_size=size, max_size=size).map(tuple)

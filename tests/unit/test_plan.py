@@ -19,8 +19,8 @@ from hvd_async.topology import Topology
 from tests.conftest import examples
 
 SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
-SYMMETRIC |= {"base"}
-DOUBLY = ("dpsgd", "exact-diffusion")
+SYMMETRIC |= {"base", "random-pairs"}
+DOUBLY = ("dpsgd", "exact-diffusion", "noloco")
 GOSSIPS = [name for name, algorithm in ALGORITHMS.items() if algorithm.has_graph]
 OUTER = [name for name, algorithm in ALGORITHMS.items() if algorithm.outer is not None]
 SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
@@ -75,6 +75,7 @@ def test_each_algorithm_has_its_graph_and_its_staleness():
         "dpsgd": "bipartite-exponential",
         "adpsgd": "bipartite-exponential",
         "exact-diffusion": "ring",
+        "noloco": "random-pairs",
         **dict.fromkeys(("allreduce", *OUTER), "none"),
     }
     assert {name: make_plan(8, name).config.max_staleness for name in ALGORITHMS} == {
@@ -186,7 +187,7 @@ def test_algorithms_of_a_graph_are_those_that_take_it(name, size):
     graph = topology.named(name, size)
     able = algorithms_of(graph)
     if size > 4:
-        expected = {"sgp", "osgp"} | ({"dpsgd"} if name in SYMMETRIC else set())
+        expected = {"sgp", "osgp"} | ({"dpsgd", "noloco"} if name in SYMMETRIC else set())
         expected |= {"adpsgd"} if name in SYMMETRIC - {"base"} else set()
         assert set(able) == expected | ({"exact-diffusion"} if name in SYMMETRIC and graph.period == 1 else set())
     for algorithm in GOSSIPS:
@@ -210,7 +211,7 @@ def test_no_algorithm_may_use_a_graph_in_parts():
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "algorithm": (
         {"algorithm": "gossip"},
-        "'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'all",
+        "'gossip' is not known: take one of 'sgp', 'osgp', 'dpsgd', 'adpsgd', 'exact-diffusion', 'noloco', 'all",
     ),
     "name": ({"graph": "torus"}, "take one of exponential, .*, or a networkx graph"),
     "no graph": ({"graph": 4}, "topology=4 is none: take a name"),

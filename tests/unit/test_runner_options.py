@@ -229,7 +229,7 @@ def test_a_flag_wins_over_the_preset():
     assert (lars.optimizer, lars.momentum, lars.weight_decay) == ("lars", 0.9, 1e-4)
 
 
-INT8 = "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"
+INT8 = "for sgp, osgp, dpsgd, exact-diffusion, noloco, local, slowmo or diloco"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ INT8 = "for sgp, osgp, dpsgd, exact-diffusion, local, slowmo or diloco"
         ("--algorithm sgp --max-local-steps 3", "only means something with --algorithm adpsgd"),
         (
             "--topology ring",
-            "--topology only means something with --algorithm sgp, osgp, dpsgd, adpsgd or exact-diffusion",
+            "--topology only means something with --algorithm sgp, osgp, dpsgd, adpsgd, exact-diffusion or noloco",
         ),
         ("--algorithm allreduce --peers 2", "--peers only means something with --algorithm sgp"),
         ("--algorithm lsgd --hierarchical", "--hierarchical only means something with --algorithm eager, sgp"),

@@ -25,8 +25,9 @@ SYMMETRIC = {
     "star",
     "complete",
     "base",
+    "random-pairs",
 }
-REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star", "base"}
+REGULAR = set(topology.NAMED) - {"bipartite-exponential", "bipartite-linear", "mesh", "star", "base", "random-pairs"}
 
 
 @given(NAMES, SIZES)
@@ -130,6 +131,16 @@ def test_a_topology_may_bring_weights():
     assert hash(graph) == hash(topology.base(5))
     assert graph == topology.base(5)
     assert graph != Topology("base", 5, graph.phases)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 15])
+def test_random_pairs_are_others_in_each_phase_and_the_same_on_all_ranks(size):
+    graph = topology.random_pairs(size)
+    assert graph == topology.random_pairs(size)
+    assert size < 4 or graph.phases != topology.random_pairs(size, seed=1).phases
+    assert graph.period == 2 * size
+    assert {sum(bool(graph.out(rank, step)) for rank in range(size)) for step in range(2 * size)} == {size // 2 * 2}
+    assert len(set(graph.phases)) > (size if size > 3 else 0)
 
 
 def test_a_mesh_is_as_square_as_it_can_be():

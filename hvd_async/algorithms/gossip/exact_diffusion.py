@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hvd_async.algorithms.gossip.adpsgd import check_weight
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.neighbour_average import NeighbourAverageWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, State
-from hvd_async.algorithms.gossip.sender import edge
-from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
@@ -39,7 +37,7 @@ def corrected(psi: Vector, differences: Iterable[tuple[Vector, float]], steps: f
     return psi
 
 
-class ExactDiffusionWorker(PushSumWorker):
+class ExactDiffusionWorker(NeighbourAverageWorker):
     """One optimizer of one rank under exact diffusion; its push-sum weight stays 1."""
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
@@ -64,22 +62,13 @@ class ExactDiffusionWorker(PushSumWorker):
 
     def _combined(self, phi: Vector) -> Vector:
         """Exchange phi with the neighbours that take this step, and return their average."""
-        self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
-        sent = self._offer(self._step, phi, 1.0)
-        self._await_messages()
-        messages = {message.sender: message for message in self._receive_buffer.take(self._step)}
-        self._taken += len(messages)
-        self._staleness[0] += len(messages)
-        x = self._post.times(phi, 1.0)  # (phi stays as it is until it is sent)
+        own, others = self._exchanged(phi)
+        x = self._post.times(phi, 1.0)
         for place, weight in self._edges.items():
-            message = messages.get(place)
-            if sent is None or message is None or not message.weight:
+            if place not in others:
                 x = self._without_edge(x, place, self._receive_buffer.last(place, self._step))
                 continue
-            if self.log is not None:
-                self._noted.append((place, self._step))
-            other = self._known.decode(edge(place, self.plan, self._base + self._step), message.data)
-            difference = other - sent.message.x
+            difference = others[place] - own
             x = self._post.add(x, difference, weight)
             known = self._differences.get(place)
             self._differences[place] = difference if known is None else self._post.add(known, difference, 1.0)
@@ -96,18 +85,12 @@ class ExactDiffusionWorker(PushSumWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        self._together = flush
-        self._discarded += len(self._receive_buffer.take(None))  # of steps that this rank has not taken
         for place in list(self._differences):
             if self._lasts[place] != self._step:
                 weights = self._without_edge(weights, place, self._lasts[place])
         if flush:
             self._differences.clear()
-            weights = self.consensus(weights)
-            self._known.begin(weights)
-        elif self._uneven:
-            self._known.forget_edges()
-        return weights
+        return super().gather(weights, flush)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -118,7 +101,6 @@ class ExactDiffusionWorker(PushSumWorker):
         return super()._estimates() | {self._name(place): own + 0 for place, own in self._differences.items()}
 
     def restore(self, kept: SavedState) -> None:
-        check_weight(kept, self.config.algorithm)
         names = {self._name(place): place for place in self._edges}
         self._differences = {names[name]: own + 0 for name, own in kept.copies.items() if name in names}
         super().restore(kept)

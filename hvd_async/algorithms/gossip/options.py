@@ -56,10 +56,11 @@ class GossipOptions:
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
         "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
-        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "allreduce" '
-        '(weights are averaged over all ranks after every step), "local" (after every ``average_every`` steps, while '
-        'the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et al., ICLR 2020) '
-        'or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
+        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" '
+        "(Kolehmainen et al., 2025: pairs of ranks are averaged after some steps, with momentum), "
+        '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` '
+        'steps, while the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et '
+        'al., ICLR 2020) or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
         flags=(),
     )
     topology: Any = option(
@@ -96,10 +97,12 @@ class GossipOptions:
         read=Whole(0),
         metavar="N",
     )
-    gossip_every: int = option(
-        1,
-        "send and mix each so many steps, with local steps in between (Koloskova et al., ICML 2020)",
+    gossip_every: int | None = option(
+        None,
+        "send and mix each so many steps, with local steps in between (Koloskova et al., ICML 2020); None: 1, of "
+        "noloco 8",
         help="send and mix in every N-th step only; in between ranks step by themselves",
+        absent="1, of noloco 8",
         read=Whole(1),
         metavar="N",
     )
@@ -138,18 +141,18 @@ class GossipOptions:
     )
     outer_lr: float | None = option(
         None,
-        "by how much slowmo and diloco move what the ranks have learned (alpha of slowmo); None: 1 of slowmo, 0.7 of "
-        "diloco",
+        "by how much slowmo, diloco and noloco move what the ranks have learned (alpha of slowmo, beta of noloco); "
+        "None: 1 of slowmo, 0.7 of the others",
         help="by how much the ranks' mean step is taken; alpha of slowmo",
-        absent="1 of slowmo, 0.7 of diloco",
+        absent="1 of slowmo, 0.7 of diloco and noloco",
         read=OUTER_BOUNDS["outer_lr"],
     )
     outer_momentum: float | None = option(
         None,
-        "slow momentum of slowmo, Nesterov's of diloco; None: 0.3 of slowmo, 0.5 of diloco, for some 4 to 16 steps "
-        "between averages (the papers' 0.7 and 0.9 are for many more)",
+        "slow momentum of slowmo and noloco, Nesterov's of diloco; None: 0.3, and 0.5 of diloco, for some 4 to 16 "
+        "steps between averages (the papers' 0.7 and 0.9 are for many more)",
         help="momentum from one average to the next",
-        absent="0.3 of slowmo, 0.5 of diloco",
+        absent="0.3 of slowmo and noloco, 0.5 of diloco",
         read=OUTER_BOUNDS["outer_momentum"],
     )
     schedule: Mapping[int, str] | None = option(
@@ -196,10 +199,10 @@ NO_USE: Mapping[str, str] = {
     "gossip_every": "gossip_every: {0} sends nothing at steps of one number; leave it out (adpsgd has max_local_steps, "
     "allreduce average_every)",
     "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
-    "average_every": "average_every: {0} has no steps that all ranks take; call drain() where an average is due",
+    "average_every": "average_every: {0} averages all ranks at no step; call drain() where an average is due",
     "fragments": "fragments: {0} averages no parts of the weights in turn; leave it out, or take local or diloco",
-    "outer_lr": "outer_lr: {0} has no outer optimizer; leave it out, or take slowmo or diloco",
-    "outer_momentum": "outer_momentum: {0} has no outer optimizer; leave it out, or take slowmo or diloco",
+    "outer_lr": "outer_lr: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",
+    "outer_momentum": "outer_momentum: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",
     "compression": "compression: averages over all ranks travel as they are; leave it out",
     "hierarchical": "hierarchical: {0} averages no hosts first; leave it out, or take sgp, osgp, dpsgd or adpsgd",
 }
@@ -215,6 +218,7 @@ class GossipAlgorithm(Algorithm):
         pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
         sends_before_update: whether messages hold the weights from before a step's update.
         exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
+        slow: whether neighbours' averages move a rank's slow weights, by an outer optimizer.
         outer: how the average of all ranks moves the anchor that they go on from; None: there is none.
     """
 
@@ -222,6 +226,7 @@ class GossipAlgorithm(Algorithm):
     pairs: bool = False
     sends_before_update: bool = False
     exact: bool = False
+    slow: bool = False
     outer: outer.Step | None = None
 
     @property
@@ -243,6 +248,7 @@ class GossipAlgorithm(Algorithm):
 _MIXED: Mapping[str, Any] = {
     name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
 }
+_NO_AVERAGES = {name: value for name, value in _MIXED.items() if name != "average_every"}
 _PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "exponential"}
 _SYMMETRIC = {"topology": "bipartite-exponential"}
 _OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
@@ -303,6 +309,18 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             compressions=COMPRESSIONS,
             doubly_stochastic=True,
             exact=True,
+        ),
+        GossipAlgorithm(
+            "noloco",
+            "gossip",
+            {**_NO_AVERAGES, "topology": "random-pairs", "gossip_every": 8, "outer_lr": 0.7, "outer_momentum": 0.3},
+            sends="weights",
+            waits_for="neighbours",
+            symmetric_graph=True,
+            about="averages pairs every --gossip-every steps, with momentum",
+            compressions=COMPRESSIONS,
+            doubly_stochastic=True,
+            slow=True,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
         GossipAlgorithm(

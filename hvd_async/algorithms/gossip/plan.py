@@ -30,6 +30,8 @@ from hvd_async.topology import Topology
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 """Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
+SAY_NOTHING = {"max_staleness": 0, "gossip_every": 1}
+"""Values that ask for nothing, of options whose None is the algorithm's own."""
 MOST_COPIES = 32
 """Vectors of weights that a rank may keep for 8-bit differences."""
 
@@ -149,7 +151,7 @@ def make_plan(
     peers: int = 1,
     weights: Any = "uniform",
     max_staleness: int | None = None,
-    gossip_every: int = 1,
+    gossip_every: int | None = None,
     max_local_steps: int = 4,
     average_every: int = 0,
     fragments: int = 1,
@@ -167,7 +169,7 @@ def make_plan(
         peers: neighbours of a rank at a step, where the graph leaves it open.
         weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
         max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
-        gossip_every: steps between two in which messages are sent.
+        gossip_every: steps between two in which messages are sent; None: the algorithm's own.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         fragments: of the weights, averaged in turn (outer optimizers).
@@ -212,7 +214,7 @@ def make_plan(
         graph=f"{chosen.name} ({digest:08x})",
         neighbours=neighbours,
         max_staleness=max_staleness,
-        gossip_every=gossip_every,
+        gossip_every=kind.options.get("gossip_every") or 1 if gossip_every is None else gossip_every,
         max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
         average_every=average_every,
         compression=compression,
@@ -252,7 +254,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
     check_one_of("algorithm", algorithm, ALGORITHMS)
-    _check_number("gossip_every", given["gossip_every"], 1)
+    _check_number("gossip_every", 1 if given["gossip_every"] is None else given["gossip_every"], 1)
     _check_number("max_local_steps", given["max_local_steps"], 1)
     _check_number("average_every", given["average_every"], 0)
     _check_number("max_staleness", given["max_staleness"] or 0, 0)
@@ -265,8 +267,8 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
     kind = ALGORITHMS[algorithm]
     for name in sorted(NOT_GIVEN.keys() - kind.options.keys()):
         value = given[name]
-        if name == "max_staleness":
-            value = value or None  # 0 says the same
+        if name in SAY_NOTHING and value == SAY_NOTHING[name]:
+            continue
         if not isinstance(value, str | int | float | None) or value != NOT_GIVEN[name]:
             raise ValueError(NO_USE[name].format(algorithm))
     if compression not in kind.compressions:

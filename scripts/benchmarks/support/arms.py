@@ -12,7 +12,7 @@ from hvd_async.algorithms.gossip.plan import make_plan
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 OUTER = ("local", "slowmo", "diloco")
 """Those that take local steps, and average all ranks while they take the next ones."""
-GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", *OUTER)}
+GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", *OUTER)}
 GOSSIP |= {"local-sgd": "allreduce"}
 """Their algorithms."""
 LEADERS = ("lsgd", "easgd")

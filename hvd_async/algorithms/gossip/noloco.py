@@ -1,0 +1,101 @@
+"""NoLoCo on one rank: DiLoCo's outer step with a neighbour's average in place of all ranks'.
+
+Kolehmainen et al., 2025 (arXiv 2506.10911), with pairs drawn at random (topology "random-pairs"). Rank i has slow
+weights phi_i, from which it takes H = ``gossip_every`` steps, to theta_i. Then, over the pair or the neighbours of the
+step with weights w_ij, alpha its ``outer_momentum``, beta its ``outer_lr``, and gamma = beta as in the authors' code:
+
+    delta_i <- alpha delta_i + beta sum_j w_ij (theta_j - phi_j) - gamma (phi_i - sum_j w_ij phi_j)
+    phi_i   <- phi_i + delta_i,    theta_i <- phi_i
+
+With gamma = beta all phi_j but rank i's own cancel, so theta_j is all that travels: delta_i <- alpha delta_i + beta
+(sum_j w_ij theta_j - phi_i). A rank whose neighbours have finished steps with its own theta_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.neighbour_average import NeighbourAverageWorker
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.push_sum import Add
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Vector
+
+SLOW, MOMENTUM = "slow weights", "outer momentum"
+"""Names of vectors in a checkpoint after ``cut()``."""
+
+
+class State(NamedTuple):
+    """One rank's state.
+
+    Attributes:
+        slow: phi, shape (n,).
+        momentum: delta, shape (n,).
+    """
+
+    slow: Vector
+    momentum: Vector
+
+
+def outer_step(state: State, average: Vector, lr: float, momentum: float, add: Add) -> State:
+    """Return the state after an outer step towards the neighbours' average theta; it may reuse the memory of all."""
+    slow, delta = state
+    delta = add(delta * momentum, add(average, slow, -1.0), lr)
+    return State(add(slow, delta, 1.0), delta)
+
+
+class NoLoCoWorker(NeighbourAverageWorker):
+    """One optimizer of one rank under NoLoCo."""
+
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan, post, finish)
+        self._state = State(None, None)
+        self._kept: State | None = None
+        """The state of an earlier run's cut, to begin with."""
+
+    def begin(self, weights: Vector) -> None:
+        super().begin(weights)
+        self._state, self._kept = self._kept or self._begun(weights), None
+
+    def _begun(self, weights: Vector) -> State:
+        return State(weights + 0, weights * 0.0)
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        self.check_step()
+        self._step += 1
+        weights = after if (self._base + self._step) % self.config.period else self._outer_step(after)
+        self._note()
+        return weights
+
+    def _outer_step(self, weights: Vector) -> Vector:
+        """End a period with these weights; return those that the next one begins with."""
+        average = self._post.times(weights, 1.0)  # (theta stays as it is until it is sent)
+        if self.plan.moves(self._base + self._step):
+            own, others = self._exchanged(weights)
+            for place, weight in self._into(self._place, self._step):
+                if place in others:
+                    average = self._post.add(average, others[place] - own, weight)
+        config = self.config
+        self._state = outer_step(self._state, average, config.outer_lr, config.outer_momentum, self._post.add)
+        return self._post.times(self._state.slow, 1.0)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        weights = super().gather(weights, flush)
+        if flush:
+            self._state = self._begun(weights)
+        return weights
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _estimates(self) -> dict[str, Vector]:
+        return super()._estimates() | {SLOW: self._state.slow + 0, MOMENTUM: self._state.momentum + 0}
+
+    def restore(self, kept: SavedState) -> None:
+        if SLOW in kept.copies:  # else it was saved by another algorithm: this one begins with its weights
+            self._kept = State(kept.copies[SLOW] + 0, kept.copies[MOMENTUM] + 0)
+        super().restore(kept)
