@@ -113,9 +113,13 @@ def test_every_case_helps_and_has_its_old_name(bench, capsys):
 
 REFUSED = {
     "convergence --groups 3": "--groups 3: 4 ranks cannot be parted into so many",
-    "time_to_accuracy --groups 3": "8 and 4 ranks cannot be parted into so many",
-    "time_to_accuracy --arms horovod --leadership x.png": "nobody leads",
-    "time_to_accuracy --arms broadcast": "no arm 'broadcast'",
+    "race --groups 3": "8 and 4 ranks cannot be parted into so many",
+    "race --arms horovod --leadership x.png": "nobody leads",
+    "race --arms broadcast": "no arm 'broadcast'",
+    "time_to_accuracy --arms solo,sgp": "needs the arm 'horovod'",
+    "time_to_accuracy --targets 0.9 0.8": "the lower one first",
+    "time_to_accuracy --grid 0 1": "take numbers above 0",
+    "time_to_accuracy --kinds rain": "invalid choice: 'rain'",
     "exchange_cost --arms alltoall,solo": "no arm 'solo' in this case",
     "exchange_cost --ranks 3": "3 ranks cannot be parted into pairs",
     "sequence_lengths --arms majority,solo": "needs the arm 'horovod'",

@@ -230,13 +230,13 @@ def test_who_led_is_drawn(group, labels):
 
 
 def test_leadership_is_a_picture_of_its_own(tmp_path, monkeypatch):
-    from scripts.benchmarks.cases import time_to_accuracy
+    from scripts.benchmarks.cases import race
 
     monkeypatch.setattr(plot, "DPI", 20)
     setting = {"ranks": RANKS, "group": 2}
     rows = [{"setting": setting | {"delay": delay}, "leaders": leadership.merged(HISTORIES, 2)} for delay in (0.0, 0.1)]
     rows = [{**each, "seconds": 9.0} for each in rows]
-    plot.picture(tmp_path / "leaders.png", "who led when", time_to_accuracy.draw_leadership, rows, 3.0)
+    plot.picture(tmp_path / "leaders.png", "who led when", race.draw_leadership, rows, 3.0)
     assert (tmp_path / "leaders.png").read_bytes().startswith(b"\x89PNG")
 
 

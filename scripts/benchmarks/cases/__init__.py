@@ -16,6 +16,7 @@ from . import (
     no_stragglers,
     profile,
     pull_cost,
+    race,
     scaling,
     sequence_lengths,
     skew,
@@ -28,7 +29,7 @@ from . import (
 
 _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
-    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, time_to_accuracy, soak, gpu, profile),
+    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 """By name, in the order in which ``all`` runs them."""
@@ -39,7 +40,6 @@ OLD_NAMES = {
     "sleeping_rank": "independence",
     "exchange_cost": "exchange",
     "pull_cost": "pull",
-    "time_to_accuracy": "race",
 }
 """Names of 0.1.0: the command line knows them too, and the files of results keep them."""
 

@@ -1,8 +1,16 @@
-"""All arms train for the same time, with a late rank and without: accuracy at the end, and when a target is reached.
+"""Seconds to an accuracy, under each kind of imbalance: Horovod, torch's and others' libraries, and every mode of ours.
 
-The small ResNet on the real digits, one fold of five to test on; the learning rate goes by the share of the time that
-has passed. Now and then the clock stops for all, and what stands for all ranks is evaluated. --repetitions is the
-number of seeds.
+Kinds: nobody is late; one random rank is, in each step; one rank is 3 times slower for good; sequences differ in
+length; links have 50 Mbit/s (virtual hosts: needs root); classes are split over the ranks, and the last rank is late.
+Data: the real digits, clips of them, and gratings in noise, whose best possible accuracy is known; a small ResNet, an
+LSTM and networks of two layers. Computation is slept beside the real work. All arms take as many steps together, by a
+learning rate that rises and falls as a cosine; ours have their documented settings.
+
+First each arm is trained once with each rate of a grid, of which the best counts by data that are held out of the
+training data; then with --repetitions seeds. Targets are shares of what Horovod's arm ends with from the same seed.
+Ranks copy their weights now and then without stopping, and the copies are scored later: where ranks share weights rank
+0's, else their mean. Recommended is the arm that reaches both targets soonest, of those whose accuracy is within a
+point of Horovod's with its whole 95% interval. --resume FILE keeps each training as it ends.
 """
 
 from __future__ import annotations
@@ -10,199 +18,270 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from ..support import launch, leadership, plot
-from ..support.arms import LEADERS, parse_arms
-from ..support.blocks import by_arm, grouped, identical
-from ..support.digits import TEST_FOLD
-from ..support.intervals import spread
-from ..support.launch import START, Block, Progress, Say, repetitions
-from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.trainings import BATCH, POINT, add_periods, curve_of
+import numpy as np
 
-HELP = "digits, the same seconds for all arms, with and without a late rank: accuracy, and time to a target"
+from ..support import gratings, launch, plot
+from ..support.arms import GOSSIP, LEADERS, RIVALS, WARM_UP, compression_of, installed, need_arm, parse_arms, read_name
+from ..support.blocks import by_arm, grouped, identical
+from ..support.imbalance import KINDS, block_of
+from ..support.intervals import Interval, mean_interval, spread
+from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.recommendation import Candidate, Choice, best_rate, choose, on_edge, reached_at
+from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row, table
+from ..support.trainings import curve_of
+from .network import ENVIRONMENT
+
+HELP = "seconds to two targets under each kind of imbalance, all arms with tuned rates; which one to take"
+BASELINE = "horovod"
+QUORUMS = ("all", "majority", "solo", "auto")
+COMPRESSED = ("osgp-bf16", "dpsgd-bf16")
+"""Arms that are trained only where the network is slow, as all whose messages are compressed."""
+ARMS = (*RIVALS, *QUORUMS, *GOSSIP, *LEADERS, *COMPRESSED)
+QUICK = "horovod,solo,sgp"
 COLUMNS = (
-    Column("ranks", "setting.ranks", "d"),
-    Column("delay s", "setting.delay", "g"),
+    Column("kind", "setting.kind"),
     Column("arm", "arm"),
-    *ranged("accuracy", "value", ".4f"),
-    Column("s to target", "target_s", ".1f"),
-    Column("low", "target_low", ".1f"),
-    Column("high", "target_high", ".1f"),
-    Column("reached", "reached"),
+    Column("rate", "lr", "g"),
+    Column("", "edge"),
+    Column("s to first", "first_s", ".2f"),
+    Column("reached", "first_reached"),
+    *ranged("s to both", "both_s", ".2f"),
+    Column("reached", "both_reached"),
     Column("sooner", "speedup", ".2f"),
-    Column("steps/s, all", "steps_s", ".1f"),
-    Column("late rank's", "late_steps_s", ".2f"),
-    Column("pulls", "pulls", "g"),
-    Column("seconds", "seconds", ".1f"),
+    *ranged("accuracy", "value", ".4f", INTERVAL),
+    *ranged("difference", "difference", "+.4f", INTERVAL),
+    Column("seconds", "seconds", ".2f"),
+    Column("steps", "steps", "d"),
+    Column("take", "take"),
 )
-LESS = 1.0
-"""Percentage points that an arm's accuracy may be below Horovod's in the same time."""
+TUNING_SEED = 1000
+"""Of the trainings that rates are chosen by: none of those that count."""
+GRID = (0.4, 1.0, 2.5)
+LOOKS = 16
+LEAST_TIME = 0.03
+"""Seconds that a step takes beside what is slept, on few cores: a job may take several times as long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
-    parser.set_defaults(ranks=8, arms="horovod,lsgd,easgd", repetitions=3)
-    parser.add_argument("--fewer", type=int, default=4, metavar="N", help="ranks of a second job; 0: none")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each training, evaluation aside")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="of training between two evaluations")
-    parser.add_argument("--target", type=float, default=0.95, help="accuracy to be reached")
-    parser.add_argument(
-        "--delay",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.2],
-        metavar="S",
-        help="of the last rank in every step; 0 for a run in which no rank is late",
-    )
-    parser.add_argument("--compute", type=float, default=0.05, metavar="S", help="slept in each step beside the work")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate, of all arms")
-    add_periods(parser, local=4, whole=16)
-    parser.add_argument("--leadership", type=Path, metavar="FILE", help="draw who led when under lsgd (PNG)")
+    parser.set_defaults(ranks=4, arms=",".join(installed(ARMS)), repetitions=5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="of imbalance")
+    text = "accuracies to be reached, as shares of Horovod's"
+    parser.add_argument("--targets", type=float, nargs=2, default=[0.98, 0.995], metavar="SHARE", help=text)
+    text = "learning rates that are tried, as multiples of the kind's own; one: nothing is tuned"
+    parser.add_argument("--grid", type=float, nargs="+", default=list(GRID), metavar="X", help=text)
+    parser.add_argument("--length", type=float, default=1.0, metavar="X", help="of the trainings, as a multiple")
 
 
 def run(args: argparse.Namespace, say: Say) -> Report:
-    """Measure and judge."""
+    """Measure, recommend and judge."""
     if args.quick:
-        args.seconds, args.fewer, args.repetitions = min(args.seconds, 8.0), 0, 1
-        args.delay = args.delay[:1]
-    sizes = [args.ranks, *([args.fewer] if args.fewer else [])]
-    if args.groups < 1 or any(size % args.groups for size in sizes):
-        raise ValueError(f"--groups {args.groups}: {' and '.join(map(str, sizes))} ranks cannot be parted into so many")
-    if args.leadership is not None and "lsgd" not in args.arms.split(","):
-        raise ValueError("--leadership: nobody leads; let lsgd be one of --arms")
-    plans = {size: blocks_of(args, size) for size in sizes}
-    count = sum(map(len, plans.values()))
-    say(f"{count} trainings of {args.seconds:g} s")
-    progress = Progress(count, say)
-
-    def tell(block: Block) -> str:
-        at = f"{len(block['by_rank'])} ranks, {block['delay']:g} s late, seed {block['seed']}"
-        return f"{at}, {block['arm']}: {curve_of(block)[-1][1]:.4f}"
-
-    found: list[Block] = []
-    for size, blocks in plans.items():
-        each = 2 * args.seconds + 10 + 2 * args.seconds / args.every
-        how: dict[str, Any] = {"ranks": size, "progress": progress}
-        how["env"] = launch.groups_env(blocks, size)
-        how["seconds"] = START + each * len(blocks)
-        found += launch.measure(args, "time_to_accuracy", blocks, say, tell, **how)
-    names = ("seconds", "every", "target", "compute", "lr", "groups", "local_period", "global_period")
-    setting = chosen(args, *names, seed="the run's number")
-    report = Report("race", args.ranks, rows_of(found, setting), COLUMNS, draw=draw)
-    judge(report)
-    if args.leadership is not None:
-        drawn = [each for each in report.rows if each["leaders"]]
-        height = 1.5 + 0.5 * sum({each["setting"]["ranks"] for each in drawn})
-        plot.picture(args.leadership, "who led when, by lsgd", draw_leadership, drawn, height)
+        args.kinds, args.grid, args.repetitions = args.kinds[:2], [1.0], 1
+        args.length = min(args.length, 0.25)
+    if not 0 < args.targets[0] < args.targets[1]:
+        raise ValueError("--targets: take two shares above 0, the lower one first")
+    if min(args.grid) <= 0 or args.length <= 0:
+        raise ValueError("--grid and --length: take numbers above 0")
+    arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, reduced=True)
+    need_arm(BASELINE, arms)
+    plans = {kind: arms_of(kind, arms) for kind in dict.fromkeys(args.kinds)}
+    tried = len(args.grid) if len(args.grid) > 1 else 0
+    progress = Progress(sum(len(own) for own in plans.values()) * (tried + args.repetitions), say)
+    report = Report("time_to_accuracy", args.ranks, [], COLUMNS, draw=draw)
+    for kind, own in plans.items():
+        tuned = measure(args, kind, tuning_blocks(args, kind, own), say, progress) if tried else []
+        blocks = measure(args, kind, counting_blocks(args, kind, own, rates_of(args, kind, tuned, own)), say, progress)
+        rows = rows_of(blocks, tuned, chosen(args, "targets", "grid", "length", kind=kind))
+        recommend(report, rows)
+        say(table(rows, COLUMNS))
+        report.rows += rows
+    if any(KINDS[kind].data == "gratings" for kind in plans):
+        report.notes.append(f"gratings: the best possible accuracy is {gratings.best_accuracy():.3f}")
     return report
 
 
-def blocks_of(args: argparse.Namespace, size: int) -> list[Block]:
-    """Every arm with and without delay, in alternation."""
-    arms = parse_arms(args.arms, size, gossip=True, leaders=True)
-    common = chosen(args, "seconds", "every", "compute", "lr", "local_period", "global_period")
-    common |= {"batch": BATCH, "split": "even", "model": "resnet", "fold": TEST_FOLD, "group": size // args.groups}
+def arms_of(kind: str, arms: Sequence[str]) -> list[str]:
+    """Arms of a kind: those with compression only where the network is slow."""
+    return [arm for arm in arms if KINDS[kind].mbit is not None or compression_of(arm)[1] == "none"]
+
+
+def steps_of(args: argparse.Namespace, kind: str) -> int:
+    """Steps of a training."""
+    return max(WARM_UP + LOOKS, round(args.length * KINDS[kind].steps))
+
+
+def rates(args: argparse.Namespace, kind: str) -> list[float]:
+    """The rates that are tried."""
+    return [round(KINDS[kind].lr * factor, 6) for factor in dict.fromkeys(args.grid)]
+
+
+def tuning_blocks(args: argparse.Namespace, kind: str, arms: Sequence[str]) -> list[Block]:
+    """Every arm with every rate, scored on data that are held out, and only at its end."""
+    steps = steps_of(args, kind)
     return [
-        {**common, "arm": arm, "seed": seed, "delay": delay}
-        for delay in dict.fromkeys(args.delay)
+        block_of(kind, arm, TUNING_SEED, lr, steps, args.ranks, tuning=True) | {"looks": 1}
+        for lr in rates(args, kind)
+        for arm in arms
+    ]
+
+
+def counting_blocks(args: argparse.Namespace, kind: str, arms: Sequence[str], lr: dict[str, float]) -> list[Block]:
+    """Every arm with its rate from every seed, in alternation."""
+    steps = steps_of(args, kind)
+    return [
+        block_of(kind, arm, seed, lr[arm], steps, args.ranks, tuning=False) | {"looks": LOOKS}
         for seed, arm in repetitions(arms, args.repetitions)
     ]
 
 
-def reached_at(block: Block, target: float) -> float:
-    """Seconds until an evaluation found the target reached; infinite if none did."""
-    return next((at for at, accuracy in curve_of(block) if accuracy >= target), math.inf)
+def rates_of(args: argparse.Namespace, kind: str, tuned: list[Block], arms: Sequence[str]) -> dict[str, float]:
+    """The rate that each arm has when it counts."""
+    if not tuned:
+        return dict.fromkeys(arms, rates(args, kind)[0])
+    return {arm: best_rate({block["lr"]: final(block) for block in mine}) for arm, mine in by_arm(tuned).items()}
 
 
-def rows_of(blocks: list[Block], setting: dict[str, Any]) -> list[Row]:
-    """One row a number of ranks, delay and arm; who led is told of the first seed."""
+def final(block: Block) -> float:
+    """The accuracy at the end."""
+    return float(curve_of(block)[-1][1])
+
+
+def measure(args: argparse.Namespace, kind: str, blocks: list[Block], say: Say, progress: Progress) -> list[Block]:
+    """Run trainings of a kind in one job."""
+    longest = sum(sum(LEAST_TIME + max(each) for each in block["times"]) for block in blocks)
+    how: dict[str, Any] = {"mbit": KINDS[kind].mbit, "env": ENVIRONMENT} if KINDS[kind].mbit is not None else {}
+
+    def tell(block: Block) -> str:
+        which = f"rate {block['lr']:g}" if block["tuning"] else f"seed {block['seed']}"
+        return f"{kind}, {which}, {block['arm']}: {final(block):.4f} in {curve_of(block)[-1][0]:.1f} s"
+
+    limit = START + 4 * longest + 20 * len(blocks)
+    return launch.measure(args, "time_to_accuracy", blocks, say, tell, seconds=limit, progress=progress, **how)
+
+
+def rows_of(blocks: list[Block], tuned: list[Block], setting: dict[str, Any]) -> list[Row]:
+    """One row an arm of a kind; differences are to the baseline from the same seed. The first is the baseline."""
+    groups, tried = by_arm(blocks), by_arm(tuned)
+    base = {block["seed"]: final(block) for block in groups[BASELINE]}
+    until = {
+        arm: [[reached_at(curve_of(b), share * base[b["seed"]]) for b in mine] for share in setting["targets"]]
+        for arm, mine in groups.items()
+    }
+    horovods = statistics.median(until[BASELINE][1])
     rows = []
-    for (ranks, delay), part in grouped(blocks, lambda block: (len(block["by_rank"]), block["delay"])).items():
-        groups = by_arm(part)
-        soonest = {arm: spread([reached_at(b, setting["target"]) for b in mine]) for arm, mine in groups.items()}
-        base = soonest["horovod"].value if "horovod" in soonest else math.inf
-        for arm, mine in groups.items():
-            scores, until = spread([curve_of(block)[-1][1] for block in mine]), soonest[arm]
-            histories = [own["history"] for own in mine[0]["by_rank"]]
-            known = [math.isfinite(reached_at(block, setting["target"])) for block in mine]
-            rows.append(
-                row(
-                    arm,
-                    {**setting, "ranks": ranks, "delay": delay, "group": mine[0]["group"]},
-                    *(scores, "share of test images, median"),
-                    accuracy=scores.value,
-                    target_s=until.value,
-                    target_low=until.low,
-                    target_high=until.high,
-                    reached=f"{sum(known)} of {len(known)}",
-                    speedup=base / until.value if math.isfinite(base) and math.isfinite(until.value) else None,
-                    steps_s=statistics.median(sum(o["steps"] for o in b["by_rank"]) / seconds_of(b) for b in mine),
-                    late_steps_s=statistics.median(b["by_rank"][-1]["steps"] / seconds_of(b) for b in mine),
-                    pulls=statistics.median(b["by_rank"][0]["pulls"] for b in mine) if arm in LEADERS else None,
-                    seconds=statistics.median(seconds_of(block) for block in mine),
-                    curves=[curve_of(block) for block in mine],
-                    leaders=leadership.merged(histories, mine[0]["group"]) if arm == "lsgd" else None,
-                    identical=identical(mine),
-                )
+    for arm, mine in groups.items():
+        pairs = [final(block) - base[block["seed"]] for block in mine]
+        difference = mean_interval(pairs) if arm != BASELINE else Interval(0.0, 0.0, 0.0)
+        (first, both), first_block = map(spread, until[arm]), mine[0]
+        scores = {block["lr"]: final(block) for block in tried.get(arm, [])}
+        lr = first_block["lr"]
+        rows.append(
+            row(
+                arm,
+                setting | {name: first_block[name] for name in ("data", "model", "split", "batch", "steps")},
+                *(mean_interval([final(block) for block in mine]), "accuracy at the end, mean"),
+                accuracy=statistics.fmean(final(block) for block in mine),
+                lr=lr,
+                edge="edge" if on_edge(lr, scores) else "",
+                rates=scores,
+                targets=[share * statistics.fmean(base.values()) for share in setting["targets"]],
+                **ends("first_s", first),
+                first_reached=_of(until[arm][0]),
+                **ends("both_s", both),
+                both_reached=_of(until[arm][1]),
+                until=until[arm][1],
+                speedup=horovods / both.value if math.isfinite(horovods) and math.isfinite(both.value) else None,
+                **ends("difference", difference),
+                seconds=statistics.median(curve_of(block)[-1][0] for block in mine),
+                steps=statistics.median_low([sum(own["steps"] for own in block["by_rank"]) for block in mine]),
+                curves=[curve_of(block) for block in mine],
+                identical=identical(mine),
+                take="",
             )
+        )
     return rows
 
 
-def seconds_of(block: Block) -> float:
-    """By the clock, at the end."""
-    return float(block["by_rank"][0]["seconds"])
+def _of(seconds: Sequence[float]) -> str:
+    return f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
 
 
-def judge(report: Report) -> None:
-    """Add what must show: accuracy in the same time; and with a late rank, the target no later than under Horovod."""
-    base = {_where(each): each for each in report.rows if each["arm"] == "horovod"}
-    for each in report.rows:
-        if each["arm"] not in LEADERS or _where(each) not in base:
-            continue
-        horovod, where = base[_where(each)], f"{each['setting']['ranks']} ranks, {each['setting']['delay']:g} s late"
-        less = (each["value"] - horovod["value"]) / POINT
-        what = f"{each['arm']}'s accuracy less horovod's, points, {where}"
-        report.at_least(what, less, -LESS)
-        if each["setting"]["delay"]:
-            met = math.isfinite(each["target_s"]) and each["target_s"] <= horovod["target_s"]
-            what, wanted = f"{each['arm']}'s seconds to the target, {where}", f"at most {horovod['target_s']:.1f}"
-            report.wants(what, each["target_s"], wanted, met)
+def recommend(report: Report, rows: list[Row]) -> None:
+    """Mark what to take of a kind's arms, say so, and judge whether it is one of ours."""
+    kind = rows[0]["setting"]["kind"]
+    found = choose([candidate(each) for each in rows])
+    if found is None:
+        report.notes.append(f"{kind}: no arm reaches both targets and keeps its accuracy")
+        return
+    marks = {found.taken.arm: "take"} | {each.arm: "level" for each in found.level}
+    for each in rows:
+        each["take"] = marks.get(each["arm"], "")
+    report.notes.append(f"{kind}: {words(found)}")
+    edges = [each["arm"] for each in rows if each["edge"]]
+    if edges:
+        report.notes.append(f"{kind}: the best rate is at the grid's edge for {', '.join(edges)}")
+    if kind != "none" and found.rival is not None:
+        ours = math.inf if found.ours is None else found.ours.median
+        report.at_most(f"{kind}: soonest of ours over soonest rival, to both targets", ours / found.rival.median, 1.0)
 
 
-def _where(each: Row) -> tuple[int, float]:
-    return each["setting"]["ranks"], each["setting"]["delay"]
+def candidate(each: Row) -> Candidate:
+    """What of a row counts."""
+    loss = Interval(each["difference"], each["difference_low"], each["difference_high"])
+    return Candidate(each["arm"], each["until"], loss, read_name(each["arm"]).base in RIVALS)
+
+
+def words(found: Choice) -> str:
+    """A choice in a line."""
+    parts = [f"take {found.taken.arm}, {found.taken.median:.2f} s to both targets"]
+    others = [each for each in (found.rival, found.ours) if each is not None and each is not found.taken]
+    parts += [f"soonest {'rival' if each.rival else 'of ours'} {each.arm}, {each.median:.2f} s" for each in others]
+    if found.level:
+        parts.append(f"not told apart: {', '.join(each.arm for each in found.level)}")
+    return "; ".join(parts)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
-    """Accuracy by the clock, a line a seed."""
-    parts = sorted({_where(each) for each in rows})
-    panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
-    names = list(dict.fromkeys(each["arm"] for each in rows))
-    for axes, (ranks, delay) in zip(panels, parts, strict=True):
-        for each in (each for each in rows if _where(each) == (ranks, delay)):
-            for number, curve in enumerate(each["curves"]):
-                named = {"label": each["arm"]} if not number else {}
-                axes.plot(*zip(*curve, strict=True), alpha=0.85, **named, **plot.line(each["arm"], names))
-        axes.axhline(rows[0]["setting"]["target"], color="#555555", linewidth=0.8, label="target")
-        text = f"rank {ranks - 1} {delay:g} s late" if delay else "no rank late"
-        plot.label(axes, f"{ranks} ranks, {text}", "seconds of training", "")
-    panels[0].set_ylabel("share of test images")
-    plot.legend(figure, panels[0])
+    """Accuracy over seconds, a panel a kind: the mean of the seeds of those arms that matter, thin lines of others."""
+    kinds = grouped(rows, lambda each: str(each["setting"]["kind"]))
+    columns = min(2, len(kinds))
+    lines = math.ceil(len(kinds) / columns)
+    figure.set_size_inches(12, 0.6 + 4.6 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False)
+    for axes in panels.flat[len(kinds) :]:
+        axes.remove()
+    for axes, (kind, mine) in zip(panels.flat, kinds.items(), strict=False):
+        shown = highlighted(mine)
+        for each in mine:
+            seconds, scores = np.mean(each["curves"], axis=0).T
+            if each["arm"] not in shown:
+                axes.plot(seconds, scores, color="#999999", linewidth=0.7, alpha=0.7, zorder=1)
+                continue
+            own = plot.line(each["arm"], shown) | {"markersize": 4}
+            sooner = "" if each["both_s"] is None else f", {each['both_s']:.2f} s"
+            axes.plot(seconds, scores, label=f"{each['arm']}{sooner}{' (take)' * (each['take'] == 'take')}", **own)
+        for target in mine[0]["targets"]:
+            axes.axhline(target, color="#555555", linewidth=0.8, linestyle="--")
+        least = mine[0]["targets"][0]
+        axes.set_ylim(bottom=max(0.0, 1 - 4 * (1 - least)) if least > 0.75 else None)
+        setting = mine[0]["setting"]
+        text = f"{kind}: {KINDS[kind].text} ({setting['data']}, {setting['model']})"
+        plot.label(axes, text, "seconds of training, mean", "test accuracy")
+        if len(shown) < len(mine):
+            axes.plot([], [], color="#999999", linewidth=0.7, label="the other arms")
+        axes.legend(loc="lower right", fontsize=8, title="s to both targets (dashed)", title_fontsize=8)
 
 
-def draw_leadership(figure: Any, rows: list[Row]) -> None:
-    """A panel a number of ranks and delay."""
-    delays = list(dict.fromkeys(each["setting"]["delay"] for each in rows))
-    sizes = list(dict.fromkeys(each["setting"]["ranks"] for each in rows))
-    panels = figure.subplots(len(sizes), len(delays), squeeze=False, height_ratios=sizes)
-    for each in rows:
-        ranks, delay = _where(each)
-        axes = panels[sizes.index(ranks)][delays.index(delay)]
-        late = ranks - 1 if delay else None
-        leadership.draw(axes, each["leaders"], ranks, each["setting"]["group"], each["seconds"], late)
-        axes.set_title(f"{ranks} ranks, {f'the last {delay:g} s late' if delay else 'none late'}")
-        axes.set_xlabel("seconds of training")
-    plot.legend(figure, panels[0][0])
+def highlighted(rows: Sequence[Row], most: int = 6) -> list[str]:
+    """Arms that are drawn in colour: the baseline, what to take, the soonest rivals and the soonest of ours."""
+
+    def soonest(each: Row) -> float:
+        return math.inf if each["both_s"] is None else float(each["both_s"])
+
+    ordered = sorted(rows, key=lambda each: (each["take"] != "take", soonest(each)))
+    rivals = [each["arm"] for each in ordered if read_name(each["arm"]).base in RIVALS and each["arm"] != BASELINE]
+    ours = [each["arm"] for each in ordered if read_name(each["arm"]).base not in RIVALS]
+    return [BASELINE, *rivals[: most // 2 - 1], *ours[: most // 2]]

@@ -51,7 +51,7 @@ def run_block(job: Job, block: Block) -> None:
     images, labels = digits()[0], torch.from_numpy(digits()[1])
     train, test = fold(TEST_FOLD)
     block_of_data = {**block, "seed": block["repetition"], "split": "even"}
-    epochs = (batches(block_of_data, train, job.rank, job.size, epoch) for epoch in itertools.count())
+    epochs = (batches(block_of_data, digits()[1], train, job.rank, job.size, epoch) for epoch in itertools.count())
     hosts = {"hierarchical": block["per_host"]} if read_name(block["arm"]).hosts else {}
     arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=block["lr"], momentum=0.9), **hosts)
     steps = itertools.islice(itertools.chain.from_iterable(epochs), WARM_UP + block["steps"])

@@ -9,25 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..support.arms import eager
-from ..support.clips import CLASSES, PIXELS, Batch
+from ..support.clips import Batch
 from .shared.arm import Arm
+from .shared.clip_model import Classifier
 from .shared.rank import Block, Job
-from .shared.recurrent import HIDDEN, training_of
-
-
-class Classifier(torch.nn.Module):
-    """An LSTM, and a linear layer on its output at a clip's last frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = torch.nn.LSTM(PIXELS, HIDDEN, batch_first=True)
-        self.out = torch.nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Logits, [clips, classes]."""
-        outputs, _ = self.lstm(frames)
-        logits: torch.Tensor = self.out(outputs[torch.arange(len(lengths)), lengths - 1])
-        return logits
+from .shared.recurrent import training_of
 
 
 class TorchLearner:

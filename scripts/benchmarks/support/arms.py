@@ -138,6 +138,12 @@ def eager(arm: str) -> bool:
     return read_name(arm).base not in (*RIVALS, PLAIN, *LEADERS, *GOSSIP)
 
 
+def own_weights(arm: str) -> bool:
+    """Return whether under an arm each rank has weights of its own, whose mean stands for all."""
+    base = read_name(arm).base
+    return base in LOCAL_RIVALS or base in LEADERS or base in GOSSIP
+
+
 def waits_for_nobody(arm: str) -> bool:
     """Return whether under an arm each rank steps at its own pace, whatever the others do."""
     how = gossip_of(arm)

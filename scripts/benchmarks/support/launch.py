@@ -228,6 +228,10 @@ class Progress:
         self._done, self._started = 0, time.monotonic()
         self._first: float | None = None
 
+    def leave_out(self, count: int) -> None:
+        """So many of the blocks were done by an earlier run."""
+        self._total -= count
+
     def __call__(self, text: str) -> None:
         """One more block is done."""
         now = time.monotonic()
@@ -270,7 +274,8 @@ def measure(
     ranks = ranks or args.ranks
     kept = Kept(args.resume, [job, ranks, plan, how])
     left = [block for block in blocks if kept.of(block) is None]
-    progress = progress or Progress(len(left), say)
+    progress = progress or Progress(len(blocks), say)
+    progress.leave_out(len(blocks) - len(left))
     asked = iter(left)  # results come in this order
 
     def on_block(block: Block) -> None:

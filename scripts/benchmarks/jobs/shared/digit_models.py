@@ -1,4 +1,4 @@
-"""The real digits for torch: images, batches by rank, two networks, losses and accuracies."""
+"""The real digits for torch: images, batches by rank, networks, losses and accuracies."""
 
 from __future__ import annotations
 
@@ -42,8 +42,18 @@ def resnet() -> torch.nn.Module:
 
 def plain() -> torch.nn.Module:
     """A network without batch norm, whose statistics would tell a rank's own classes."""
+    return two_layers(96)
+
+
+def wide() -> torch.nn.Module:
+    """The same with 180 KB of weights, for slow networks."""
+    return two_layers(600)
+
+
+def two_layers(hidden: int) -> torch.nn.Module:
+    """A classifier of images of 8 x 8 with so many hidden units."""
     nn = torch.nn
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 @functools.cache
@@ -54,7 +64,7 @@ def digits() -> tuple[torch.Tensor, NDArray[np.int64]]:
 
 
 def batches(
-    block: dict[str, Any], train: NDArray[np.int64], rank: int, size: int, epoch: int
+    block: dict[str, Any], labels: NDArray[np.int64], train: NDArray[np.int64], rank: int, size: int, epoch: int
 ) -> list[NDArray[np.int64]]:
     """This rank's batches of an epoch: its share of the images, or of the images of its classes, in a new order."""
     batch = block["batch"]
@@ -63,7 +73,7 @@ def batches(
     if block["split"] == "even":
         order = random.permutation(train)[: steps * batch * size]
         return list(order.reshape(steps, size, batch)[:, rank])
-    own = train[np.isin(digits()[1][train], classes_of(rank, size))]
+    own = train[np.isin(labels[train], classes_of(rank, size))]
     return list(np.resize(np.random.default_rng([block["seed"], epoch, rank]).permutation(own), (steps, batch)))
 
 

@@ -45,7 +45,7 @@ class Training:
         self.train, self.test = fold(block["fold"])
         self._job, self._images, self._labels = job, digits()[0], torch.from_numpy(digits()[1])
         self._common = common(block["fold"], block["common"], block["seed"]) if "common" in block else None
-        epochs = (batches(block, self.train, job.rank, job.size, epoch) for epoch in itertools.count())
+        epochs = (batches(block, digits()[1], self.train, job.rank, job.size, epoch) for epoch in itertools.count())
         self._batches = itertools.chain.from_iterable(epochs)
         model.train()
 
