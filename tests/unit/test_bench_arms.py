@@ -76,7 +76,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("sgp-int4", EVERY, "messages of sgp may be fp16, bf16, int8"),
         ("sgp-avg", EVERY, "messages of sgp may be fp16, bf16, int8; -avg4 may come last"),
         ("adpsgd-int8", EVERY, "adpsgd has no fixed neighbours"),
-        ("adpsgd-avg4", EVERY, "adpsgd has no steps that all ranks take"),
+        ("adpsgd-avg4", EVERY, "adpsgd averages all ranks at no step"),
         ("local-sgd-bf16", EVERY, "averages over all ranks travel as they are"),
         *((arm, EVERY, "is for those that gossip") for arm in ("horovod-avg4", "solo-avg4", "lsgd-avg8")),
         *(
