@@ -18,6 +18,7 @@ class EagerConfig(Config, frozen=True, tag=True):
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
+        weighting: "ranks", whose gradients a round averages alike, or "samples", by which it weights them.
     """
 
     quorum: str | int | float
@@ -27,6 +28,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     buckets: int
     pace: str = "steps"
     local_size: int = 1
+    weighting: str = "ranks"
 
     @property
     def counts(self) -> int:

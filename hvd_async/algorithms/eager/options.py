@@ -12,6 +12,7 @@ from hvd_async.runtime.family import Algorithm
 
 PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
+WEIGHTINGS = ("ranks", "samples")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class EagerOptions:
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),
     )
+    weighting: str = option(
+        "ranks",
+        'by what a round weights gradients: "ranks" (all alike) or "samples" (by the samples of each, as one large '
+        "batch would; tell these by ``record_samples()``, which Keras' ``fit()`` does by itself)",
+        help="ranks: a round weights all gradients alike; samples: by the images of each, as one large batch would",
+        choices=WEIGHTINGS,
+    )
     nonfinite: str = option(
         "skip",
         'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
@@ -111,6 +119,7 @@ class EagerOptions:
         check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("pace", self.pace, PACES)
         check_one_of("nonfinite", self.nonfinite, NONFINITE)
+        check_one_of("weighting", self.weighting, WEIGHTINGS)
         if self.pace == "rounds" and (self.quorum == "all" or late == 0):
             raise ValueError(
                 f'pace="rounds" lets late ranks give fewer gradients, which quorum={self.quorum!r}, max_staleness='
@@ -126,6 +135,7 @@ class EagerOptions:
             "seed": self.seed,
             "pace": self.pace,
             "local_size": local_size,
+            "weighting": self.weighting,
         }
 
 
@@ -133,7 +143,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "eager": Algorithm(
         "eager",
         "eager",
-        {name: getattr(EagerOptions, name) for name in ("quorum", "max_staleness", "grace", "pace", "hierarchical")},
+        {
+            name: getattr(EagerOptions, name)
+            for name in ("quorum", "max_staleness", "grace", "pace", "hierarchical", "weighting")
+        },
         sends="gradients",
         waits_for="quorum",
         about="rounds that do not wait for late ranks",
