@@ -57,10 +57,11 @@ class TensorFlowTrainer(Trainer):
         """One optimizer step at this learning rate; returns the batch's mean loss."""
         self.optimizer.learning_rate.assign(rate)
         before = self._scale()
-        losses = [
-            self._train(part.images, part.labels, np.float32(share))
-            for share, part in parts(batch, self.options.passes)
-        ]
+        losses = []
+        for share, part in parts(batch, self.options.passes):
+            if self.options.weighted:
+                self.optimizer.record_samples(round(share * len(batch)))
+            losses.append(self._train(part.images, part.labels, np.float32(share)))
         self.skipped += self._scale() < before
         return float(sum(losses))
 

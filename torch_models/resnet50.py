@@ -58,6 +58,8 @@ class TorchTrainer(Trainer):
         self.optimizer.zero_grad()
         losses = []
         for share, part in parts(batch, self.options.passes):
+            if self.options.weighted:
+                self.optimizer.record_samples(round(share * len(batch)))
             loss = self._forward(part) * share
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             losses.append(loss.detach())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedRound
+from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
@@ -49,6 +50,10 @@ class GradientReplica(Replica):
     @abc.abstractmethod
     def hyperparameters(self) -> Hyper:
         """Return this rank's hyperparameters now, as its rounds carry them."""
+
+    @abc.abstractmethod
+    def record_samples(self, samples: int) -> None:
+        """Note the samples of the next gradient."""
 
     @abc.abstractmethod
     def apply(self, round_: ReducedRound) -> None:
@@ -130,6 +135,39 @@ class EagerDriver(Driver):
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective."""
         return consensus_distance(self.worker_now(), self.replica.read_double())
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rounds are weighted by samples."""
+        return bool(self.config["weighting"] == "samples")
+
+    def check_weighting(self) -> None:
+        """Raise ValueError, if no round asks for samples."""
+        if not self.weighted:
+            raise ValueError(
+                "record_samples() says how much a gradient counts, and here all count alike: pass weighting='samples' "
+                "to EagerOptimizer, or leave the call out"
+            )
+
+    def record_samples(self, samples: Any) -> None:
+        """Note of how many samples the next gradient is the mean.
+
+        Raises:
+            ValueError: no whole number from 0, or rounds are not weighted by it.
+            ReplicaStateError: the gradient has left.
+        """
+        self.check_weighting()
+        hint = (
+            f"record_samples({samples!r}): give a whole number of samples from 0 (an empty batch) to below "
+            f"2**{SAMPLE_DIGITS}, such as len(batch)"
+        )
+        try:
+            count = operator.index(samples)
+        except TypeError:
+            raise ValueError(hint) from None
+        if isinstance(samples, bool) or not 0 <= count < 2**SAMPLE_DIGITS:
+            raise ValueError(hint)
+        self.replica.record_samples(count)
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------------
 
@@ -234,7 +272,8 @@ class EagerDriver(Driver):
         if lost and list(share["nbytes"]) != list(nbytes):
             raise ValueError(
                 f"this state has {lost} gradient(s) pending in buckets of {share['nbytes']} bytes, and this optimizer "
-                f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups and compression"
+                f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups, compression "
+                f"and weighting"
             )
         if self.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")

@@ -95,6 +95,27 @@ class OptimizerMethods:
         return distance
 
 
+class EagerMethods(OptimizerMethods):
+    """Methods of every ``EagerOptimizer``, beside those of all."""
+
+    def record_samples(self, samples: Any) -> None:
+        """Say of how many samples this step's gradient is the mean, with ``weighting="samples"``, on every rank.
+
+        Call it before ``backward()`` in torch, where gradients leave; of several backward passes before each, after
+        ``zero_grad()``, which begins the step. A step's gradient is what its passes have added up, as in Horovod, and
+        its samples are those of all passes: where each pass's loss is its part of the mean over all of them, the round
+        is that of one large batch.
+
+        Args:
+            samples: a whole number, 0 or more. 0: this rank takes part with an empty batch, which has no weight.
+
+        Raises:
+            ValueError: no such number; or rounds are not weighted by samples.
+            ReplicaStateError: gradients of this step have left.
+        """
+        self._async.record_samples(samples)
+
+
 class GossipMethods(OptimizerMethods):
     """Methods of every ``GossipOptimizer``, beside those of all."""
 

@@ -94,6 +94,11 @@ class Options:
         return getattr(self.own, "quorum", None)
 
     @property
+    def weighted(self) -> bool:
+        """Whether rounds are weighted by the images of each gradient."""
+        return getattr(self.own, "weighting", None) == "samples"
+
+    @property
     def by_rounds(self) -> bool:
         """Whether an epoch is so many rounds, and not so many steps of each rank."""
         return getattr(self.own, "pace", None) == "rounds"

@@ -90,7 +90,8 @@ class Update:
         self._variables = list(optimizer._trainable_variables)
         self.scheduled, self.digest, self._corrects = scheduled(optimizer), digest(optimizer), correct_momentum()
         rate = [] if self.scheduled else [tf.TensorSpec([], tf.float32)]
-        arguments = [*rate, *layout.specs()]
+        weights = [tf.TensorSpec([len(layout)], tf.float64)] if layout.weighted else []
+        arguments = [*rate, *weights, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
         self._shapes = [argument.shape for argument in arguments]
         self._last_rate, self._prediction = last_rate, prediction
@@ -109,8 +110,8 @@ class Update:
         return now != (self.scheduled, self.digest, self._corrects)
 
     def parts(self, round_: ReducedRound) -> list[Any]:
-        """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient are frozen for it:
-        momentum and decay must not move what nobody had anything for.
+        """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient, or none of a sample,
+        are frozen for it: momentum and decay must not move what nobody had anything for.
 
         Raises:
             ReplicaMismatchError: the rank that led it has an optimizer with other settings.
@@ -123,13 +124,15 @@ class Update:
                 f"to rank; change anything else on every rank after a drain()."
             )
         rate = [] if self.scheduled else [tf.constant(group["learning_rate"], tf.float32)]
-        return [*rate, *self._layout.without(self._unmoved(round_), round_.sums)]
+        every = [round_.weight(bucket) for bucket in range(len(self._layout))]
+        weights = [tf.constant(every, tf.float64)] if self._layout.weighted else []
+        return [*rate, *weights, *self._layout.without(self._unmoved(round_), round_.sums)]
 
     def _unmoved(self, round_: ReducedRound) -> list[int]:
         """The variables that a round must not move: those its leader has frozen, and those of empty buckets."""
         (group,) = round_.hyper
-        buckets = zip(self._layout.buckets, round_.counts, strict=True)
-        empty = {index for bucket, count in buckets if not count for index in bucket.indices}
+        buckets = enumerate(self._layout.buckets)
+        empty = {index for number, bucket in buckets if not round_.weight(number) for index in bucket.indices}
         return sorted(empty.union(group["frozen"]))
 
     def keep(self, round_: ReducedRound) -> Callable[[], None]:
@@ -155,7 +158,8 @@ class Update:
     def _apply(self, *parts: tf.Tensor) -> tf.Tensor:
         optimizer, rest = self._optimizer, list(parts)
         rate = None if self.scheduled else rest.pop(0)
-        gradients = self._layout.averages(rest)
+        weights = rest.pop(0) if self._layout.weighted else None
+        gradients = self._layout.averages(rest, weights)
         if self._transform is not None:
             gradients = list(self._transform(list(gradients)))
         with self._with(rate):

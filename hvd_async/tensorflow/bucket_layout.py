@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
+from hvd_async.algorithms.eager.gradient_format import Tail
 from hvd_async.tensorflow.variables import raw, signature
 
 
@@ -93,14 +94,13 @@ class Terms:
 
     Attributes:
         before, after: factors of a gradient before and of a sum after the ranks' gradients are added up.
-        slots, slot: elements that count gradients at a vector's end, and this rank's among them.
+        tail: the elements at a vector's end that count.
         device: where vectors are put together ("": wherever TensorFlow likes).
     """
 
     before: float = 1.0
     after: float = 1.0
-    slots: int = 1
-    slot: int = 0
+    tail: Tail = field(default_factory=Tail)
     device: str = ""
 
 
@@ -128,7 +128,12 @@ class Layout:
     @property
     def elements(self) -> list[int]:
         """Elements of each bucket's vector."""
-        return [sum(bucket.sizes) + self._terms.slots for bucket in self.buckets]
+        return [sum(bucket.sizes) + len(self._terms.tail) for bucket in self.buckets]
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rounds are weighted by samples."""
+        return self._terms.tail.weighted
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -151,7 +156,7 @@ class Layout:
         """A bucket's gradients (by the variable's index), copied once; a missing one counts as zero.
 
         Returns:
-            Shape (elements,); the last ``slots`` count one gradient.
+            Shape (elements,); its tail counts one gradient, without samples.
         """
         dtype, indices, sizes = self.buckets[bucket]
         with tf.device(self._terms.device or None):
@@ -162,20 +167,20 @@ class Layout:
                     continue
                 part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
                 parts.append(part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype))
-            return tf.concat([*parts, self._tail(dtype)], axis=0)
+            return tf.concat([*parts, self._tail(dtype, 0)], axis=0)
 
     def nothing(self, bucket: int) -> tf.Tensor:
         """A vector of one gradient that is zero."""
         return self.flatten(bucket, {})
 
-    def recounted(self, bucket: int, vector: tf.Tensor, factor: float) -> tf.Tensor:
-        """``vector`` x ``factor`` as one gradient, however many it counts."""
+    def recounted(self, bucket: int, vector: tf.Tensor, factor: float, samples: int) -> tf.Tensor:
+        """``vector`` x ``factor`` as one gradient of so many samples, whatever it counts."""
         dtype = self.dtypes[bucket]
-        gradients = vector[: -self._terms.slots] * tf.constant(factor, dtype)
-        return tf.concat([gradients, self._tail(dtype)], axis=0)
+        gradients = vector[: -len(self._terms.tail)] * tf.constant(factor, dtype)
+        return tf.concat([gradients, self._tail(dtype, samples)], axis=0)
 
-    def _tail(self, dtype: tf.DType) -> tf.Tensor:
-        return tf.one_hot(self._terms.slot, self._terms.slots, dtype=dtype)
+    def _tail(self, dtype: tf.DType, samples: int) -> tf.Tensor:
+        return tf.constant(self._terms.tail.of(samples), dtype)
 
     def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """A round's sums, with zeros in place of the gradients of these variables."""
@@ -183,22 +188,28 @@ class Layout:
         for vector, bucket in zip(sums, self.buckets, strict=True):
             left_out = np.isin(bucket.indices, indices)
             if left_out.any():
-                mask = np.append(np.repeat(left_out, bucket.sizes), np.zeros(self._terms.slots, bool))
+                mask = np.append(np.repeat(left_out, bucket.sizes), np.zeros(len(self._terms.tail), bool))
                 vector = tf.where(mask, tf.zeros([], bucket.dtype), vector)
             changed.append(vector)
         return changed
 
-    def averages(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def averages(self, sums: Sequence[tf.Tensor], weights: tf.Tensor | None = None) -> list[tf.Tensor]:
         """Read a round's sums over the ranks: a gradient for each variable that can have one, in their order,
-        shapes and dtypes."""
+        shapes and dtypes.
+
+        Args:
+            sums: of the buckets.
+            weights: by what each of them is multiplied too, shape (buckets,); None: by nothing.
+        """
         gradients: dict[int, tf.Tensor] = {}
-        for vector, (dtype, indices, sizes) in zip(sums, self.buckets, strict=True):
-            flat, after = tf.reshape(vector, [sum(sizes) + self._terms.slots]), self._terms.after
+        for number, (vector, (dtype, indices, sizes)) in enumerate(zip(sums, self.buckets, strict=True)):
+            flat, after = tf.reshape(vector, [sum(sizes) + len(self._terms.tail)]), self._terms.after
+            factor = tf.constant(after, dtype) if weights is None else tf.cast(weights[number] * after, dtype)
             starts = itertools.accumulate(sizes, initial=0)
             for index, start, size in zip(indices, starts, sizes, strict=False):
                 # A slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it.
                 part = tf.slice(flat, [start], [size])
-                part = part if after == 1.0 else part * tf.constant(after, dtype)
+                part = part if weights is None and after == 1.0 else part * factor
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in sorted(gradients)]

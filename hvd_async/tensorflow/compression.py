@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import EXACT, count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, count_slots, largest_summand
 
 
 class BF16Compressor:
@@ -46,13 +46,22 @@ class Codec:
         size: ranks that share the optimizer.
         max_staleness: rounds.
         after: what sums are to be multiplied by.
+        index: this rank's, among those that share the optimizer.
+        weighted: whether samples are counted.
 
     Raises:
         ValueError: the compression makes no float type, or one that cannot count as far as ``max_staleness`` asks.
     """
 
     def __init__(
-        self, compression: Any, dtypes: Iterable[tf.DType], size: int, max_staleness: int, after: float = 1.0
+        self,
+        compression: Any,
+        dtypes: Iterable[tf.DType],
+        size: int,
+        max_staleness: int,
+        after: float = 1.0,
+        index: int = 0,
+        weighted: bool = False,
     ) -> None:
         self._compression, self._size = compression, size
         self.scale = after if compression is hvd.Compression.none else 1.0
@@ -68,24 +77,30 @@ class Codec:
                     f"and counts them, which takes one of {', '.join(EXACT)}"
                 )
             self._contexts[dtype], self.wire[dtype] = context, sample.dtype
-        counted = [count_slots(size, max_staleness, dtype.name) for dtype in self.wire.values()]
-        self.slots = max(counted, default=1)
-        """Elements at a vector's end that count gradients."""
+        slots = max((count_slots(size, max_staleness, dtype.name) for dtype in self.wire.values()), default=1)
+        self.tail = Tail(slots, index % slots, weighted)
+        """The elements at a vector's end that count."""
+        self.narrow = tf.float16 in self.wire.values()
+        """Whether gradients x samples may be out of the range in which they travel."""
 
     def nbytes(self, dtype: tf.DType) -> int:
         """Bytes of one element on the wire."""
         return int(self.wire[dtype].size)
 
-    def encode(self, vector: tf.Tensor) -> tf.Tensor:
-        """A vector as it travels.
+    def encode(self, vector: tf.Tensor, unit: float = 1.0) -> tf.Tensor:
+        """A vector as it travels, its gradients divided by ``unit``.
 
         float16 ends at 65504: what could overflow in the sum over the ranks is brought to the largest number that
         cannot, since an infinity would reach every rank's weights. Its counts are not.
         """
-        if self.wire[vector.dtype] == tf.float16 and vector.dtype != tf.float16:
-            limit = tf.constant(largest_summand(self._size), vector.dtype)
-            gradients, counts = vector[: -self.slots], vector[-self.slots :]
-            vector = tf.concat([tf.clip_by_value(gradients, -limit, limit), counts], axis=0)
+        clips = self.wire[vector.dtype] == tf.float16 and vector.dtype != tf.float16
+        if clips or unit != 1.0:
+            gradients, counts = vector[: -len(self.tail)], vector[-len(self.tail) :]
+            gradients = gradients if unit == 1.0 else gradients * tf.constant(1.0 / unit, vector.dtype)
+            if clips:
+                limit = tf.constant(largest_summand(self._size), vector.dtype)
+                gradients = tf.clip_by_value(gradients, -limit, limit)
+            vector = tf.concat([gradients, counts], axis=0)
         encoded, _ = self._compression.compress(vector)
         return encoded
 

@@ -8,13 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.tensorflow import checkpoint, gradient_step
 from hvd_async.tensorflow.variables import own_name, raw, signature
 
 
-class EagerMethods(OptimizerMethods):
+class EagerMethods(methods.EagerMethods):
     """Methods of a wrapped Keras optimizer whose gradients travel."""
 
     _async: EagerDriver
@@ -34,8 +34,26 @@ class EagerMethods(OptimizerMethods):
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
             FloatingPointError: NaN or infinity in the gradients, with ``nonfinite="raise"``.
+            ReplicaStateError: ``weighting="samples"``, and the gradients' samples were not recorded.
         """
         gradient_step.take(self, list(grads), trainable_variables, None)
+
+    def record_samples(self, samples: Any) -> None:
+        """Say of how many samples the next gradients are the mean, with ``weighting="samples"``, on every rank, before
+        each ``apply()``; what was said last counts. Keras' ``fit()`` does it by itself, with a callback of
+        ``hvd.callbacks``: it counts the batch, whatever ``sample_weight`` says, as Keras' mean does.
+
+        With ``backward_passes_per_step`` a step's gradient is what its passes have added up, as in Horovod, and its
+        samples are those of all passes; with ``average_aggregated_gradients`` it is their mean by samples.
+
+        Args:
+            samples: a whole number, 0 or more, or a tensor of one, also while a ``tf.function`` is traced. 0: this rank
+                takes part with an empty batch, which has no weight.
+
+        Raises:
+            ValueError: no such number; or rounds are not weighted by samples.
+        """
+        gradient_step.record_samples(self._async, samples)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share

@@ -7,6 +7,7 @@ alone waits in ``take``. (An op that waits holds one of TensorFlow's inter-op th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +28,13 @@ def is_finite(vector: tf.Tensor) -> bool:
         return bool(np.isfinite(np.dot(array, array)) or np.isfinite(array).all())
 
 
+class _Sum(NamedTuple):
+    """Gradients of several passes that were added up, and their samples."""
+
+    vector: tf.Tensor | None
+    samples: int
+
+
 class Feed:
     """One rank's.
 
@@ -40,9 +48,9 @@ class Feed:
 
     def __init__(self, layout: Layout, passes: int, average: bool, nonfinite: str) -> None:
         self._layout, self._passes, self._raises = layout, passes, nonfinite == "raise"
-        self._factor = 1.0 / passes if average else 1.0
-        self._sums: dict[int, tf.Tensor] = {}
-        """Gradients of the passes before this one."""
+        self._average = average
+        self._sums: dict[int, _Sum] = {}
+        """Gradients of the passes of this step so far."""
         self._given: dict[int, tf.Tensor | None] = {}
         """Gradients of this pass, not handed over yet."""
         self._spoilt: list[int] = []
@@ -50,7 +58,9 @@ class Feed:
         self.done = 0
         """Backward passes since the last step."""
 
-    def give(self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool) -> None:
+    def give(
+        self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
+    ) -> None:
         """Hand a bucket over, or keep it for ``take``.
 
         Args:
@@ -58,7 +68,10 @@ class Feed:
             vector: its gradients, counted as one.
             worker: None before the ranks have met.
             scaled: whether the loss was scaled: then all buckets are handed over or none.
+            samples: of the gradient; None where they do not count.
         """
+        if samples == 0:
+            vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
         finite = is_finite(vector)
         if not finite:
             self._spoilt.append(bucket)
@@ -66,20 +79,21 @@ class Feed:
         if worker is None or not last or scaled or self._raises or bucket in worker.gone:
             self._given[bucket] = vector if finite else None
         else:
-            worker.hand_over(bucket, self._whole(bucket, vector if finite else None))
+            worker.hand_over(bucket, self._whole(bucket, vector if finite else None, samples))
 
-    def take(self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool) -> tuple[list[ReducedRound], bool]:
+    def take(
+        self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None = None
+    ) -> tuple[list[ReducedRound], bool]:
         """Hand over what is left, wait for the step's round.
 
         Args:
             meet: gives the worker; may wait for the other ranks.
             hyper: as for ``EagerWorker.step``.
-            scaled: as for ``give``.
+            scaled, samples: as for ``give``.
 
         Returns:
             The rounds that wait to be applied (none unless this pass ends a step), each between the worker's ``begin``
-            and ``end``, and whether all gradients of this
-            pass were finite.
+            and ``end``, and whether all gradients of this pass were finite.
 
         Raises:
             FloatingPointError: they were not, and ``nonfinite="raise"``; nothing has been handed over.
@@ -96,9 +110,7 @@ class Feed:
         if self.done + 1 < self._passes:
             self.done += 1
             for bucket in range(len(self._layout)):
-                vector = self._of(given, bucket)
-                if vector is not None:
-                    self._sums[bucket] = self._plus(bucket, vector)
+                self._add(bucket, self._of(given, bucket), samples)
             return [], not spoilt
         worker = meet()
         gone = worker.gone
@@ -108,7 +120,7 @@ class Feed:
                 f"others, and its own of these are left out"
             )
         left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
-        vectors = {bucket: self._whole(bucket, self._of(given, bucket)) for bucket in left}
+        vectors = {bucket: self._whole(bucket, self._of(given, bucket), samples) for bucket in left}
         self.done = 0
         return worker.finish_step(vectors, hyper), not spoilt
 
@@ -116,13 +128,25 @@ class Feed:
         """Return what was given of a bucket; a gradient that is zero if nothing was."""
         return given[bucket] if bucket in given else self._layout.nothing(bucket)
 
-    def _plus(self, bucket: int, vector: tf.Tensor) -> tf.Tensor:
-        before = self._sums.pop(bucket, None)
-        return vector if before is None else before + vector
+    def _add(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> None:
+        """Add this pass's gradient to those before it; None adds nothing."""
+        if vector is None:
+            return
+        if samples is not None and self._average:  # by samples: sum_j n_j g_j
+            vector = vector * tf.constant(float(samples), vector.dtype)
+        before = self._sums.get(bucket, _Sum(None, 0))
+        total = vector if before.vector is None else before.vector + vector
+        self._sums[bucket] = _Sum(total, before.samples + (samples or 0))
 
-    def _whole(self, bucket: int, vector: tf.Tensor | None) -> tf.Tensor | None:
-        """The step's gradient: this pass's, and those before it."""
-        if self._passes == 1:
+    def _whole(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> tf.Tensor | None:
+        """The step's gradient: this pass's, and those before it; x its samples where these count."""
+        if self._passes == 1 and samples is None:
             return vector
-        total = self._sums.pop(bucket, None) if vector is None else self._plus(bucket, vector)
-        return None if total is None else self._layout.recounted(bucket, total, self._factor)
+        self._add(bucket, vector, samples)
+        total = self._sums.pop(bucket, None)
+        if total is None:
+            return None
+        factor = 1.0 / self._passes if self._average else 1.0
+        if samples is not None:
+            factor = 1.0 if self._average else float(total.samples)
+        return self._layout.recounted(bucket, total.vector, factor, total.samples)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.optimizers.replica import DRAINS_CALLER
@@ -40,6 +41,7 @@ class GradientReplica(eager.GradientReplica):
     Attributes:
         scales: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
         devices: for dense and for sparse gradients.
+        recorded: the samples of the gradient that comes next; None if nobody has said them.
         waiting: rounds that this step's loop has not come to yet.
         put_back: ends the application of the round that the loop has come to: see ``Update.keep``.
     """
@@ -50,6 +52,7 @@ class GradientReplica(eager.GradientReplica):
         self.compression: Any = options["compression"]
         self.cap_bytes: float = options["cap_bytes"]
         self.groups: Any = options["groups"]
+        self.weighted: bool = options["weighted"]
         self.passes: int = options["passes"]
         self.average_passes: bool = options["average_passes"]
         self.nonfinite: str = options["nonfinite"]
@@ -57,6 +60,7 @@ class GradientReplica(eager.GradientReplica):
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
         self.rounds_ahead: float = options["weight_prediction"]
+        self.recorded: int | None = None
         self.momentum_correction = False
         self._last_rate = tf.Variable(0.0, trainable=False)
         self.codec: Codec | None = None
@@ -115,8 +119,9 @@ class GradientReplica(eager.GradientReplica):
         buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
         before, after = self.scales
-        codec = Codec(self.compression, dtypes, self._rank_group.size, self._max_staleness, after)
-        terms = Terms(before, after / codec.scale, codec.slots, self._rank_group.index % codec.slots, self.devices[0])
+        group = self._rank_group
+        codec = Codec(self.compression, dtypes, group.size, self._max_staleness, after, group.index, self.weighted)
+        terms = Terms(before, after / codec.scale, codec.tail, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
         self._prediction = WeightPrediction(optimizer, self.rounds_ahead)
@@ -133,8 +138,9 @@ class GradientReplica(eager.GradientReplica):
         wire = GradientFormat(
             zeros=layout.zeros,
             nbytes=layout.nbytes,
-            slots=codec.slots,
+            tail=codec.tail,
             encode=codec.encode,
+            narrow=codec.narrow,
             decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
             sent=tuple(n * codec.nbytes(dtype) for n, dtype in zip(layout.elements, layout.dtypes, strict=True)),
             scale=codec.scale,
@@ -197,12 +203,30 @@ class GradientReplica(eager.GradientReplica):
                     stacklevel=DRAINS_CALLER,
                 )
 
+    def record_samples(self, samples: int) -> None:
+        self.recorded = samples
+
+    def _samples(self) -> int | None:
+        """Return the samples of the gradient that is given; None where they do not count.
+
+        Raises:
+            ReplicaStateError: nobody has said them.
+        """
+        if not self.weighted:
+            return None
+        if self.recorded is None:
+            raise ReplicaStateError(
+                "weighting='samples', and the samples of this gradient were not recorded: call "
+                "optimizer.record_samples(len(batch)) before apply(). In fit() a callback of hvd.callbacks does it"
+            )
+        return self.recorded
+
     # -- the Python side of a step ------------------------------------------------------------------------------
 
     def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
         """Hand a bucket's gradients over."""
         assert self.feed is not None
-        self.feed.give(bucket, vector, self.optimizer._async.met, scaled)
+        self.feed.give(bucket, vector, self.optimizer._async.met, scaled, self._samples())
         return np.int32(0)
 
     def step(self, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
@@ -212,7 +236,11 @@ class GradientReplica(eager.GradientReplica):
         group: dict[str, Any] = {"frozen": frozen, "settings": digest}
         if rate:
             group["learning_rate"] = float(rate[0])
-        rounds, finite = self.feed.take(self.optimizer._async.worker_now, [group], scaled)
+        samples = self._samples()
+        try:
+            rounds, finite = self.feed.take(self.optimizer._async.worker_now, [group], scaled, samples)
+        finally:
+            self.recorded = None
         self.waiting = deque(rounds)
         self._pass_empty()
         return np.array([sum(round_.gradients > 0 for round_ in self.waiting), finite], np.int32)

@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.tensorflow import tracebacks
 from hvd_async.tensorflow.bucket_layout import accumulated
 from hvd_async.tensorflow.gradient_replica import GradientReplica
@@ -54,6 +56,29 @@ def take(optimizer: Any, grads: list[Any], trainable_variables: Any, scale: Any)
 
     tf.while_loop(lambda done: done < outcome[0], one_round, [tf.constant(0)], parallel_iterations=1)
     return outcome[1] > 0
+
+
+def record_samples(driver: EagerDriver, samples: Any) -> None:
+    """Record of how many samples the next gradient is the mean; also while a ``tf.function`` is traced.
+
+    Raises:
+        ValueError: no whole number, or rounds are not weighted by samples.
+    """
+    if not tf.is_tensor(samples) or tf.executing_eagerly():
+        driver.record_samples(samples)
+        return
+    driver.check_weighting()
+    if not samples.dtype.is_integer or samples.shape.num_elements() not in (1, None):
+        raise ValueError(
+            f"record_samples() takes one whole number, and this is a tensor of {samples.dtype.name} and shape "
+            f"{samples.shape}: give tf.shape(x)[0]"
+        )
+
+    def record(count: tf.Tensor) -> np.int32:
+        driver.record_samples(count)
+        return np.int32(0)
+
+    _py(record, [tf.reshape(samples, [])], tf.int32)  # (stateful: it runs before the ops of a step that follows)
 
 
 def _indexed(optimizer: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:

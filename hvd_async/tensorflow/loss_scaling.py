@@ -44,10 +44,14 @@ class ScaleMethods(methods.OptimizerMethods):
                 variable.assign(state[name])
 
 
-class EagerScaleMethods(ScaleMethods):
+class EagerScaleMethods(ScaleMethods, methods.EagerMethods):
     """Methods of ``EagerOptimizer`` on a ``LossScaleOptimizer`` whose inner one is an EagerOptimizer too."""
 
     built: bool
+
+    def record_samples(self, samples: Any) -> None:
+        """The inner optimizer's."""
+        self.inner_optimizer.record_samples(samples)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:

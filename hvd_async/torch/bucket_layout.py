@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
-from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, ReducedRound, Tail
 from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import record_ready
 
@@ -46,8 +46,7 @@ class Layout:
         parameters: in the same order on all ranks.
         cap: most bytes of a bucket, unless a single parameter is larger.
         groups: lists of parameters that travel together (Horovod's ``groups``), or into how many groups to part all.
-        slots: of a vector, see ``hvd_async.algorithms.eager.gradient_format``.
-        slot: this rank's.
+        tail: of a vector.
 
     Raises:
         ValueError: a parameter of complex numbers, or groups that are none.
@@ -58,13 +57,12 @@ class Layout:
         parameters: Sequence[torch.Tensor],
         cap: float = 25 * MIB,
         groups: int | Sequence[Sequence[torch.Tensor]] = 0,
-        slots: int = 1,
-        slot: int = 0,
+        tail: Tail = Tail(),  # noqa: B008  (it is frozen)
     ) -> None:
         self.parameters = list(parameters)
         self.orders = [memory_order(parameter) for parameter in parameters]
         """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
-        self._slots, self._slot = slots, slot
+        self._tail = tail
         for parameter in parameters:
             if parameter.is_complex():
                 raise ValueError(
@@ -74,7 +72,7 @@ class Layout:
         self.buckets = [
             Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
         ]
-        self.nbytes = tuple((b.elements + slots) * b.dtype.itemsize for b in self.buckets)
+        self.nbytes = tuple((b.elements + len(tail)) * b.dtype.itemsize for b in self.buckets)
         """Bytes of each bucket's vector."""
         self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
         """The vectors'."""
@@ -102,10 +100,16 @@ class Layout:
         return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
 
     @torch.no_grad()
-    def vector(self, index: int, scale: float | torch.Tensor) -> torch.Tensor:
+    def vector(self, index: int, scale: float | torch.Tensor, samples: int | None = None) -> torch.Tensor:
         """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
 
         What is sparse travels as a dense vector: ranks need not know before whose gradients will be.
+
+        Args:
+            index: of the bucket.
+            scale: of all gradients.
+            samples: by which they are weighted too; without any, whatever they hold (a mean of nothing is NaN), they
+                are zero. None where gradients are not weighted.
         """
         bucket = self.buckets[index]
         flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
@@ -122,29 +126,42 @@ class Layout:
             gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
+        if samples == 0:
+            flat.zero_()
+        elif samples is not None:
+            scale = scale * samples
         if isinstance(scale, torch.Tensor) or scale != 1.0:
             flat.mul_(scale)
-        tail = flat[bucket.elements :]
-        tail.zero_()
-        tail.narrow(0, self._slot, 1).fill_(1.0)  # (setting an item copies from the host, and waits for the stream)
+        self._count(flat[bucket.elements :], samples)
         return flat
+
+    def _count(self, tail: torch.Tensor, samples: int | None) -> None:
+        """Fill a tail, as ``Tail.of`` says. (Setting an item copies from the host, and waits for the stream.)"""
+        tail.zero_()
+        tail.narrow(0, self._tail.slot, 1).fill_(1.0)
+        if samples is not None:
+            places = torch.arange(SAMPLE_DIGITS, device=tail.device)
+            own = tail.narrow(0, self._tail.slots + self._tail.slot * SAMPLE_DIGITS, SAMPLE_DIGITS)
+            own.copy_(torch.bitwise_right_shift(samples, places).bitwise_and_(1))
 
     @torch.no_grad()
     def set_gradients(self, round_: ReducedRound, scale: float, frozen: set[int], sparse: bool = False) -> None:
-        """Point each ``p.grad`` into a round's sums x ``scale`` (done in place); those of ``frozen`` (ids), and of
-        buckets that carried no gradient, become None: momentum and decay must not move what nobody had anything for.
+        """Point each ``p.grad`` into a round's sums x ``scale`` and the round's weight (done in place); those of
+        ``frozen`` (ids), and of buckets that carried no gradient, or none with samples, become None: momentum and decay
+        must not move what nobody had anything for.
 
         Args:
             sparse: make them sparse tensors, for an optimizer that takes no others.
         """
-        for vector, bucket, count in zip(round_.sums, self.buckets, round_.counts, strict=True):
-            if scale != 1.0:
-                vector[: bucket.elements].mul_(scale)
+        for index, (vector, bucket) in enumerate(zip(round_.sums, self.buckets, strict=True)):
+            weight = round_.weight(index)
+            if weight and scale * weight != 1.0:
+                vector[: bucket.elements].mul_(scale * weight)
             for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
                 average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
                 if sparse:
                     average = average.to_sparse(1)
-                parameter.grad = None if id(parameter) in frozen or count == 0 else average
+                parameter.grad = None if id(parameter) in frozen or weight == 0 else average
 
 
 def differentiable(parameter: torch.Tensor) -> bool:

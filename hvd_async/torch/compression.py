@@ -8,7 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import GradientFormat, count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, Tail, count_slots, largest_summand
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import Layout, Zeros
@@ -61,17 +61,20 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     return needed
 
 
-def make_wire(layout: Layout, compression: Any, slot_count: int, rank_group: RankGroup) -> GradientFormat:
+def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGroup) -> GradientFormat:
     """How the layout's vectors travel. float16 is cut off at what as many ranks can add up; its counts are not."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
     limit = largest_summand(rank_group.size)
 
-    def encode(vector: torch.Tensor) -> torch.Tensor:
+    def encode(vector: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
         with streams.on_engine_stream_after(vector):
             cut = vector
+            if unit != 1.0:
+                cut = cut * (1.0 / unit)
             if wire_dtype(compression, vector.dtype) == torch.float16:
-                cut = vector.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
-                cut[-slot_count:] = vector[-slot_count:]
+                cut = cut.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
+            if cut is not vector:
+                cut[-len(tail) :] = vector[-len(tail) :]
             compressed: torch.Tensor = compression.compress(cut)[0]
             return compressed if compressed is vector else streams.record_ready(compressed)
 
@@ -80,15 +83,16 @@ def make_wire(layout: Layout, compression: Any, slot_count: int, rank_group: Ran
             decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
         return streams.use_here(decompressed)
 
-    widths = [torch.finfo(wire_dtype(compression, b.dtype)).bits // 8 for b in layout.buckets]
+    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
     return GradientFormat(
         zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
-        slots=slot_count,
+        tail=tail,
         encode=encode,
         decode=decode,
+        narrow=torch.float16 in travelling,
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
-        sent=tuple((b.elements + slot_count) * w for b, w in zip(layout.buckets, widths, strict=True)),
+        sent=tuple((b.elements + len(tail)) * d.itemsize for b, d in zip(layout.buckets, travelling, strict=True)),
         release=layout.memory.clear,
         process_set=rank_group.process_set,
         members=rank_group.members,

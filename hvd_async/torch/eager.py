@@ -41,6 +41,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     late_cap_mb: float = 4096.0,
     pace: str = "steps",
     hierarchical: bool | int = False,
+    weighting: str = "ranks",
     scaler: Any = None,
     nonfinite: str = "skip",
     round_transform: RoundTransform | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.torch.base import refuse_a_step_for_state
 from hvd_async.torch.gradient_replica import GradientReplica
@@ -24,7 +25,7 @@ class TorchEagerDriver(EagerDriver):
     replica: GradientReplica
 
 
-class EagerMethods(OptimizerMethods):
+class EagerMethods(OptimizerMethods, methods.EagerMethods):
     """Methods of a wrapped torch optimizer whose gradients travel."""
 
     _async: TorchEagerDriver
@@ -38,6 +39,7 @@ class EagerMethods(OptimizerMethods):
             ReplicaStateError: between backward() and step(), when gradients are on their way.
         """
         replica = self._async.replica
+        replica.recorded.clear()
         if replica.overlap is not None:
             replica.overlap.disarm()
             if (met := self._async.met) is not None:
@@ -57,7 +59,8 @@ class EagerMethods(OptimizerMethods):
 
         Raises:
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
-            ReplicaStateError: a gradient was changed after it had been handed over.
+            ReplicaStateError: a gradient was changed after it had been handed over; or ``weighting="samples"`` and the
+                samples of a backward pass were not recorded.
             FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
@@ -79,7 +82,7 @@ class EagerMethods(OptimizerMethods):
             worker = driver.worker_now()
             vectors = replica.left(worker, grad_scale, overflow)
             worker.step(vectors, replica.hyperparameters(), replica.apply)
-            replica.watch.clear()
+            replica.handed_over()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
@@ -101,7 +104,7 @@ class EagerMethods(OptimizerMethods):
             )
         worker = driver.worker_now()
         rounds = worker.finish_step(replica.left(worker, None, False), replica.hyperparameters(), 1)
-        replica.watch.clear()
+        replica.handed_over()
         replica.one_by_one, replica.unshown, replica.shown = True, 0, None
         super().zero_grad(set_to_none=True)
         for round_ in rounds:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
@@ -50,6 +50,7 @@ class GradientReplica(eager.GradientReplica):
         unshown: rounds applied since ``synchronize()`` last showed one.
         stepped: rounds since the last drain or cut that it showed and ``step()`` applied.
         skip: whether ``step()`` is to apply what is shown.
+        recorded: the samples of this step's backward passes so far.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class GradientReplica(eager.GradientReplica):
     ) -> None:
         self.named, self._rank_group, self._config = named, rank_group, config
         self.layout = Layout([])
-        self.slots = 1
+        self.tail = Tail()
+        self.recorded: list[int] = []
         self.overlap: Overlap | None = None
         self.watch = Watch(self.layout)
         self.checks = Checks()
@@ -94,9 +96,9 @@ class GradientReplica(eager.GradientReplica):
     def lay_out(self) -> None:
         """Part the parameters into buckets, and hook them."""
         parameters = self.parameters
-        self.slots = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
-        slot = self._rank_group.index % self.slots
-        self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.slots, slot)
+        count = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
+        self.tail = Tail(count, self._rank_group.index % count, self._config["weighting"] == "samples")
+        self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.tail)
         if self.overlap is not None:
             self.overlap.remove()
         # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
@@ -113,7 +115,7 @@ class GradientReplica(eager.GradientReplica):
         apply: Callable[[ReducedRound], None],
     ) -> EagerWorker:
         self.lay_out()  # groups may have been added since the wrapper was made
-        wire = make_wire(self.layout, self._compression, self.slots, self._rank_group)
+        wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
         return EagerWorker(engine, config(self.layout.nbytes), wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------
@@ -124,23 +126,59 @@ class GradientReplica(eager.GradientReplica):
         """Return what is left of this step's gradients, by bucket, for the worker.
 
         Raises:
-            ReplicaStateError: a gradient was changed after it had been handed over.
+            ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
+        passed = 1 if self.overlap is None else max(1, self.overlap.passed)
+        samples = self._samples(passed if worker.ready else 0)  # (a step that ends a broken one brings no gradient)
         if self.overlap is not None:
             self.overlap.disarm()
         try:
-            self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before))
+            self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before, samples))
         except ReplicaStateError as error:
             worker.whole.broken = str(error)  # half of the step is on its way
             raise
         scale = self.before if grad_scale is None else self.before / grad_scale
         left = [index for index in range(len(self.layout)) if index not in worker.gone]
-        return {i: None if overflow else self._finite(i, self.layout.vector(i, scale)) for i in left}
+        return {i: None if overflow else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
+
+    def handed_over(self) -> None:
+        """All gradients of the step have been handed over."""
+        self.watch.clear()
+        self.recorded.clear()
+
+    def record_samples(self, samples: int) -> None:
+        """Note the samples of a backward pass that follows.
+
+        Raises:
+            ReplicaStateError: gradients of the step have left without them.
+        """
+        worker = self.optimizer._async.met
+        if worker is not None and worker.gone:
+            raise ReplicaStateError(
+                "record_samples() after backward(): gradients of this step are on their way already. Call it before "
+                "each backward()"
+            )
+        self.recorded.append(samples)
+
+    def _samples(self, passes: int) -> int | None:
+        """Return the samples of this step's gradient; None where they do not count.
+
+        Raises:
+            ReplicaStateError: they were not recorded for so many backward passes.
+        """
+        if not self.tail.weighted:
+            return None
+        if len(self.recorded) < passes:
+            raise ReplicaStateError(
+                f"weighting='samples', and the samples of {len(self.recorded)} of {passes} backward pass(es) are "
+                f"recorded: call optimizer.record_samples(len(batch)) after zero_grad() and before each backward()"
+            )
+        return sum(self.recorded)
 
     def _bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
         worker = self.optimizer._async.worker
-        vector = self.layout.vector(index, self.before)
+        vector = self.layout.vector(index, self.before, self._samples(self.passes))
         self.watch.handed(index, vector)
         worker.hand_over(index, self._finite(index, vector))
 

@@ -182,7 +182,12 @@ class KerasVectors(_Rank):
         start: what they are filled with.
         dtypes: theirs; all of float32 if none are given.
         graph: whether a step is a ``tf.function``.
+
+    Attributes:
+        samples: to be recorded for each backward pass; None if nothing is.
     """
+
+    samples: int | None = None
 
     def __init__(
         self,
@@ -213,6 +218,8 @@ class KerasVectors(_Rank):
         """A step with one gradient each: numbers, or None for none."""
         pairs = [(v, np.asarray(g)) for v, g in zip(self.parameters, gradients, strict=True) if v.trainable]
         given = [None if g.dtype == object else tf.constant(np.broadcast_to(g, v.shape), v.dtype) for v, g in pairs]
+        if self.samples is not None:
+            self.opt.record_samples(self.samples)
         self._apply(given)
 
     def take_passes(self, passes: Sequence[Sequence[Any]]) -> None:

@@ -14,7 +14,7 @@ from horovod.common.util import split_list
 
 import hvd_async.tensorflow.keras as hvd
 import hvd_async.torch
-from hvd_async.algorithms.eager.gradient_format import count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import Tail, count_slots, largest_summand
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow import bucket_layout
@@ -75,7 +75,7 @@ def test_wrong_groups_say_what_is_wrong(pick, hint):
 
 def test_vectors_hold_gradients_in_the_variables_order_and_give_them_back():
     three = variables(2, 3, 1)
-    layout = bucket_layout.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, slots=3, slot=1))
+    layout = bucket_layout.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, tail=Tail(3, 1)))
     gradients = {0: tf.constant([1.0, 2.0]), 1: tf.constant([3.0, 4.0, 5.0])}
     vectors = [layout.flatten(b, gradients) for b in range(len(layout))]
     assert [v.numpy().tolist() for v in vectors] == [[1.5, 2.0, 2.5, 0, 0, 1, 0], [0.5, 1.0, 0, 1, 0]]
@@ -103,9 +103,9 @@ def test_float16_counts_are_exact_however_many_ranks_there_are(size):
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert torch_slots(hvd_async.torch.Compression.fp16, [parameter], size, staleness) == slots
     rank_group = RankGroup(None, tuple(range(size)), 0, 0, size)
-    wire = make_wire(Layout([parameter], slots=slots), hvd_async.torch.Compression.fp16, slots, rank_group)
+    wire = make_wire(Layout([parameter], tail=Tail(slots)), hvd_async.torch.Compression.fp16, Tail(slots), rank_group)
     codec = Codec(hvd.Compression.fp16, [tf.float32], size, staleness)
-    assert codec.slots == slots
+    assert codec.tail.slots == slots
     vector = np.zeros(2 + slots, np.float32)
     vector[:3] = [1e6, -1e6, most]
     for encoded in (wire.encode(torch.as_tensor(vector)).numpy(), codec.encode(tf.constant(vector)).numpy()):

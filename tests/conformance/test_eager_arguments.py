@@ -77,7 +77,7 @@ def test_the_algorithm_in_force_can_be_read(hvd, plain):
         eager = hvd.EagerOptimizer(plain(), quorum="majority", max_staleness=3)
         assert eager.settings == {
             "algorithm": "eager", "quorum": "majority", "max_staleness": 3, "grace": "auto", "seed": 0,
-            "weight_prediction": 2.0, "pace": "steps", "local_size": 1,
+            "weight_prediction": 2.0, "pace": "steps", "local_size": 1, "weighting": "ranks",
         }  # fmt: skip
         gossip = hvd.GossipOptimizer(plain(), algorithm="dpsgd")
         assert {"algorithm": "dpsgd", "topology": "bipartite-exponential"}.items() <= gossip.settings.items()

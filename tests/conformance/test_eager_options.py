@@ -54,7 +54,7 @@ def check(weights: Array, exact: Array, tolerance: float = 1e-5) -> None:
 def slots(opt: Any) -> int:
     """Elements of a vector that count gradients."""
     replica = opt._async.replica
-    return int(getattr(replica, "codec", replica).slots)
+    return int(getattr(replica, "codec", replica).tail.slots)
 
 
 # -- factors --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvd_async.algorithms.eager.gradient_format import ReducedRound
+from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
 from hvd_async.torch import collectives, hyperparameters
 from hvd_async.torch.bucket_layout import Layout
 
@@ -33,7 +33,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def test_gradients_are_handed_over_and_rounds_shown():
-    layout = Layout(mine := parameters(), slots=3, slot=1)
+    layout = Layout(mine := parameters(), tail=Tail(3, 1))
     for parameter in mine:
         parameter.grad = torch.empty_like(parameter)
     with NothingComesFromTheHost():

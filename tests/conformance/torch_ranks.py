@@ -150,7 +150,12 @@ class TorchVectors(_Rank):
         start: what they are filled with.
         dtypes: theirs; all of float32 if none are given.
         early: whether hooks hand over during backward, since ``opt.zero_grad()`` has cleared the gradients.
+
+    Attributes:
+        samples: to be recorded for each backward pass; None if nothing is.
     """
+
+    samples: int | None = None
 
     def __init__(
         self,
@@ -191,6 +196,8 @@ class TorchVectors(_Rank):
         for gradients in passes:
             pairs = zip(self.parameters, gradients, strict=True)
             given = [(p, torch.as_tensor(g, dtype=p.dtype)) for p, g in pairs if g is not None]
+            if self.samples is not None:
+                self.opt.record_samples(self.samples)
             sum((p * g).sum() for p, g in given).backward()  # type: ignore[union-attr]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, count_slots
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail, count_slots
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError
@@ -240,8 +240,8 @@ def test_counts_are_exact_with_as_many_slots_as_they_need(slots):
         one = worker(
             EagerConfig("solo", staleness, 0.0, 0, 1),
             zeros=lambda bucket: np.zeros(1 + slots, np.float32),
-            slots=slots,
-            encode=narrow,
+            tail=Tail(slots),
+            encode=lambda vector, unit: narrow(vector),
             decode=lambda sums, bucket: narrow(sums),
         )
         one.connect(["w"], [1])

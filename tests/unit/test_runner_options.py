@@ -68,7 +68,7 @@ def test_quorums(text, quorum):
 
 def test_everything_reaches_the_options(tmp_path):
     line = (
-        f"--algorithm eager --quorum 2 --max-staleness 0 --grace 0.01 --weight-prediction 1.5 "
+        f"--algorithm eager --quorum 2 --max-staleness 0 --grace 0.01 --weight-prediction 1.5 --weighting samples "
         f"--inject linear:0.1 --data {tmp_path} "
         "--image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 --steps 5 --optimizer sgd "
         "--lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3,6 --momentum 0.8 --nesterov --weight-decay 0.1 "
@@ -82,7 +82,7 @@ def test_everything_reaches_the_options(tmp_path):
     others = {name for family in (GossipOptions, LeaderOptions) for name in options_of(family)} - WITHOUT_FLAG
     assert {name.removeprefix("no_") for name in given} | others == known, "a flag is missing from this test"
     assert options.own == EagerOptions(
-        quorum=2, max_staleness=0, grace=0.01, weight_prediction=1.5, seed=7, pace="steps"
+        quorum=2, max_staleness=0, grace=0.01, weight_prediction=1.5, weighting="samples", seed=7, pace="steps"
     )
     assert (options.workers, options.augment) == (2, False)
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)

@@ -1,8 +1,10 @@
 """The format of a binding's gradients: flat vectors with counting elements, and their compression.
 
-A *vector* of bucket b is its gradients, flat, then ``slots`` elements that count gradients: a rank that hands one over
-has 1 in slot ``index % slots`` and 0 in the others. So the sum over the ranks that a round brings back tells how many
-gradients it really carried. One slot is enough unless the vectors travel in half precision, which cannot count far.
+A *vector* of bucket b is its gradients, flat, then a ``Tail`` that counts them. So the sum over the ranks that a round
+brings back tells how many gradients it really carried.
+
+Where rounds are weighted by samples, a rank multiplies its gradient g_j by its samples n_j, and the tail tells the sum
+of those too: a round of k gradients is k sum_j n_j g_j / sum_j n_j in place of sum_j g_j, which it is for equal n_j.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from hvd_async.runtime.messages import Hyper
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
 """Up to which whole number a dtype holds all whole numbers."""
+SAMPLE_DIGITS = 32
+"""Binary digits that tell the samples of a gradient."""
+FIRST_UNIT = 1024.0
+"""Between one sample and 2^20: float16 has both to spare for usual gradients."""
 
 
 def count_slots(size: int, max_staleness: int, dtype: str) -> int:
@@ -42,7 +48,58 @@ def largest_summand(size: int) -> float:
     return 65504 / size / min(2.0, (1 + 2**-11) ** size)
 
 
-def same(vector: Vector) -> Vector:
+class Tally(NamedTuple):
+    """How many gradients a sum holds, and of how many samples in all (0 where these are not counted)."""
+
+    gradients: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The elements at a vector's end that count.
+
+    The first ``slots`` count gradients: a rank that hands one over has 1 in its own and 0 in the others. One slot is
+    enough unless the vectors travel in half precision, which cannot count far. Where rounds are weighted by samples,
+    ``SAMPLE_DIGITS`` more for each slot have the gradient's samples as binary digits, the lowest first: they sum to no
+    more than the slot's count does, so they are as exact.
+
+    Attributes:
+        slots: how many.
+        slot: this rank's.
+        weighted: whether samples are counted.
+    """
+
+    slots: int = 1
+    slot: int = 0
+    weighted: bool = False
+
+    def __len__(self) -> int:
+        return self.slots * (1 + SAMPLE_DIGITS * self.weighted)
+
+    def of(self, samples: int = 0) -> list[float]:
+        """Return the elements of one gradient.
+
+        Raises:
+            ValueError: so many samples cannot be counted.
+        """
+        if samples >= 2**SAMPLE_DIGITS:
+            raise ValueError(f"{samples} samples in one gradient are too many: record fewer than 2**{SAMPLE_DIGITS}")
+        elements = [0.0] * len(self)
+        elements[self.slot] = 1.0
+        if self.weighted:
+            start = self.slots + self.slot * SAMPLE_DIGITS
+            elements[start : start + SAMPLE_DIGITS] = [float(samples >> digit & 1) for digit in range(SAMPLE_DIGITS)]
+        return elements
+
+    def read(self, sums: Sequence[float], scale: float) -> Tally:
+        """Return what sums of such elements x ``scale`` tell."""
+        whole = [round(element / scale) for element in sums]
+        digits = enumerate(whole[self.slots :])
+        return Tally(sum(whole[: self.slots]), sum(number << place % SAMPLE_DIGITS for place, number in digits))
+
+
+def same(vector: Vector, unit: float) -> Vector:
     """The vector itself: no compression."""
     return vector
 
@@ -53,8 +110,8 @@ def same_bucket(vector: Vector, bucket: int) -> Vector:
 
 
 def last(vector: Vector, count: int) -> list[float]:
-    """The last elements."""
-    return [float(vector[-1 - place]) for place in range(count)]
+    """The last elements, in order."""
+    return [float(vector[place]) for place in range(-count, 0)]
 
 
 @dataclass(frozen=True)
@@ -64,9 +121,11 @@ class GradientFormat:
     Attributes:
         zeros: a vector of a bucket that holds nothing; it is never changed, and may be the same one each time.
         nbytes: of each bucket's vector.
-        slots: elements at a vector's end that count gradients.
-        encode: makes of a vector what the collective sums (compression); ``decode`` takes it back, given the bucket.
-        peek: the last so many elements of a sum that has come, in any order.
+        tail: the elements at a vector's end that count.
+        encode: makes of a vector what the collective sums (compression), its gradients divided by a unit if it is
+            ``narrow``; ``decode`` takes it back, given the bucket.
+        narrow: whether gradients x samples may be out of the range in which they travel (float16).
+        peek: the last so many elements of a sum that has come, in order.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
         release: gives memory back that is kept for later steps' vectors.
         scale: what the collectives multiply sums by, counts included.
@@ -77,9 +136,10 @@ class GradientFormat:
 
     zeros: Callable[[int], Vector]
     nbytes: tuple[int, ...]
-    slots: int = 1
-    encode: Callable[[Vector], Vector] = same
+    tail: Tail = Tail()
+    encode: Callable[[Vector, float], Vector] = same
     decode: Callable[[Vector, int], Vector] = same_bucket
+    narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = last
     sent: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
@@ -88,9 +148,37 @@ class GradientFormat:
     members: tuple[int, ...] = ()
     process_set_id: int = 0
 
-    def count(self, sums: Vector) -> int:
-        """How many gradients a vector holds."""
-        return sum(round(count / self.scale) for count in self.peek(sums, self.slots))
+    def tally(self, sums: Vector) -> Tally:
+        """Return what a sum over the ranks holds."""
+        return self.tail.read(self.peek(sums, len(self.tail)), self.scale)
+
+    def weight(self, tally: Tally, unit: float) -> float:
+        """Return by what a sum's gradients are to be multiplied; 0 if it holds nothing that has a weight.
+
+        Args:
+            tally: of the sum.
+            unit: by which they were divided on their way.
+        """
+        if not self.tail.weighted:
+            return float(tally.gradients > 0)
+        return tally.gradients * unit / tally.samples if tally.samples else 0.0
+
+    @property
+    def first_unit(self) -> float:
+        """By what gradients x samples are divided on their way while no round has told how many samples they have."""
+        return FIRST_UNIT if self.narrow and self.tail.weighted else 1.0
+
+    def next_unit(self, tally: Tally, unit: float) -> float:
+        """Return by what gradients x samples are divided on their way in a later round, so that they are as large as
+        gradients are: about the samples of a gradient, and a power of two, by which nothing is rounded.
+
+        Args:
+            tally: of a round before.
+            unit: of that one.
+        """
+        if not (self.narrow and tally.samples):
+            return unit
+        return float(1 << max(0, (tally.samples // tally.gradients).bit_length() - 1))
 
     def bytes_sent(self, bucket: int) -> int:
         """Return the vector that a rank sends in a bucket's round."""
@@ -103,12 +191,14 @@ class ReducedRound:
 
     Attributes:
         index: its number, from 1.
-        sums: for each bucket the sum over all ranks x the wire's ``scale``, shape (elements + slots,); the last
-            elements count gradients.
+        sums: for each bucket the sum over all ranks x the wire's ``scale``, shape (elements + tail,); the last
+            elements count.
         hyper: the hyperparameters to apply it with.
         counts: how many gradients it carried in each bucket.
         whole: how many steps of this rank's host since the last drain or cut had been handed over when it started; 0
             where ranks do not step host by host.
+        weights: for each bucket by what its gradients are to be multiplied; 0 if they must not be applied. Empty where
+            all that there are weigh the same.
     """
 
     index: int
@@ -116,11 +206,16 @@ class ReducedRound:
     hyper: Hyper
     counts: tuple[int, ...]
     whole: int = 0
+    weights: tuple[float, ...] = ()
 
     @property
     def gradients(self) -> int:
         """How many it carried in the bucket that carried most; 0 if it must not be applied."""
-        return max(self.counts)
+        return max(self.counts) if any(self.weight(bucket) for bucket in range(len(self.counts))) else 0
+
+    def weight(self, bucket: int) -> float:
+        """Return by what a bucket's gradients are to be multiplied; 0 if they must not be applied."""
+        return self.weights[bucket] if self.weights else float(self.counts[bucket] > 0)
 
 
 class PendingGradient(NamedTuple):

@@ -20,6 +20,7 @@ class EagerConfig(Config, frozen=True, tag=True):
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
         weight_prediction: rounds ahead at which gradients are computed.
+        weighting: "ranks", whose gradients a round averages alike, or "samples", by which it weights them.
     """
 
     quorum: str | int | float
@@ -30,6 +31,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     pace: str = "steps"
     local_size: int = 1
     weight_prediction: float = 0.0
+    weighting: str = "ranks"
 
     @property
     def counts(self) -> int:

@@ -16,6 +16,7 @@ from hvd_async.runtime.family import Algorithm
 
 PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
+WEIGHTINGS = ("ranks", "samples")
 MOST_AHEAD = 100
 """Rounds that may be predicted."""
 
@@ -99,6 +100,13 @@ class EagerOptions:
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),
     )
+    weighting: str = option(
+        "ranks",
+        'by what a round weights gradients: "ranks" (all alike) or "samples" (by the samples of each, as one large '
+        "batch would; tell these by ``record_samples()``, which Keras' ``fit()`` does by itself)",
+        help="ranks: a round weights all gradients alike; samples: by the images of each, as one large batch would",
+        choices=WEIGHTINGS,
+    )
     nonfinite: str = option(
         "skip",
         'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
@@ -144,6 +152,7 @@ class EagerOptions:
         check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("pace", self.pace, PACES)
         check_one_of("nonfinite", self.nonfinite, NONFINITE)
+        check_one_of("weighting", self.weighting, WEIGHTINGS)
         if self.pace == "rounds" and (self.quorum == "all" or late == 0):
             raise ValueError(
                 f'pace="rounds" lets late ranks give fewer gradients, which quorum={self.quorum!r}, max_staleness='
@@ -166,6 +175,7 @@ class EagerOptions:
             "weight_prediction": self.weight_prediction,
             "pace": self.pace,
             "local_size": local_size,
+            "weighting": self.weighting,
         }
 
 
@@ -175,7 +185,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "eager",
         {
             name: getattr(EagerOptions, name)
-            for name in ("quorum", "max_staleness", "grace", "weight_prediction", "pace", "hierarchical")
+            for name in ("quorum", "max_staleness", "grace", "weight_prediction", "pace", "hierarchical", "weighting")
         },
         sends="gradients",
         waits_for="quorum",

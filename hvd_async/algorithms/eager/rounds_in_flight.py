@@ -49,6 +49,7 @@ class _Flight:
 
     sums: list[Vector | None]
     counts: list[int]
+    weights: list[float]
     started: float
     hyper: Hyper | None = None
     whole: int | None = None
@@ -81,6 +82,9 @@ class RoundsInFlight:
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._held_back = [_Held() for _ in range(self._buckets)]
         self._busy: set[str] = set()
+        self._units: dict[str, float] = {}
+        """By what gradients are divided in the next round of a name: the one before by this name says it on all ranks,
+        and has landed on each before the next goes."""
         self._held: deque[StartRound] = deque()
         self._flights: dict[int, _Flight] = {}
         self._next_ready = 1
@@ -183,6 +187,7 @@ class RoundsInFlight:
         late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
         taken = self._take(go.bucket, go.firing, late_by)
         vector = self._wire.zeros(go.bucket) if taken is None else taken
+        unit = self._units.get(name, self._wire.first_unit)
         submitted = time.monotonic()
 
         def landed(sums: Vector) -> None:
@@ -191,7 +196,10 @@ class RoundsInFlight:
             if self.timeline is not None:
                 self.timeline.round(go.optimizer, go.bucket, go.round, go.firing, submitted, time.monotonic(), late_by)
             flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
-            flight.counts[go.bucket] = self._wire.count(decoded)  # now, and not when the last has come and all wait
+            tally = self._wire.tally(decoded)  # now, and not when the last has come and all wait
+            flight.counts[go.bucket] = tally.gradients
+            flight.weights[go.bucket] = self._wire.weight(tally, unit)
+            self._units[name] = self._wire.next_unit(tally, unit)
             self._pass_on()
             held, self._held = self._held, deque()
             for late in held:
@@ -200,7 +208,7 @@ class RoundsInFlight:
         wire, keep = self._wire, taken is None
         self._engine.submit(
             lambda: self._engine.collectives.allreduce_sum(
-                wire.encode(vector), name, wire.process_set, keep, wire.scale
+                wire.encode(vector, unit), name, wire.process_set, keep, wire.scale
             ),
             landed,
             group=(go.optimizer, go.round),
@@ -223,7 +231,8 @@ class RoundsInFlight:
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
         if flight is None:
-            flight = self._flights[round_] = _Flight([None] * self._buckets, [0] * self._buckets, time.monotonic())
+            none = [0] * self._buckets
+            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], time.monotonic())
         return flight
 
     def _pass_on(self) -> None:
@@ -235,8 +244,8 @@ class RoundsInFlight:
                 break
             del self._flights[self._next_ready]
             self._counters.came(time.monotonic() - flight.started)
-            counts, whole = tuple(flight.counts), flight.whole or 0
-            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole))
+            counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
+            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
             self._next_ready += 1
         if ready:
             self._deliver(ready)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.tensorflow.collectives import LIFECYCLE
@@ -51,6 +53,26 @@ def _ours(held: Any) -> list[Any]:
     return [inner] if isinstance(inner, EagerMethods | WeightMethods) else []
 
 
+def weighted(model: Any) -> list[Any]:
+    """Ours that train a model and weight rounds by samples."""
+    return [one for one in our_optimizers(model) if isinstance(one, EagerMethods) and one._async.weighted]
+
+
+def record_batches(model: Any) -> None:
+    """Have each training step of a model tell those optimizers how many samples the batch has."""
+    step = model.train_step
+
+    @functools.wraps(step)
+    def recording(data: Any) -> Any:
+        samples = tf.shape(next(one for one in keras.tree.flatten(data) if one is not None))[0]
+        for one in weighted(model):
+            one.record_samples(samples)
+        return step(data)
+
+    object.__setattr__(model, "train_step", recording)  # (past Keras, which tracks what a model is given)
+    model.train_function = None  # (of an earlier fit(), with the step as it was)
+
+
 def drain(optimizers: Sequence[Any]) -> None:
     """Drain all optimizers of the process, these among them. A collective."""
     _register(optimizers)
@@ -86,13 +108,14 @@ class _Meeting:
         drains: whether ranks with weights of their own are drained at the end of each epoch.
         evaluation: closed when it ends.
         warned: whether the user was told that nothing is averaged.
+        records: whether training steps record how many samples their batches have.
     """
 
     def __init__(self) -> None:
         self.at: tuple[str, int] | None = None
         self.drains = False
         self.evaluation = contextlib.ExitStack()
-        self.warned = False
+        self.warned = self.records = False
 
 
 class Draining(keras.callbacks.Callback):
@@ -117,6 +140,9 @@ class Draining(keras.callbacks.Callback):
         super().set_model(model)
         if getattr(model, "jit_compile", False) and not model.run_eagerly and our_optimizers(model):
             raise ValueError("XLA cannot wait for other ranks: compile the model with jit_compile=False")
+        if weighted(model) and not self._meeting.records:
+            self._meeting.records = True
+            record_batches(model)
 
     def _optimizers_at(self, point: tuple[str, int]) -> list[Any]:
         """The optimizers, ready to meet the other ranks' at ``point``; none if they have, or none is ours."""
