@@ -99,7 +99,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "sgp, exchanges take time": gossip("1 drain drain", "2 drain drain", slow=True),
         "cut and drain": gossip("1 cut sum 1 drain", "1 drain sum drain"),
         "one leaves for good": gossip("2 drain sum", "1 leave"),
-        "osgp": gossip("3 drain", "2 drain", algorithm="osgp", max_staleness=2),
+        "osgp": gossip("4 drain", "3 drain", algorithm="osgp", max_staleness=2),
         "dpsgd": gossip("2 drain", "1 drain", algorithm="dpsgd"),
         "noloco": gossip("2 drain", "1 drain", algorithm="noloco", gossip_every=1),
         "exact diffusion": gossip("2 drain", "1 drain", algorithm="exact-diffusion"),
