@@ -54,7 +54,6 @@ class WeightPrediction:
         with torch.no_grad():
             for p in list(self._predicted):
                 self._weights(p)
-        self._predicted.clear()
 
     def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """Let a parameter hold its weights again; returns a copy of them. Those that user code has written into it
