@@ -6,8 +6,9 @@ knows what each round has carried, and the float64 reference needs nothing of th
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,20 +64,28 @@ class Carried(NamedTuple):
     counts: tuple[int, ...]
 
 
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Carried]]:
-    """Rank -> its rounds, in copies made before anybody changes them."""
+@contextlib.contextmanager
+def taped() -> Iterator[dict[int, list[Carried]]]:
+    """Inside, note each rank's rounds, in copies made before anybody changes them."""
     made: dict[int, list[Carried]] = {}
     begin = EagerWorker.begin
 
-    def taped(self: EagerWorker, round_: ReducedRound) -> None:
+    def noted(self: EagerWorker, round_: ReducedRound) -> None:
         tail = len(self.wire.tail)
         sums = [np.asarray(s).astype(np.float64)[:-tail] / self.wire.scale for s in round_.sums]
         made.setdefault(self.engine.rank, []).append(Carried(sums, round_.counts))
         begin(self, round_)
 
-    monkeypatch.setattr(EagerWorker, "begin", taped)
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagerWorker, "begin", noted)
+        yield made
+
+
+@pytest.fixture
+def rounds() -> Iterator[dict[int, list[Carried]]]:
+    """Rank -> its rounds."""
+    with taped() as made:
+        yield made
 
 
 class End(NamedTuple):

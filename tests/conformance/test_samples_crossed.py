@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
-from tests.conformance.sampled import VECTORS, Plan, check, rounds, take, train
+from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
 from tests.conformance.torch_ranks import ProcessSet
 
 __all__ = ["rounds"]  # a fixture
@@ -45,7 +45,7 @@ def clipping(binding: Binding) -> Any:
     ids=str,
 )
 @both
-def test_each_round_is_the_references(binding, plan, slow, options, rounds):  # noqa: F811
+def test_each_round_is_the_references(binding, plan, slow, options, rounds):
     """Late gradients, hosts, ranks that end early or have no batch; momentum, which shows what moved in which round."""
     ends = train(binding, plan, slow=slow, case=MOMENTUM, options=lambda rank: options)
     for rank, (weights, _, opt) in enumerate(ends):
@@ -56,14 +56,14 @@ def test_each_round_is_the_references(binding, plan, slow, options, rounds):  # 
         assert max(ends[slow].opt.stats().staleness) > 0, "the example has lost its point"
 
 
-def test_each_round_is_the_references_in_a_graph(rounds):  # noqa: F811
+def test_each_round_is_the_references_in_a_graph(rounds):
     ends = train(KERAS_GRAPH, EVEN, slow=2, case=MOMENTUM, options=lambda rank: {"quorum": "solo"})
     check(KERAS_GRAPH, EVEN, rounds[0], ends[0].weights, MOMENTUM)
 
 
 @both
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):  # noqa: F811
+def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):
     """In one bucket, in both, in one of all ranks."""
     spoilt = {(0, 0, 1), (1, 2, 0), (1, 2, 1), *((rank, 3, 0) for rank in range(4))}
     plan = Plan(EVEN.samples, frozenset(spoilt))
@@ -74,7 +74,7 @@ def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):  # 
 
 @both
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_process_sets_are_weighted_by_themselves(binding, quorum, rounds):  # noqa: F811
+def test_process_sets_are_weighted_by_themselves(binding, quorum, rounds):
     sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
     ends = train(binding, EVEN, options=lambda rank: {"quorum": quorum, "process_set": sets[rank % 2]})
     for rank, (weights, _, _) in enumerate(ends):
@@ -82,13 +82,13 @@ def test_process_sets_are_weighted_by_themselves(binding, quorum, rounds):  # no
 
 
 @both
-def test_a_rank_by_itself_is_not_weighted(binding, rounds):  # noqa: F811
+def test_a_rank_by_itself_is_not_weighted(binding, rounds):
     (end,) = train(binding, Plan(((3, 40, 0, 7),)))
     check(binding, Plan(((3, 40, 0, 7),)), rounds[0], end.weights)
 
 
 @both
-def test_a_cut_keeps_what_is_pending_with_its_samples(binding, rounds):  # noqa: F811
+def test_a_cut_keeps_what_is_pending_with_its_samples(binding, rounds):
     """Rank 1's two gradients are pending at the cut, and go with those of the resumed job."""
     plan = Plan(((3, 40, 1, 7, 2, 90), (8, 0, 250, 2, 6, 1), (1, 9, 5, 64, 2, 2)))
     steps = [range(4), range(2), range(4)]
@@ -107,13 +107,13 @@ def test_a_state_with_gradients_pending_goes_to_the_same_weighting_only(binding)
 
 
 @both
-def test_round_transform_gets_the_weighted_round(binding, rounds):  # noqa: F811
+def test_round_transform_gets_the_weighted_round(binding, rounds):
     ends = train(binding, EVEN, slow=1, options=lambda rank: {"quorum": "solo", "round_transform": clipping(binding)})
     for rank, end in enumerate(ends):
         check(binding, EVEN, rounds[rank], end.weights, change=lambda average: np.clip(average, -0.1, 0.1))
 
 
-def test_synchronize_shows_the_weighted_round(rounds):  # noqa: F811
+def test_synchronize_shows_the_weighted_round(rounds):
     """Horovod's idiom in torch; what is shown is clipped by hand."""
 
     def step(one: Any, plan: Plan, rank: int, number: int) -> None:
@@ -136,7 +136,7 @@ SCALED = Plan(EVEN.samples, frozenset((*one, vector) for one in OVERFLOWS for ve
 
 
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):  # noqa: F811
+def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
     """The mean of nothing, which the scaler takes for an overflow, is an empty batch as ever."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(4)]
 
@@ -156,7 +156,7 @@ def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
 
 
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum, rounds):  # noqa: F811
+def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum, rounds):
     def scaled(variables: Any) -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
 
