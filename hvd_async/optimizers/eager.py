@@ -153,8 +153,16 @@ class EagerDriver(Driver):
         """Note of how many samples the next gradient is the mean.
 
         Raises:
-            ValueError: no whole number from 0, or rounds are not weighted by it.
+            ValueError: as ``samples_of``.
             ReplicaStateError: the gradient has left.
+        """
+        self.replica.record_samples(self.samples_of(samples))
+
+    def samples_of(self, samples: Any) -> int:
+        """Return what was given as a number of samples.
+
+        Raises:
+            ValueError: no whole number from 0, or rounds are not weighted by it.
         """
         self.check_weighting()
         hint = (
@@ -167,7 +175,7 @@ class EagerDriver(Driver):
             raise ValueError(hint) from None
         if isinstance(samples, bool) or not 0 <= count < 2**SAMPLE_DIGITS:
             raise ValueError(hint)
-        self.replica.record_samples(count)
+        return count
 
     # -- the ranks' meeting and ends --------------------------------------------------------------------------------
 

@@ -59,15 +59,17 @@ def take(optimizer: Any, grads: list[Any], trainable_variables: Any, scale: Any)
 
 
 def record_samples(driver: EagerDriver, samples: Any) -> None:
-    """Record of how many samples the next gradient is the mean; also while a ``tf.function`` is traced.
+    """Record of how many samples the next gradient is the mean; while a ``tf.function`` is traced, in each run of it.
 
     Raises:
         ValueError: no whole number, or rounds are not weighted by samples.
     """
-    if not tf.is_tensor(samples) or tf.executing_eagerly():
+    if tf.executing_eagerly():
         driver.record_samples(samples)
         return
     driver.check_weighting()
+    if not tf.is_tensor(samples):  # (a batch's static shape, say)
+        samples = tf.constant(driver.samples_of(samples), tf.int64)
     if not samples.dtype.is_integer or samples.shape.num_elements() not in (1, None):
         raise ValueError(
             f"record_samples() takes one whole number, and this is a tensor of {samples.dtype.name} and shape "

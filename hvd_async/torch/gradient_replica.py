@@ -139,7 +139,8 @@ class GradientReplica(eager.GradientReplica):
             raise
         scale = self.before if grad_scale is None else self.before / grad_scale
         left = [index for index in range(len(self.layout)) if index not in worker.gone]
-        return {i: None if overflow else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
+        spoilt = overflow and samples != 0  # (a scaler takes the mean of nothing, NaN, for an overflow)
+        return {i: None if spoilt else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
 
     def handed_over(self) -> None:
         """All gradients of the step have been handed over."""

@@ -2,6 +2,8 @@
 
 g is a round's average gradient, x the weights, eta the learning rate, mu momentum, lambda weight decay.
 
+A round of k gradients g_j of P ranks is (1/P) sum_j g_j; weighted by samples n_j it is (k/P) sum_j n_j g_j / sum_j n_j.
+
 torch (docs of ``torch.optim.SGD`` and ``torch.optim.Adam``): decay is coupled, ``g <- g + lambda x``.
     SGD:      b <- mu b + g (b = g at first);  nesterov: g <- g + mu b, else g <- b;  x <- x - eta g
     Adam:     m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
@@ -77,6 +79,14 @@ class Applied(NamedTuple):
 
     sums: Array
     lr: float
+
+
+def weighted(gradients: Sequence[Array], samples: Sequence[int]) -> Array:
+    """The sum that a round of these gradients stands for when samples weight it, with the count that ``replay`` reads:
+    0 if no gradient has any."""
+    shares = np.array(samples, np.float64) / max(1, sum(samples))
+    total = len(samples) * sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
+    return np.append(total, float(len(samples) * any(samples)))
 
 
 def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied], size: int, ahead: int = 0) -> Array:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.gradient_format import Tail
+from hvd_async.algorithms.eager.gradient_format import EXACT, SAMPLE_DIGITS, Tail, Tally, count_slots
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.eager_ranks import TINY, UNIT, Binding, all_modes, both
+from tests.conformance.eager_ranks import KERAS, MOMENTUM, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.reference import weighted
+from tests.conformance.sampled import VECTORS, Plan, taped, train
+from tests.conftest import examples
 
 SAMPLES = (1, 0, 7)
 
@@ -19,16 +28,16 @@ SAMPLES = (1, 0, 7)
 def trained(binding: Binding, samples: Any, **options: Any) -> list[list[float]]:
     """Each rank's weights after 6 rounds of all ranks, of gradients (rank + 1) and 2 (rank + 1) in two parameters."""
 
-    def train(rank: int) -> list[float]:
+    def run(rank: int) -> list[float]:
         one = binding.vectors([2, 1], UNIT, quorum="all", weighting="samples", **options)
         for step in range(6):
             one.samples = samples(rank, step)
-            one.take(rank + 1.0, float("nan") if one.samples == 0 else 2.0 * (rank + 1))
+            one.take(rank + 1.0, NAN if one.samples == 0 else 2.0 * (rank + 1))
         one.opt.drain()
         weights: list[float] = one.weights().tolist()
         return weights
 
-    return Cluster(3).run(train)
+    return Cluster(3).run(run)
 
 
 @all_modes
@@ -37,10 +46,11 @@ def trained(binding: Binding, samples: Any, **options: Any) -> list[list[float]]
 )
 def test_all_ranks_equal_one_large_batch(binding, options):
     given = {**options, "op": binding.hvd.Sum} if "op" in options else options
-    expected = sum(np.average([1.0, 2.0, 3.0], weights=[n + step * (n > 0) for n in SAMPLES]) for step in range(6))
-    expected *= 3 if "op" in options else 1
-    for weights in trained(binding, lambda rank, step: SAMPLES[rank] + step * (SAMPLES[rank] > 0), **given):
-        np.testing.assert_allclose(sorted(-np.array(weights)), [expected, expected, 2 * expected], rtol=1e-6)
+    by_step = [[n + step * (n > 0) for n in SAMPLES] for step in range(6)]
+    gradients = [np.array([r, r, 2 * r]) for r in (1.0, 2.0, 3.0)]
+    expected = -sum(weighted(gradients, samples)[:-1] / (1 if "op" in options else 3) for samples in by_step)
+    for weights in trained(binding, lambda rank, step: by_step[step][rank], **given):
+        np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
 @both
@@ -49,7 +59,7 @@ def test_many_samples_do_not_overflow_and_count_exactly(binding, kind):
     options = {"compression": getattr(binding.hvd.Compression, kind)}
     for weights in trained(binding, lambda rank, step: 3**rank * 1000 + rank, **options):
         expected = 6 * np.average([1.0, 2.0, 3.0], weights=[1000, 3001, 9002])
-        np.testing.assert_allclose(sorted(-np.array(weights)), [expected, expected, 2 * expected], rtol=1e-2)
+        np.testing.assert_allclose(weights, [-expected, -expected, -2 * expected], rtol=1e-2)
 
 
 @both
@@ -82,6 +92,270 @@ def test_what_cannot_be_is_refused(binding):
     assert Cluster(1).run(forgets)
 
 
+@both
+def test_whole_numbers_of_all_kinds_are_taken(binding):
+    def run(rank: int) -> list[float]:
+        one = binding.vectors([1], UNIT, weighting="samples")
+        for samples in (3, np.int32(3), np.uint8(3), binding.tensor(3)):
+            one.samples = samples
+            one.take(1.0)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(1).run(run) == [[-4.0]]
+
+
+# -- laws -----------------------------------------------------------------------------------------------------
+
+
+def laws(binding: Binding, quorum: Any, samples: Sequence[Sequence[int]]) -> None:
+    """A round's weights sum to k / P, and under "all" it is one large batch."""
+    plan, size = Plan(samples), len(samples)
+    with taped() as seen:
+        ends = train(binding, plan, options=lambda rank: {"quorum": quorum})
+    assert all(end.weights == ends[0].weights for end in ends)
+    for vector, own in enumerate(np.split(-np.array(ends[0].weights), VECTORS)):
+        for sums, counts in seen[0]:
+            carried = np.flatnonzero(sums[VECTORS - 1 - vector][: len(plan.steps)])
+            share = counts[VECTORS - 1 - vector] / size if len(carried) else 0.0
+            assert own[carried].sum() == pytest.approx(share, rel=1e-6)
+        if quorum == "all":
+            given = [np.nan_to_num([plan.gradient(rank, step, vector) for rank in range(size)])
+                     for step in range(len(samples[0]))]  # fmt: skip
+            large = [np.average(one, axis=0, weights=n) if any(n) else one[0] * 0 for one, n in
+                     zip(given, np.array(samples).T, strict=True)]  # fmt: skip
+            np.testing.assert_allclose(own, sum(large), rtol=0, atol=1e-6 * max(1.0, np.abs(given).max()))
+
+
+NUMBERS = st.one_of(st.integers(0, 64), st.integers(0, 2**20))
+RANKS = st.integers(1, 4).flatmap(
+    lambda ranks: st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=ranks, max_size=ranks)
+)
+
+
+@settings(max_examples=examples(100))
+@example(samples=[[2**20, 1, 0], [1, 2**20, 0]], quorum="all")
+@given(samples=RANKS, quorum=st.sampled_from(["all", "solo", "majority"]))
+def test_laws_for_any_numbers_of_samples_in_torch(samples, quorum):
+    laws(TORCH, quorum, samples)
+
+
+@settings(max_examples=examples(12))
+@given(samples=RANKS, quorum=st.sampled_from(["all", "solo"]))
+def test_laws_for_any_numbers_of_samples_in_keras(samples, quorum):
+    laws(KERAS, quorum, samples)
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_tails_are_exact_in_the_wires_dtype(data):
+    """However many gradients each rank may have pending, and in whatever order their sums are added up."""
+    dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))
+    late = data.draw(st.integers(0, EXACT[dtype] - 2))
+    ranks = data.draw(st.integers(1, 12))
+    slots = count_slots(ranks, late, dtype)
+    numbers = st.one_of(st.just(2**SAMPLE_DIGITS - 1), st.integers(0, 2**SAMPLE_DIGITS - 1))
+    total, expected = torch.zeros(len(Tail(slots, 0, True)), dtype=getattr(torch, dtype)), [0, 0]
+    for rank in data.draw(st.permutations(range(ranks))):
+        samples, gradients = data.draw(numbers), data.draw(st.sampled_from([late + 2, 1, 0]))
+        pending = torch.tensor(Tail(slots, rank % slots, True).of(samples)) * gradients
+        total = total + pending.to(total.dtype)
+        expected = [expected[0] + gradients, expected[1] + gradients * samples]
+    assert Tail(slots, 0, True).read(total.tolist(), 1.0) == Tally(*expected)
+
+
 def test_tails_add_up():
     tails = [Tail(2, rank % 2, True).of(samples) for rank, samples in enumerate((2**32 - 1, 0, 5))]
     assert Tail(2, 0, True).read([sum(one) * 0.25 for one in zip(*tails, strict=True)], 0.25) == (3, 2**32 + 4)
+    with pytest.raises(ValueError, match="too many: record fewer than"):
+        Tail(1, 0, True).of(2**32)
+
+
+# -- several passes -------------------------------------------------------------------------------------------
+
+PASSES = (((4, 2), (1, 8)), ((30, 5), (0, 3)), ((7, 7), (0, 0)))
+"""Samples by rank, step and pass."""
+
+
+def passed(binding: Binding, average: bool = False) -> tuple[list[list[float]], float]:
+    """Each rank's weights after two steps of two passes each, and the large batch's; pass p of rank r has gradient
+    r + p + 1, or none where it is empty."""
+    options: dict[str, Any] = {"average_aggregated_gradients": True} if average else {}
+
+    def run(rank: int) -> list[float]:
+        one = binding.vectors([2], UNIT, quorum="all", weighting="samples", backward_passes_per_step=2, **options)
+        for step in PASSES[rank]:
+            if binding is TORCH:
+                one.opt.zero_grad()
+            for number, samples in enumerate(step):
+                one.samples = samples
+                if binding is not TORCH:
+                    one.take(rank + number + 1.0 if samples else NAN)
+                    continue
+                one.opt.record_samples(samples)
+                if samples:
+                    (one.parameters[0] * (rank + number + 1.0)).sum().backward()
+            if binding is TORCH:
+                one.opt.step()
+        one.opt.drain()
+        weights: list[float] = one.weights().tolist()
+        return weights
+
+    expected = 0.0
+    for step in range(2):
+        counts = [PASSES[rank][step] for rank in range(3)]
+        gradients = [
+            [(rank + number + 1.0) * (n > 0) for number, n in enumerate(own)] for rank, own in enumerate(counts)
+        ]
+        if average:
+            expected -= np.average(np.ravel(gradients), weights=np.ravel(counts))
+        else:
+            expected -= np.average([sum(own) for own in gradients], weights=[sum(own) for own in counts])
+    return Cluster(3).run(run), expected
+
+
+@all_modes
+def test_a_steps_samples_are_those_of_its_passes(binding):
+    """What the passes add up to is weighted by all their samples; a pass may be empty."""
+    ends, expected = passed(binding)
+    np.testing.assert_allclose(ends, [[expected] * 2] * 3, rtol=1e-6)
+
+
+def test_averaged_passes_are_one_large_batch():
+    ends, expected = passed(KERAS, average=True)
+    np.testing.assert_allclose(ends, [[expected] * 2] * 3, rtol=1e-6)
+
+
+@both
+def test_a_pass_whose_samples_are_not_recorded_is_told(binding):
+    def run(rank: int) -> None:
+        one = binding.vectors([1], UNIT, weighting="samples", backward_passes_per_step=2)
+        one.opt._async.worker_now()
+        one.samples = 4
+        if binding is TORCH:
+            one.opt.zero_grad()
+            one.opt.record_samples(4)
+            one.parameters[0].sum().backward()
+            with pytest.raises(ReplicaStateError, match=r"samples of 1 of 2 backward pass\(es\) are recorded"):
+                one.parameters[0].sum().backward()
+        else:
+            one.take(1.0)
+            one.samples = None
+            with pytest.raises(ReplicaStateError, match=r"were not recorded.*before apply\(\)"):
+                one.take(1.0)
+        assert one.opt.stats().gradients_produced == 0
+
+    Cluster(1).run(run)
+
+
+def test_samples_recorded_when_gradients_have_left_are_told():
+    def run(rank: int) -> list[float]:
+        one = TORCH.vectors([1], UNIT, weighting="samples")
+        one.opt._async.worker_now()
+        one.samples = 4
+        one.backward([[1.0]])
+        with pytest.raises(ReplicaStateError, match=r"record_samples\(\) after backward\(\).*before each"):
+            one.opt.record_samples(3)
+        one.opt.step()
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(1).run(run) == [[-1.0]]
+
+
+# -- models, on batches of different sizes ---------------------------------------------------------------------
+
+SIZES = ((5, 1, 4), (2, 6, 1), (9, 3, 3))
+"""Of batches, by step and rank."""
+
+
+def images(binding: Binding, rank: int, step: int, size: int) -> tuple[Any, Any]:
+    random = np.random.default_rng([rank, step])
+    pictures = random.normal(size=(size, 5, 5, 1)).astype(np.float32)
+    labels = random.integers(0, 3, size)
+    if binding is TORCH:
+        return torch.as_tensor(pictures).reshape(size, 1, 5, 5), torch.as_tensor(labels)
+    return tf.constant(pictures), tf.constant(labels)
+
+
+def learned(binding: Binding, trainer: Any, optimizer: Any, batches: Any) -> Any:
+    """The weights after steps on these batches, the optimizer's or a plain one's."""
+    ours = hasattr(optimizer, "record_samples")
+    if binding is TORCH:
+        for pictures, labels in batches:
+            optimizer.zero_grad()
+            if ours:
+                optimizer.record_samples(len(pictures))
+            torch.nn.functional.cross_entropy(trainer.model(pictures), labels).backward()
+            optimizer.step()
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        @tf.function(reduce_retracing=True)
+        def step(pictures: tf.Tensor, labels: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                value = loss(labels, trainer.model(pictures, training=True))
+            if ours:
+                optimizer.record_samples(tf.shape(pictures)[0])
+            optimizer.apply(tape.gradient(value, trainer.parameters), trainer.parameters)
+
+        for pictures, labels in batches:
+            step(pictures, labels)
+        if ours:
+            assert step.experimental_get_tracing_count() <= 2
+    return trainer.weights()
+
+
+@both
+def test_a_model_trains_as_on_one_large_batch(binding):
+    """Keras' step is a ``tf.function``, traced for any size of a batch."""
+
+    def run(rank: int) -> Any:
+        trainer = binding.trainer(MOMENTUM, quorum="all", weighting="samples")
+        learned(binding, trainer, trainer.opt, [images(binding, rank, s, SIZES[s][rank]) for s in range(3)])
+        trainer.opt.drain()
+        return trainer.weights()
+
+    with scripted_engine(1):
+        reader = binding.trainer(MOMENTUM)
+    together = torch.cat if binding is TORCH else lambda parts: tf.concat(parts, 0)
+    large = [
+        [together(part) for part in zip(*(images(binding, rank, s, SIZES[s][rank]) for rank in range(3)), strict=True)]
+        for s in range(3)
+    ]
+    expected = learned(binding, reader, binding.plain(MOMENTUM, reader.parameters), large)
+    for weights in Cluster(3).run(run):
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-6)
+
+
+@both
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_sparse_gradients_are_weighted(binding, quorum):
+    """Rows of a table, of which each rank sees others: one round each, weighted by 3 and 1, or conserved."""
+    words, samples = ((0, 2, 2), (2, 5, 0)), (3, 1)
+
+    def run(rank: int) -> Any:
+        opt: Any
+        if binding is TORCH:
+            module = torch.nn.Embedding.from_pretrained(torch.zeros(6, 1), freeze=False, sparse=True)
+            plain = torch.optim.SGD(module.parameters(), lr=1.0)
+            opt = binding.hvd.EagerOptimizer(plain, quorum=quorum, weighting="samples")
+            opt.zero_grad()
+            opt.record_samples(samples[rank])
+            module(torch.tensor(words[rank])).sum().backward()
+            opt.step()
+            opt.drain()
+            return module.weight.detach().numpy()[:, 0]
+        table = keras.Variable(np.zeros((6, 1), np.float32))
+        opt = binding.hvd.EagerOptimizer(keras.optimizers.SGD(1.0), quorum=quorum, weighting="samples")
+        opt.build([table])
+        opt.record_samples(samples[rank])
+        opt.apply([tf.IndexedSlices(tf.ones([3, 1]), tf.constant(words[rank]), tf.constant([6, 1]))], [table])
+        opt.drain()
+        return table.numpy()[:, 0]
+
+    one, other = (np.bincount(own, minlength=6) for own in words)
+    together, apart = -(3 * one + other) / 4, -(one + other) / 2
+    for rows in Cluster(2).run(run):
+        fits = [np.allclose(rows, expected, atol=1e-6) for expected in (together, apart)]
+        assert fits[0] or (quorum == "solo" and fits[1])

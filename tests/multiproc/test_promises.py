@@ -84,6 +84,17 @@ def test_uneven_batches_finish_and_train_on(job: RunJob, setting: Setting, quoru
         assert all(int(s) <= 4 for s in rank["staleness"])
 
 
+@pytest.mark.parametrize("setting", ALL, ids=str)
+def test_batches_of_different_sizes_are_weighted(job: RunJob, setting: Setting) -> None:
+    """Under "all" the numbers of one large batch; with late gradients nothing lost, and the same weights everywhere."""
+    for rank in setting.case(job, "samples-all"):
+        for got, want in zip(rank["weights"], rank["expected"], strict=True):
+            assert got == pytest.approx(want, rel=1e-6)
+    late = setting.case(job, "samples-solo")
+    assert all(rank["weights"] == late[0]["weights"] for rank in late)
+    assert all(rank["applied"] == rank["total"] == 12 * len(late) for rank in late)
+
+
 @pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     setting.run(job).check().case("end")

@@ -136,6 +136,18 @@ def whole_expected(steps: list[int]) -> list[list[float]]:
     return ends
 
 
+def whole_weighted(samples: list[list[int]]) -> list[list[float]]:
+    """Where it ends after steps of all ranks whose gradients are weighted by samples, by step and rank."""
+    ends = []
+    for index, start in enumerate(whole_start()):
+        end = start
+        for step, own in enumerate(samples, 1):
+            shares = np.array(own) / max(1, sum(own))
+            end = end - sum(s * integers(start.shape, rank, step, index) for rank, s in enumerate(shares))
+        ends.append(end.ravel().tolist())
+    return ends
+
+
 def raised(call: Callable[[], object]) -> dict[str, str]:
     """What a call raises."""
     try:

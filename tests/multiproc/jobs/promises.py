@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import Part, Report, Straggler, staleness, whole_expected
+from common import Part, Report, Straggler, staleness, whole_expected, whole_weighted
 from table import Promise, Quorum, bounded, conservation, promises, quorums, uneven, uneven_steps
 
 STEPS = 12
@@ -46,6 +46,32 @@ def conserve(binding: Any, report: Report, rank: int, size: int, quorum: Quorum)
     )
 
 
+def samples_of(rank: int, step: int) -> int:
+    """Samples of a rank's step: other numbers on each, and empty batches among them."""
+    return (step * (rank + 1)) % 5
+
+
+def by_samples(binding: Any, report: Report, rank: int, size: int) -> None:
+    """Whole numbers of batches of different sizes, all ranks in each round; and with stragglers as rounds come."""
+    for quorum in ("all", "solo"):
+        whole = binding.WholeTraining(quorum=quorum, max_staleness=4, weighting="samples")
+        straggler = Straggler("random:1:0.01", rank, size, seed=9)
+        for step in range(1, STEPS + 1):
+            straggler.compute()
+            whole.optimizer.record_samples(samples_of(rank, step))
+            whole.step(rank, step)
+        whole.optimizer.drain()
+        stats = whole.optimizer.stats()
+        expected = whole_weighted([[samples_of(each, step + 1) for each in range(size)] for step in range(STEPS)])
+        report.put(
+            f"samples-{quorum}",
+            weights=whole.weights(),
+            expected=expected,
+            applied=stats.gradients_applied,
+            total=stats.total_produced,
+        )
+
+
 def run_uneven(binding: Any, report: Report, rank: int, size: int, quorum: Quorum) -> None:
     """Every phase ends in a drain; in each there is a rank without any step."""
     whole = binding.WholeTraining(quorum=quorum, max_staleness=4)
@@ -75,6 +101,7 @@ def run(binding: Any, report: Report, part: Part) -> None:
     rank, size, share = binding.hvd.rank(), binding.hvd.size(), part.share
     for case in (*promises(share), *bounded(share)):
         keep(binding, report, case)
+    by_samples(binding, report, rank, size)
     for quorum in quorums(share):
         conserve(binding, report, rank, size, quorum)
         if share != "few":

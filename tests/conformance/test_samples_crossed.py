@@ -1,0 +1,174 @@
+"""Rounds weighted by samples beside all else that an EagerOptimizer does: each round is that of the float64 reference,
+whichever gradients it carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
+from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
+from tests.conformance.torch_ranks import ProcessSet
+
+__all__ = ["rounds"]  # a fixture
+
+EVEN = Plan(((3, 40, 1, 7), (8, 0, 250, 2), (1, 9, 5, 64), (30, 2, 0, 11)))
+UNEVEN = Plan(((3, 40, 1, 7), (), (8, 0)))
+
+
+def clipping(binding: Binding) -> Any:
+    """A ``round_transform`` that clips every element to 0.1."""
+    if binding is TORCH:
+        return lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.1)
+    return lambda gradients: [tf.clip_by_value(gradient, -0.1, 0.1) for gradient in gradients]
+
+
+@pytest.mark.parametrize(
+    ("plan", "slow", "options"),
+    [
+        (EVEN, None, {"quorum": "all"}),
+        (EVEN, None, {"quorum": "solo"}),
+        (EVEN, 2, {"quorum": "solo"}),
+        (EVEN, None, {"quorum": "majority"}),
+        (EVEN, 3, {"quorum": 2, "max_staleness": 8, "weight_prediction": 2}),
+        (EVEN, None, {"hierarchical": 2}),
+        (EVEN, None, {"hierarchical": 2, "quorum": "all"}),
+        (EVEN, None, {"quorum": "solo", "max_staleness": 0}),
+        (UNEVEN, None, {"quorum": "all"}),
+        (UNEVEN, 0, {"quorum": "solo"}),
+    ],
+    ids=str,
+)
+@both
+def test_each_round_is_the_references(binding, plan, slow, options, rounds):
+    """Late gradients, hosts, ranks that end early or have no batch; momentum, which shows what moved in which round."""
+    ends = train(binding, plan, slow=slow, case=MOMENTUM, options=lambda rank: options)
+    for rank, (weights, _, opt) in enumerate(ends):
+        assert weights == ends[0].weights, "replicas differ"
+        check(binding, plan, rounds[rank], weights, MOMENTUM)
+        assert opt.stats().gradients_applied == opt.stats().total_produced == len(plan.steps)
+    if slow is not None:
+        assert max(ends[slow].opt.stats().staleness) > 0, "the example has lost its point"
+
+
+def test_each_round_is_the_references_in_a_graph(rounds):
+    ends = train(KERAS_GRAPH, EVEN, slow=2, case=MOMENTUM, options=lambda rank: {"quorum": "solo"})
+    check(KERAS_GRAPH, EVEN, rounds[0], ends[0].weights, MOMENTUM)
+
+
+@both
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):
+    """In one bucket, in both, in one of all ranks."""
+    spoilt = {(0, 0, 1), (1, 2, 0), (1, 2, 1), *((rank, 3, 0) for rank in range(4))}
+    plan = Plan(EVEN.samples, frozenset(spoilt))
+    for rank, (weights, _, opt) in enumerate(train(binding, plan, case=MOMENTUM, options=lambda _: {"quorum": quorum})):
+        check(binding, plan, rounds[rank], weights, MOMENTUM)
+        assert opt.stats().gradients_skipped == len({step for own, step, _ in spoilt if own == rank})
+
+
+@both
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_process_sets_are_weighted_by_themselves(binding, quorum, rounds):
+    sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
+    ends = train(binding, EVEN, options=lambda rank: {"quorum": quorum, "process_set": sets[rank % 2]})
+    for rank, (weights, _, _) in enumerate(ends):
+        check(binding, EVEN, rounds[rank], weights, members=sets[rank % 2].ranks)
+
+
+@both
+def test_a_rank_by_itself_is_not_weighted(binding, rounds):
+    (end,) = train(binding, Plan(((3, 40, 0, 7),)))
+    check(binding, Plan(((3, 40, 0, 7),)), rounds[0], end.weights)
+
+
+@both
+def test_a_cut_keeps_what_is_pending_with_its_samples(binding, rounds):
+    """Rank 1's two gradients are pending at the cut, and go with those of the resumed job."""
+    plan = Plan(((3, 40, 1, 7, 2, 90), (8, 0, 250, 2, 6, 1), (1, 9, 5, 64, 2, 2)))
+    steps = [range(4), range(2), range(4)]
+    options = {"quorum": "solo"}
+    states = [end.saved for end in train(binding, plan, steps, (), "cut", 1, options=lambda rank: options)]
+    again = [range(4, 6), range(2, 6), range(4, 6)]
+    for rank, end in enumerate(train(binding, plan, again, states, options=lambda rank: options)):
+        check(binding, plan, rounds[rank], end.weights)
+
+
+@both
+def test_a_state_with_gradients_pending_goes_to_the_same_weighting_only(binding):
+    states = [end.saved for end in train(binding, EVEN, (), (), "cut", 1, options=lambda rank: {"quorum": "solo"})]
+    with pytest.raises(ValueError, match="the same bucket_cap_mb, groups, compression and weighting"):
+        train(binding, EVEN, (), states, options=lambda rank: {"weighting": "ranks"})
+
+
+@both
+def test_round_transform_gets_the_weighted_round(binding, rounds):
+    ends = train(binding, EVEN, slow=1, options=lambda rank: {"quorum": "solo", "round_transform": clipping(binding)})
+    for rank, end in enumerate(ends):
+        check(binding, EVEN, rounds[rank], end.weights, change=lambda average: np.clip(average, -0.1, 0.1))
+
+
+def test_synchronize_shows_the_weighted_round(rounds):
+    """Horovod's idiom in torch; what is shown is clipped by hand."""
+
+    def step(one: Any, plan: Plan, rank: int, number: int) -> None:
+        one.samples = plan.samples[rank][number]
+        one.backward([[plan.gradient(rank, number, vector) for vector in range(VECTORS)]])
+        one.opt.synchronize()
+        torch.nn.utils.clip_grad_value_(one.parameters, 0.1)
+        with one.opt.skip_synchronize():
+            one.opt.step()
+
+    for rank, end in enumerate(train(TORCH, EVEN, options=lambda rank: {"quorum": "all"}, step=step)):
+        check(TORCH, EVEN, rounds[rank], end.weights, change=lambda average: np.clip(average, -0.1, 0.1))
+
+
+# -- loss scaling ---------------------------------------------------------------------------------------------
+
+OVERFLOWS = {(1, 2), (3, 0)}
+"""Rank and step of gradients that overflow, in one bucket; then none of the step's goes out."""
+SCALED = Plan(EVEN.samples, frozenset((*one, vector) for one in OVERFLOWS for vector in range(VECTORS)))
+
+
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
+    """The mean of nothing, which the scaler takes for an overflow, is an empty batch as ever."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(4)]
+
+    def step(one: Any, plan: Plan, rank: int, number: int) -> None:
+        one.samples, scale = plan.samples[rank][number], scalers[rank].scale(torch.ones(())).numpy()
+        given = [EVEN.gradient(rank, number, vector) * scale for vector in range(VECTORS)]
+        if (rank, number) in OVERFLOWS:
+            given[0] = np.full(plan.size, INF)
+        one.backward([given])
+        scalers[rank].step(one.opt)
+        scalers[rank].update()
+
+    options = [{"quorum": quorum, "scaler": scaler} for scaler in scalers]
+    for rank, end in enumerate(train(TORCH, SCALED, options=options.__getitem__, step=step)):
+        check(TORCH, SCALED, rounds[rank], end.weights)
+        assert end.opt.stats().gradients_skipped == rank % 2
+
+
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum, rounds):
+    def scaled(variables: Any) -> Any:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+
+    def step(one: Any, plan: Plan, rank: int, number: int) -> None:
+        one.samples, scale = plan.samples[rank][number], float(one.opt.scale_loss(1.0))
+        given = [EVEN.gradient(rank, number, vector) * scale for vector in range(VECTORS)]
+        if (rank, number) in OVERFLOWS:
+            given[0] = np.full(plan.size, INF)
+        one.take(*given)
+
+    ends = train(KERAS, SCALED, case=scaled, options=lambda rank: {"quorum": quorum}, step=step)
+    for rank, end in enumerate(ends):
+        check(KERAS, SCALED, rounds[rank], end.weights)
+        assert end.opt.stats().gradients_skipped == rank % 2
+        assert float(end.opt.dynamic_scale.numpy()) == (4.0 if rank % 2 else 8.0)
