@@ -24,6 +24,7 @@ OPTIONS = {
     "split_classes": f"--arms horovod,solo,sgp,lsgd,lsgd-close,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
     "convergence": "--arms horovod,sgp,lsgd --folds 2 --repetitions 2 --epochs 2",
     "sequence_lengths": "--arms horovod,majority,solo,auto --steps 14",
+    "late_gradients": "--arms synchronous,none,predict-2,fresh --tasks digits-late clips8 --repetitions 3",
     "hetero": "--ranks 4 --arms horovod,adpsgd,lsgd --slow 5 --compute 1 --window 10 --repetitions 2 --even",
     "sleeping_rank": "--ranks 4 --arms adpsgd,sgp,lsgd --sleeper 0 --sleep 10 --before 2 --repetitions 2",
     "exchange_cost": "--ranks 4 --fewer 2 --megabytes 1 --rounds 3 --repetitions 2",
@@ -134,6 +135,18 @@ def sequence_lengths(block: Block, rank: int, size: int, well: bool) -> Own:
         "stats": {} if arm == "horovod" else {"staleness": {"0": 9, "2": 3}, "contributors": {"1": 6, "3": 6}},
         "rounds_before": 2,
         "identical": True,
+    }
+
+
+def late_gradients(block: Block, rank: int, size: int, well: bool) -> Own:
+    """A simulated training: late gradients cost 3 points, the default remedy nothing, or 1."""
+    arm, alone = block["arm"], block["arm"] == "synchronous"
+    lost = {"none": 0.03, "predict-2": 0.0 if well else 0.01}.get(arm, 0.0)
+    score = (0.98 if well else 0.94) - lost + 0.001 * block["seed"] * (2 if arm == "fresh" else 1)
+    return {
+        "accuracy": score + 0.001 * (block["seed"] == 2) * (arm == "predict-2"),
+        "speedup": 1.0 if alone else 1.5 + 0.1 * block["seed"],
+        "staleness": {"0": 8} if alone or arm == "fresh" else {"0": 4, "1": 2, "2": 2},
     }
 
 
@@ -289,6 +302,7 @@ ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "memory": memory,
     "sequence_lengths": sequence_lengths,
     "sequence_lengths_keras": sequence_lengths,
+    "late_gradients": late_gradients,
     "hetero": hetero,
     "sleeping_rank": sleeping_rank,
     "exchange_cost": exchange_cost,

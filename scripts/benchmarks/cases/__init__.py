@@ -11,6 +11,7 @@ from . import (
     exchange_cost,
     gpu,
     hetero,
+    late_gradients,
     memory,
     network,
     no_stragglers,
@@ -29,6 +30,7 @@ from . import (
 
 _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
+    late_gradients,
     *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}

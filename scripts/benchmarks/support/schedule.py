@@ -7,6 +7,7 @@ communication for free, so nothing can be faster with the same schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from hvd_async.algorithms.eager.quorum import initiator, needed
 from .arms import SYNCHRONOUS, quorum_of
 
 Schedule = NDArray[np.float64]
+SAME = 1e-9
+"""Seconds within which two things happen at once."""
 
 
 def one_random(steps: int, ranks: int, compute: float, delay: float, seed: int) -> Schedule:
@@ -52,8 +55,27 @@ def solo_bound(times: Schedule) -> float:
 
 
 @dataclass(frozen=True)
+class Played:
+    """When all happened in a schedule that was played under a quorum.
+
+    Attributes:
+        begun, arrived: when each rank began to compute each step, and had computed it, [steps, ranks].
+        fired: when each step's round fired, [steps].
+    """
+
+    begun: NDArray[np.float64]
+    arrived: NDArray[np.float64]
+    fired: NDArray[np.float64]
+
+    @property
+    def seconds(self) -> float:
+        """Until every rank has done all its steps."""
+        return float(max(self.arrived[-1].max(), self.fired[-1]))
+
+
+@dataclass(frozen=True)
 class Replay:
-    """A schedule played under a quorum.
+    """Figures of a schedule that was played under a quorum.
 
     Attributes:
         seconds: until every rank has done all its steps.
@@ -66,9 +88,17 @@ class Replay:
     contributors: float
 
 
-def replay(
+def replay(times: Schedule, arm: str, **how: Any) -> Replay:
+    """Play a schedule, and return its figures; the arguments are those of ``play``."""
+    played = play(times, arm, **how)
+    waited = np.maximum(played.fired[:, None] - played.arrived, 0.0)
+    there = played.arrived <= played.fired[:, None] + SAME
+    return Replay(played.seconds, float(waited.mean()), float(there.sum(axis=1).mean()))
+
+
+def play(
     times: Schedule, arm: str, *, max_staleness: int = 16, seed: int = 0, first_round: int = 1, barrier: bool = False
-) -> Replay:
+) -> Played:
     """Play a schedule by eager-SGD's rules, with free communication.
 
     A rank arrives for step t once it has computed; its step returns when round t has fired. Round t fires when the
@@ -83,21 +113,47 @@ def replay(
         barrier: whether all ranks begin every step together.
     """
     steps, ranks = times.shape
-    arrived, fired = np.zeros(ranks), 0.0
-    history: list[NDArray[np.float64]] = []
-    waited, contributors = 0.0, 0.0
+    begun, arrived, fired = np.zeros((steps, ranks)), np.zeros((steps, ranks)), np.zeros(steps)
     for step in range(steps):
-        start = np.maximum(arrived, fired)
+        if step:
+            begun[step] = np.maximum(arrived[step - 1], fired[step - 1])
         if barrier:
-            start = np.full(ranks, start.max())
-        arrived = start + times[step]
-        history.append(arrived)
-        fired = _quorum_at(arrived, arm, first_round + step, seed)
+            begun[step] = begun[step].max()
+        arrived[step] = begun[step] + times[step]
+        fired[step] = _quorum_at(arrived[step], arm, first_round + step, seed)
         if step + 1 > max_staleness:
-            fired = max(fired, float(history[step - max_staleness].max()))
-        waited += float(np.maximum(fired - arrived, 0.0).sum())
-        contributors += float((arrived <= fired + 1e-9).sum())
-    return Replay(max(float(arrived.max()), fired), waited / (steps * ranks), contributors / steps)
+            fired[step] = max(fired[step], arrived[step - max_staleness].max())
+    return Played(begun, arrived, fired)
+
+
+class Gradient(NamedTuple):
+    """A gradient of a schedule that was played: rank and step from 0 on, rounds from 1 on.
+
+    Attributes:
+        version: the round after which its rank began to compute it, whose weights it was computed at; 0: the first.
+        round: that which carries it; after the last step's there is one more, that of the drain.
+    """
+
+    rank: int
+    step: int
+    version: int
+    round: int
+
+    @property
+    def staleness(self) -> int:
+        """Rounds between the weights that it was computed at and those that it is applied to."""
+        return self.round - 1 - self.version
+
+
+def gradients_of(played: Played) -> list[Gradient]:
+    """All gradients, rank by rank in each step: a round carries what has arrived until it fires."""
+    versions = np.searchsorted(played.fired, played.begun + SAME, side="right").tolist()
+    rounds = np.searchsorted(played.fired, played.arrived - SAME).tolist()
+    return [
+        Gradient(rank, step, version, before + 1)
+        for step, row in enumerate(zip(versions, rounds, strict=True))
+        for rank, (version, before) in enumerate(zip(*row, strict=True))
+    ]
 
 
 def _quorum_at(arrived: NDArray[np.float64], arm: str, round_: int, seed: int) -> float:

@@ -1,0 +1,107 @@
+"""Remedies for late gradients, and trainings to try them on. Pure.
+
+Times are those of ``schedule.play``: communication is free, a step takes as long as it computes. A round's gradient is
+the mean of what has arrived, over all ranks. T is how many rounds ahead weights are predicted (``weight_prediction``,
+docs/eager.md), s how many rounds late a gradient is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .blocks import Block
+from .clips import dealt_to, lengths_of
+from .schedule import Schedule, one_random
+
+JITTER = 0.03
+"""Of a step's computation, at the most, where nothing else makes ranks differ: so they never arrive all at once."""
+CLIPS = {"median": 20, "batch": 8, "bucketed": True}
+"""Clips as ``sequence_lengths`` has them by default."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A way to go about late gradients.
+
+    Attributes:
+        quorum: an arm of partial allreduce.
+        ahead: T; 0 predicts nothing.
+        power: gradients have weights (1 + s)^-power, and these are divided by the mean of their rank's; 0: all have 1.
+        bare: weights are not divided by their mean.
+        compensation: lambda of delay compensation, g + lambda g g (w - w_then), w_then where it was computed (Zheng et
+            al., ICML 2017, equation 10); 0: none.
+        momentum: of the optimizer, None is the training's own; the learning rate goes with it, so that their
+            lr / (1 - momentum) is the same (asynchrony is momentum: Mitliagkas et al., Allerton 2016).
+        catch_up: a gradient that is s rounds late moves the weights as far as though it had come in time, and is in
+            the momentum what would be left of it (spike compensation: Kosson et al., MLSys 2021, by each one's own s).
+        fresh: gradients are those at the weights that they are applied to: no job can have them at this speed.
+    """
+
+    quorum: str = "solo"
+    ahead: float = 0.0
+    power: float = 0.0
+    bare: bool = False
+    compensation: float = 0.0
+    momentum: float | None = None
+    catch_up: bool = False
+    fresh: bool = False
+
+
+REMEDIES = {
+    "synchronous": Remedy("all"),
+    "none": Remedy(),
+    **{f"predict-{ahead}": Remedy(ahead=ahead) for ahead in (1, 2, 3)},
+    "weights": Remedy(ahead=2, power=1.0),
+    "weights-half": Remedy(ahead=2, power=0.5),
+    "weights-bare": Remedy(ahead=2, power=1.0, bare=True),
+    "compensated": Remedy(compensation=16.0),
+    "predict-2-compensated": Remedy(ahead=2, compensation=16.0),
+    "momentum-0.8": Remedy(momentum=0.8),
+    "catch-up": Remedy(catch_up=True),
+    "half-quorum": Remedy("0.5", ahead=2),
+    "fresh": Remedy(fresh=True),
+}
+"""By arm."""
+BASELINE, DEFAULT = "synchronous", "predict-2"
+
+
+class Task(NamedTuple):
+    """A training.
+
+    Attributes:
+        data: "digits", on which a small ResNet is trained, or "clips", an LSTM.
+        ranks, steps: steps are those of each rank.
+        late: what one random rank computes longer in each step, over a step's computation.
+    """
+
+    data: str
+    ranks: int
+    steps: int
+    late: float = 0.0
+
+
+TASKS = {
+    "digits": Task("digits", 4, 176),
+    "digits-late": Task("digits", 4, 176, late=1.0),
+    "clips4": Task("clips", 4, 480),
+    "clips8": Task("clips", 8, 240),
+}
+"""By name: the trainings of ``convergence`` and of ``sequence_lengths``."""
+
+
+def times_of(block: Block) -> Schedule:
+    """How long each rank computes in each step: by the longest of its clips, or as long but for jitter."""
+    if block["data"] == "clips":
+        lengths = lengths_of(block["seed"], CLIPS["median"])
+        return lengths[clips_dealt(block, lengths)].max(axis=2).astype(np.float64)
+    steps, ranks, seed = (block[key] for key in ("steps", "ranks", "seed"))
+    jitter = JITTER * np.random.default_rng([seed, 1]).random((steps, ranks))
+    return one_random(steps, ranks, 1.0, block["late"], seed) + jitter
+
+
+def clips_dealt(block: Block, lengths: Any) -> Any:
+    """Return which clips each rank has in each step, [steps, ranks, batch]."""
+    return dealt_to(block | CLIPS, lengths, block["ranks"])
