@@ -13,11 +13,12 @@ from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
 from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
 from hvd_async.algorithms.gossip.messages import GossipConfig
 from hvd_async.algorithms.gossip.noloco import NoLoCoWorker
-from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, OUTER_BOUNDS, GossipOptions
+from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, OUTER_BOUNDS, SMOOTHING, GossipOptions
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.worker import PushSumWorker
-from hvd_async.optimizers.local import LocalDriver
+from hvd_async.optimizers.local import LocalDriver, StepEnd
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -26,6 +27,8 @@ from hvd_async.stats import GossipStats
 
 _IN_PLANS = {"topology": "graph", "mixing": "weights"}
 """Names of ``make_plan``'s arguments that are not those of the options."""
+CORRECTION, RATES = "correction of the momentum", "momentum_rates"
+"""Names of quasi-global momentum's state in a checkpoint."""
 
 
 class GossipDriver(LocalDriver):
@@ -62,6 +65,8 @@ class GossipDriver(LocalDriver):
         super().__init__(lifecycle, rank_group, replica, options.buffers, GossipStats())
         given = {name: getattr(options, name) for name in ("algorithm", *BY_STEP)}
         given |= {"compression": compression, "hierarchical": local_size if local_size > 1 else False}
+        given["quasi_global"] = options.quasi_global
+        self.corrects_momentum = options.quasi_global
         self._peers = _by_epoch("peers", options.peers)
         self._average_every = _by_epoch("average_every", options.average_every)
         self._schedule = {0: options.algorithm} | _by_epoch("schedule", options.schedule or {})
@@ -74,12 +79,25 @@ class GossipDriver(LocalDriver):
             self._planned({**self.given, **self._due(epoch)})
         self.epoch = 0
         self.plan = self._planned(self.given)
+        self._correction = self._new_correction()
+
+    def attach(self, optimizer: Any) -> Any:
+        """Drive a wrapped optimizer from now on; returns it.
+
+        Raises:
+            ValueError: its momentum cannot be corrected, and is to be.
+        """
+        if self.corrects_momentum:
+            self.replica.attach(optimizer)
+            self.replica.check_momentum()
+        return super().attach(optimizer)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
         names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
-        names += [name for name in OUTER_BOUNDS if name in ALGORITHMS[self.plan.config.algorithm].options]
+        own = ALGORITHMS[self.plan.config.algorithm].options
+        names += [name for name in (*OUTER_BOUNDS, "quasi_global") if name in own]
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
@@ -163,7 +181,33 @@ class GossipDriver(LocalDriver):
         """Take other options, after a drain, or before the first step of all."""
         self.replace_worker()
         self.given, self.plan, self.begun = dict(given), plan, True
+        self._correction = self._new_correction()
         self._algorithms.add(given["algorithm"])
+
+    # -- momentum ---------------------------------------------------------------------------------------------------
+
+    def _new_correction(self) -> Correction | None:
+        """Return the correction of the momentum by the plan of now, at its beginning; None: there is none."""
+        return Correction(SMOOTHING) if self.plan.config.quasi_global else None
+
+    def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
+        """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""
+        worker = self.worker
+        if self._correction is None or worker is None:
+            return super().end_step(before, after, statistics)
+        half, weight = after + 0, worker.weight
+        end = super().end_step(before, after, statistics)
+        mixed = (
+            end.weights if weight == 1.0 else end.weights * weight
+        )  # (the optimizer works on those times the weight)
+        return end._replace(correction=self._correction.after_step(half, mixed, self.replica.momentum_rates()))
+
+    def finish(self, worker: Any, flush: bool) -> None:
+        """End a drain, which averages the momenta too, or a cut."""
+        super().finish(worker, flush)
+        if flush and self._correction is not None:
+            self.replica.write_momentum(self.united(self.replica.momentum(), "the momenta"))
+            self._correction = self._new_correction()
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -199,16 +243,24 @@ class GossipDriver(LocalDriver):
         if kept is None:
             common = self._common if self.worker is None else self.worker.common_state()
             return {"weight": 1.0, "copies": dict(common), "base": 0}
-        return {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
+        found = {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
+        correction = self._correction
+        if correction is None or correction.vector is None:
+            return found
+        return found | {"copies": {**kept.copies, CORRECTION: correction.vector}, RATES: correction.rates}
 
     def take_share(self, share: Mapping[str, Any]) -> None:
         """Take back what ``share`` gave; as ``LocalDriver``."""
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
+        self._correction = self._new_correction()
+        if self._correction is not None and CORRECTION in share.get("copies", {}):
+            self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
         """Return what ``pack`` was given."""
-        return SavedState(share["weight"], dict(share["copies"]), share["base"])
+        copies = {name: copy for name, copy in share["copies"].items() if name != CORRECTION}
+        return SavedState(share["weight"], copies, share["base"])
 
 
 def worker_class(config: GossipConfig) -> type[GossipWorker]:

@@ -74,10 +74,12 @@ class StepEnd(NamedTuple):
     Attributes:
         weights: those to go on with, shape (n,).
         statistics: batch-norm statistics to go on with, shape (m,); None: this rank's own.
+        correction: what is to be added to the wrapped optimizer's momentum, shape (n,); None: nothing.
     """
 
     weights: Vector
     statistics: Vector | None
+    correction: Vector | None = None
 
 
 class LocalDriver(Driver):
@@ -91,6 +93,7 @@ class LocalDriver(Driver):
 
     Attributes:
         lr_factor: by what this rank's learning rate is multiplied within a step.
+        corrects_momentum: whether any of its steps may end with a correction of the momentum.
         stats_before: of workers before this one.
         restored: what was loaded of an earlier run's cut.
         begun: whether settings were chosen by the epoch, or switched, since the start or a state was loaded.
@@ -98,6 +101,7 @@ class LocalDriver(Driver):
 
     replica: WeightReplica
     lr_factor = 1.0
+    corrects_momentum = False
 
     def __init__(
         self, lifecycle: Lifecycle, rank_group: RankGroup, replica: WeightReplica, buffers: str, nothing: Any

@@ -112,6 +112,31 @@ class WeightReplica(Replica):
         """Return the wrapped optimizer's learning rate now; of several, the first."""
         return 1.0
 
+    # -- momentum, of an optimizer that ``check_momentum`` has not refused ------------------------------------------
+
+    @abc.abstractmethod
+    def check_momentum(self) -> None:
+        """Refuse an optimizer whose momentum is not known to be that of SGD.
+
+        Raises:
+            ValueError: with a hint.
+        """
+
+    @abc.abstractmethod
+    def momentum(self) -> Vector:
+        """Return the momentum of all weights, shape (n,), a new vector; 0 where there is none yet."""
+
+    @abc.abstractmethod
+    def write_momentum(self, momentum: Vector) -> None:
+        """Make this the momentum."""
+
+    @abc.abstractmethod
+    def momentum_rates(self) -> list[tuple[int, float]]:
+        """Return (elements, rate) of the vector's parts, always of the same ones: a momentum of m moves the weights by
+        -rate m."""
+
+    # -- what optimizers may have ---------------------------------------------------------------------------------
+
     def moving_averages(self) -> Vector | None:
         """Return the optimizer's moving averages of the weights, None if it has none."""
         return None

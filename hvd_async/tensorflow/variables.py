@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -131,11 +131,21 @@ class Flat:
     def write(self, vector: Any) -> None:
         """Assign a vector to the variables: an array, which is given away, or a tensor."""
         tensor = self.taken(vector) if isinstance(vector, np.ndarray) else vector
-        flat = tf.ensure_shape(tf.convert_to_tensor(tensor, self.dtype), [self.elements])
+        for variable, part in self._with_parts(tensor):
+            variable.assign(part)
+
+    def add(self, vector: tf.Tensor) -> None:
+        """Add a vector to the variables."""
+        for variable, part in self._with_parts(vector):
+            variable.assign_add(part)
+
+    def _with_parts(self, vector: tf.Tensor) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
+        """Yield each variable and its part of a vector."""
+        flat = tf.ensure_shape(tf.convert_to_tensor(vector, self.dtype), [self.elements])
         starts = itertools.accumulate(self._sizes, initial=0)
         for variable, start, size in zip(self.variables, starts, self._sizes, strict=False):
             # (a slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it)
-            variable.assign(tf.cast(tf.reshape(tf.slice(flat, [start], [size]), variable.shape), variable.dtype))
+            yield variable, tf.cast(tf.reshape(tf.slice(flat, [start], [size]), variable.shape), variable.dtype)
 
     def scale(self, factor: tf.Tensor) -> None:
         """Multiply the variables."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -68,6 +69,7 @@ class WeightReplica(replica.WeightReplica):
         self._memory = ReusedBlocks(VECTORS_KEPT)
         self.flat: Flat | None = None
         self.averaged: Flat | None = None
+        self._velocities: Flat | None = None
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
@@ -97,7 +99,7 @@ class WeightReplica(replica.WeightReplica):
     def keep_local(self, variable: Any) -> None:
         """Leave a variable out of the mixing."""
         self._local[id(raw(variable))] = raw(variable)
-        self.flat = None
+        self.flat = self._velocities = None
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -185,6 +187,34 @@ class WeightReplica(replica.WeightReplica):
     def learning_rate(self) -> float:
         with tf.init_scope():
             return float(self.optimizer._get_current_learning_rate())
+
+    def check_momentum(self) -> None:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, keras.optimizers.SGD) or not optimizer.momentum:
+            raise ValueError(
+                f"quasi_global corrects the momentum of keras.optimizers.SGD, and {optimizer._wrapped_class.__name__} "
+                f"has none: pass an SGD with momentum=0.9 or the like, or leave quasi_global out"
+            )
+
+    def velocities(self) -> Flat:
+        """Return the momenta of the weights that are mixed, which are known by now."""
+        if self._velocities is None:
+            optimizer = self.optimizer
+            pairs = zip(optimizer._trainable_variables, optimizer.momentums, strict=True)
+            self._velocities = Flat([velocity for v, velocity in pairs if not self.is_local(v)], self._memory)
+        return self._velocities
+
+    def momentum(self) -> Array:
+        with tf.init_scope():
+            return self.velocities().read()
+
+    def write_momentum(self, momentum: Array) -> None:
+        with tf.init_scope():
+            self.velocities().write(momentum)
+
+    def momentum_rates(self) -> list[tuple[int, float]]:
+        """(Keras' momentum is a velocity, which has the learning rate in it, and is added to the weights.)"""
+        return [(self.mixed().elements, -1.0)]
 
     def buffers(self) -> list[Buffers]:
         return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)

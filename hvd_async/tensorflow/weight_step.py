@@ -147,14 +147,17 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
         with _biased(optimizer, None if eager and float(weight) == 1.0 else weight):
             optimizer._wrapped_class.apply(optimizer, grads, variables)
+        corrected = [replica.velocities()] if driver.corrects_momentum else []
         results = call_or_op(
             functools.partial(_end, driver, written),
             [before, *(value for one in written for value in one.values())],
-            [one.dtype for one in written],
-            [one.elements for one in written],
+            [one.dtype for one in (*written, *corrected)],
+            [one.elements for one in (*written, *corrected)],
         )
-        for one, vector in zip(written, results, strict=True):
+        for one, vector in zip(written, results, strict=False):
             one.write(vector)
+        for one in corrected:  # (not in Python: nothing would order it after the update, which has written them too)
+            one.add(results[-1])
 
 
 @contextlib.contextmanager
@@ -247,13 +250,16 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
         values: of the variables of ``flats`` after it, one after the other.
 
     Returns:
-        Vectors to go on with, one for each of ``flats``.
+        Vectors to go on with, one for each of ``flats``; then what is to be added to the momentum, if it is corrected.
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
     end = driver.end_step(before.numpy(), after, counted(own[0]) if own else None)
     settled = [one if end.statistics is None else end.statistics for one in own]
-    return [flat.taken(vector) for flat, vector in zip(flats, (end.weights, *settled), strict=True)]
+    taken = [flat.taken(vector) for flat, vector in zip(flats, (end.weights, *settled), strict=True)]
+    if not driver.corrects_momentum:
+        return taken
+    return [*taken, np.zeros_like(end.weights) if end.correction is None else end.correction]
 
 
 def call_or_op(

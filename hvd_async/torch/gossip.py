@@ -42,6 +42,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     schedule: Mapping[int, str] | None = None,
+    quasi_global: bool = False,
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     buffers: str = "average",
 ) -> Any:

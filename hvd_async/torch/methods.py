@@ -88,6 +88,8 @@ class WeightMethods(OptimizerMethods):
             end = driver.end_step(before, replica.read(), replica.statistics())
             if end.statistics is not None:
                 replica.write_statistics(end.statistics)
+            if end.correction is not None:
+                replica.add_to_momentum(end.correction)
             replica.write(end.weights)
         return loss
 

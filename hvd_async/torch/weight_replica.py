@@ -151,6 +151,51 @@ class WeightReplica(replica.WeightReplica):
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0].get("lr", 1.0))
 
+    def check_momentum(self) -> None:
+        groups = self.optimizer.param_groups
+        if not isinstance(self.optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in groups):
+            raise ValueError(
+                f"quasi_global corrects the momentum of torch.optim.SGD, and {self.optimizer._wrapped_class.__name__} "
+                f"has none: pass an SGD with momentum=0.9 or the like, or leave quasi_global out"
+            )
+
+    def _momenta(self) -> list[torch.Tensor | None]:
+        """Return each parameter's momentum; None where there was no gradient yet."""
+        return [self.optimizer.state.get(p, {}).get("momentum_buffer") for p in self.parameters]
+
+    @torch.no_grad()
+    def momentum(self) -> torch.Tensor:
+        pairs, kind = zip(self.parameters, self._momenta(), strict=True), self.dtype()
+        return torch.cat([(torch.zeros_like(p) if m is None else m).reshape(-1).to(kind) for p, m in pairs])
+
+    @torch.no_grad()
+    def write_momentum(self, momentum: torch.Tensor) -> None:
+        for p, own, part in self._with_parts(momentum):
+            if own is None:  # (SGD's next step makes the same of zeros as of none, but for its dampening)
+                self.optimizer.state[p]["momentum_buffer"] = own = torch.zeros_like(p)
+            own.copy_(part)
+
+    @torch.no_grad()
+    def add_to_momentum(self, correction: torch.Tensor) -> None:
+        """Add a vector to the momentum, but where there is none yet."""
+        for _, own, part in self._with_parts(correction):
+            if own is not None:
+                own.add_(part)
+
+    def _with_parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+        """Return each parameter, its momentum, and its part of a vector."""
+        parameters = self.parameters
+        parts = vector.split([p.numel() for p in parameters])
+        views = [part.view_as(p) for p, part in zip(parameters, parts, strict=True)]
+        return list(zip(parameters, self._momenta(), views, strict=True))
+
+    def momentum_rates(self) -> list[tuple[int, float]]:
+        of_group = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        elements = [0] * len(self.optimizer.param_groups)
+        for p in self.parameters:
+            elements[of_group[id(p)]] += p.numel()
+        return [(n, float(group["lr"])) for n, group in zip(elements, self.optimizer.param_groups, strict=True)]
+
     def buffers(self) -> list[Buffers]:
         return buffers_by_kind(self.named_buffers)
 

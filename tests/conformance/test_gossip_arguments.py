@@ -71,6 +71,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compression": "int4"}, r"take hvd\.Compression\.none, \.fp16, \.bf16, \.int8, or one of these names"),
     ({"compression": np.float16}, r"of messages is not known"),
     ({"compression": "int8", "algorithm": "adpsgd"}, r"adpsgd has no fixed neighbours: take fp16 or bf16"),
+    ({"quasi_global": 1}, r"quasi_global=1: take True or False"),
+    ({"quasi_global": True}, r"corrects the momentum of .*, and SGD has none: pass an SGD with momentum=0.9"),
+    ({"quasi_global": True, "algorithm": "osgp"}, r"under osgp each rank's momentum is its own; leave it out, or take"),
     # hosts
     ({"hierarchical": 3}, r"3 ranks a host do not divide 4 ranks into hosts of equal size"),
     ({"hierarchical": 0}, r"hierarchical=0: take True, False, or the number of ranks of a host"),

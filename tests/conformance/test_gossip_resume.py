@@ -77,6 +77,8 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
     EXACT,
     EXACT | {"compression": "int8", "gossip_every": 2},
     RING | {"gossip_every": 2},
+    RING | {"quasi_global": True},
+    STAR | {"quasi_global": True, "compression": "int8"},
     STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
 )
 @both

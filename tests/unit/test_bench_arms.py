@@ -39,9 +39,10 @@ def test_names_mean_quorums_algorithms_and_compressions():
         "diloco-int8": ("diloco", "int8", 4),
         "slowmo-bf16-avg8": ("slowmo", "bf16", 8),
     }.items():
-        assert gossip_of(arm) == (algorithm, compression, average_every)
+        assert gossip_of(arm) == (algorithm, compression, average_every, False)
+        assert arm in ("local-sgd", "local-sgd-avg8") or gossip_of(f"{arm}-qg").quasi_global
         plan = make_plan(4, **gossip_of(arm)._asdict()).config
-        assert (plan.algorithm, plan.compression, plan.average_every) == gossip_of(arm)
+        assert (plan.algorithm, plan.compression, plan.average_every, plan.quasi_global) == gossip_of(arm)
     assert [gossip_of(arm) for arm in ("solo", "post-local-sgd", "horovod")] == [None] * 3
     assert compression_of("horovod-fp16") == ("horovod", "fp16")
     assert compression_of("ddp-powersgd") == ("ddp", "powersgd")
@@ -85,6 +86,8 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ),
         *((arm, {}, f"{arm!r} is not there in this case") for arm in ("decent-dp", "post-local-sgd", "torchft")),
         *((arm, {"gossip": True}, "is not there in this case") for arm in ("lsgd", "horovod-fp16")),
+        ("horovod-qg", {}, "-avg4 or -qg is for those that gossip"),
+        ("osgp-qg", {"gossip": True}, "under osgp each rank's momentum is its own"),
         ("horovod,sgp", {"leaders": True}, "'sgp' is not there in this case"),
         ("sgp-hosts", EVERY, "-hosts is for partial allreduce and gossip, --per-host 2"),
         *((arm, {**EVERY, "local_size": 2}, "-hosts is for") for arm in ("horovod-hosts", "lsgd-hosts")),

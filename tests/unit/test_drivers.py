@@ -66,6 +66,16 @@ class Weights(WeightReplica):
     def statistics(self) -> Any:
         return np.array([self.statistic, 1.0])
 
+    def check_momentum(self) -> None: ...
+
+    def momentum(self) -> Any:
+        return np.zeros(2)
+
+    def write_momentum(self, momentum: Any) -> None: ...
+
+    def momentum_rates(self) -> list[tuple[int, float]]:
+        return [(2, 0.1)]
+
     def clip(self, vector: Any, one: Any, other: Any) -> Any:
         return vector
 

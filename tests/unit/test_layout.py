@@ -34,6 +34,7 @@ PURE = {
     "quorum",
     "auto_quorum",
     "weight_prediction",
+    "quasi_global",
     "grace",
     "round_state",
     "hosts",

@@ -21,6 +21,7 @@ class GossipConfig(Config, frozen=True, tag=True):
         average_every: steps between two averages over all ranks; 0: never.
         compression: encoding of messages.
         local_size: ranks that are averaged before they gossip; 1: none.
+        quasi_global: whether what gossip does to the weights corrects the momentum.
         fragments: parts of the weights that are averaged in turn (outer optimizers).
         outer_lr, outer_momentum: an outer optimizer's.
     """
@@ -34,6 +35,7 @@ class GossipConfig(Config, frozen=True, tag=True):
     average_every: int = 0
     compression: str = "none"
     local_size: int = 1
+    quasi_global: bool = False
     fragments: int = 1
     outer_lr: float = 0.0
     outer_momentum: float = 0.0

@@ -158,6 +158,7 @@ def make_plan(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     compression: str = "none",
+    quasi_global: bool = False,
     local_size: int = 1,
 ) -> GossipPlan:
     """Return the plan by these options, checked.
@@ -175,6 +176,7 @@ def make_plan(
         fragments: of the weights, averaged in turn (outer optimizers).
         outer_lr, outer_momentum: of an outer optimizer; None: the algorithm's own.
         compression: one of ``COMPRESSIONS``.
+        quasi_global: whether gossip corrects the momentum.
         local_size: ranks of a host that are averaged before they gossip.
 
     Raises:
@@ -193,6 +195,7 @@ def make_plan(
         "outer_momentum": outer_momentum,
         "compression": compression,
         "hierarchical": local_size > 1,
+        "quasi_global": quasi_global,
     }
     kind = _checked(algorithm, given)
     check_hosts(size, local_size)
@@ -219,6 +222,7 @@ def make_plan(
         average_every=average_every,
         compression=compression,
         local_size=local_size,
+        quasi_global=quasi_global,
         fragments=fragments,
         outer_lr=kind.options.get("outer_lr", 0.0) if outer_lr is None else outer_lr,
         outer_momentum=kind.options.get("outer_momentum", 0.0) if outer_momentum is None else outer_momentum,
@@ -276,6 +280,8 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
             f"{compression} sends differences to what a neighbour knows already, and {algorithm} has no fixed "
             f"neighbours: take fp16 or bf16, or another algorithm"
         )
+    if given["quasi_global"] and given["hierarchical"]:
+        raise ValueError("quasi_global: with hierarchical each rank's momentum is its own; leave one of the two out")
     return kind
 
 

@@ -166,7 +166,7 @@ def wire_seconds(megabytes: float, mbit: float) -> float:
 
 def need_of(arm: str, ranks: int, megabytes: float) -> Need | None:
     """Return what a step of an arm must send; None where ranks do not wait for it: AD-PSGD, LSGD, EASGD."""
-    base, compression, every, _ = read_name(arm)
+    base, compression, every = read_name(arm)[:3]
     if base in LEADERS or base == "adpsgd":
         return None
     allreduce, hidden, waited = 2 * (ranks - 1) / ranks, 0.0, 0.0

@@ -34,6 +34,8 @@ COMPRESSED = (*COMPRESSIONS[1:], "powersgd")
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 OF_HOSTS = "-hosts"
 """The end of an arm's name whose ranks of a host act as one."""
+QUASI_GLOBAL = "-qg"
+"""The end of the name of an arm that gossips with quasi-global momentum."""
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
 IN_BACKWARD = ("ddp", "decent-dp")
@@ -51,19 +53,22 @@ MUTANT = "drops_late"
 
 
 class Name(NamedTuple):
-    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, ``-avgN`` and ``-hosts``, as in ``dpsgd-bf16-avg4``.
+    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, ``-avgN``, ``-qg`` and ``-hosts``, as in
+    ``dpsgd-bf16-avg4``.
 
     Attributes:
         base: a rival, ``plain``, an algorithm of gossip or of leaders, or a quorum.
         compression: of what it sends.
         average_every: steps after which all ranks are averaged; 0: never.
         hosts: whether the ranks of a host act as one.
+        quasi_global: whether gossip corrects the momentum.
     """
 
     base: str
     compression: str = "none"
     average_every: int = 0
     hosts: bool = False
+    quasi_global: bool = False
 
 
 class Gossip(NamedTuple):
@@ -72,6 +77,7 @@ class Gossip(NamedTuple):
     algorithm: str
     compression: str
     average_every: int
+    quasi_global: bool = False
 
 
 def read_name(arm: str) -> Name:
@@ -81,6 +87,7 @@ def read_name(arm: str) -> Name:
         ValueError: an algorithm of gossip is followed by what none of them has.
     """
     rest, compression, every = arm.removesuffix(OF_HOSTS), "none", 0
+    quasi_global, rest = rest.endswith(QUASI_GLOBAL), rest.removesuffix(QUASI_GLOBAL)
     head, _, last = rest.rpartition("-avg")
     if head and last.isdigit():
         rest, every = head, int(last)
@@ -91,7 +98,8 @@ def read_name(arm: str) -> Name:
         algorithm = rest.partition("-")[0]
         known = ", ".join(COMPRESSIONS[1:])
         raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {known}; -avg4 may come last")
-    return Name(rest, compression, every or LOCAL_PERIOD * (rest in ("local-sgd", *OUTER)), arm.endswith(OF_HOSTS))
+    every = every or LOCAL_PERIOD * (rest in ("local-sgd", *OUTER))
+    return Name(rest, compression, every, arm.endswith(OF_HOSTS), quasi_global)
 
 
 def compression_of(arm: str) -> tuple[str, str]:
@@ -105,8 +113,8 @@ def gossip_of(arm: str) -> Gossip | None:
     Raises:
         ValueError: there is no such compression.
     """
-    base, compression, every, _ = read_name(arm)
-    return Gossip(GOSSIP[base], compression, every) if base in GOSSIP else None
+    base, compression, every, _, quasi_global = read_name(arm)
+    return Gossip(GOSSIP[base], compression, every, quasi_global) if base in GOSSIP else None
 
 
 def quorum_of(arm: str) -> str | int | float:
@@ -200,7 +208,7 @@ def parse_arms(
     if not arms:
         raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
-        how, (base, compression, every, hosts) = gossip_of(arm), read_name(arm)
+        how, (base, compression, every, hosts, quasi_global) = gossip_of(arm), read_name(arm)
         if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd", *OUTER)):
             raise ValueError(f"the arm {arm!r} is not there: -hosts is for partial allreduce and gossip, --per-host 2")
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
@@ -211,8 +219,8 @@ def parse_arms(
             raise ValueError(f"the arm {arm} needs its package: pip install {PACKAGES[base].replace('_', '-')}")
         if how:
             make_plan(ranks, **how._asdict(), local_size=local_size if hosts else 1)
-        elif every:
-            raise ValueError(f"the arm {arm!r} is not there: {base} has no averages, -avg4 is for those that gossip")
+        elif every or quasi_global:
+            raise ValueError(f"the arm {arm!r} is not there: -avg4 or -qg is for those that gossip")
         elif compression != "none" and not (reduced and compression in REDUCTIONS.get(base, REDUCED)):
             raise ValueError(f"the arm {arm!r} is not there in this case: {base} is not compressed so")
         if not eager(arm):

@@ -49,7 +49,7 @@ def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
 
 def _own_look(arm: str, arms: Sequence[str]) -> tuple[int, str]:
     """Place of an arm's own colour, and its hatch."""
-    base, compression, every, _ = read_name(arm)
+    base, compression, every = read_name(arm)[:3]
     if base in LOCAL:
         place, variants = LOCAL[base], ("none", *COMPRESSED)
         averaged = every > 0 and base != "local-sgd"
