@@ -16,17 +16,17 @@ CORRECTED = [each for each in ALGORITHMS.values() if "quasi_global" in each.opti
 
 
 def train(gradients, matrices, beta, smoothing, rates=None):
-    """Return weights and momenta, shape (steps, ranks), of gradients (steps, ranks) that do not depend on weights."""
+    """Return weights and momenta, shape (steps, ranks), of gradients (steps, ranks) that do not depend on weights. One
+    correction of as many elements does for all ranks."""
     steps, ranks = gradients.shape
     rates = [0.1] * steps if rates is None else rates
-    x, held, corrections = np.zeros(ranks), np.zeros(ranks), [Correction(smoothing) for _ in range(ranks)]
+    x, held, correction = np.zeros(ranks), np.zeros(ranks), Correction(smoothing)
     path = []
     for step, (g, rate) in enumerate(zip(gradients, rates, strict=True)):
         m = beta * held + g
         half = x - rate * m
         x = matrices[step % len(matrices)] @ half
-        parts = [(1, rate)]
-        held = m + [c.after_step(half[[i]], x[[i]], parts)[0] for i, c in enumerate(corrections)]
+        held = m + correction.after_step(half.copy(), x, [(ranks, rate)])
         path.append((x.copy(), held.copy()))
     return tuple(map(np.array, zip(*path, strict=True)))
 
