@@ -202,7 +202,7 @@ def exchange_cost(block: Block, rank: int, size: int, well: bool) -> Own:
 
 def network(block: Block, rank: int, size: int, well: bool) -> Own:
     """Trainings of three steps, the last rank's of which are a little slower."""
-    (arm, compression, every, _), speed = read_name(block["arm"]), 50 / block["bandwidth_mbit"] * (size > 1)
+    (arm, compression, every), speed = read_name(block["arm"])[:3], 50 / block["bandwidth_mbit"] * (size > 1)
     work, wire = {"horovod": (0.5, 2.4), "ddp": (0.5, 2.4), "easgd": (0.5, 0.0), "sgp": (0.5, 1.4)}.get(
         arm, (0.5, 0.0) if arm == "local-sgd" else (0.62, 0.78)
     )
