@@ -114,7 +114,7 @@ def test_latency_is_from_the_first_command_until_all_is_back():
     """Rank 1's engine is held up for a while by its collective: every rank's round takes that long."""
 
     def train(rank: int) -> Stats:
-        def slowly(vector: Any) -> Any:
+        def slowly(vector: Any, unit: float) -> Any:
             time.sleep(DELAY if rank == 1 else 0.0)
             return vector
 
