@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 import torch
 
+from hvd_async.testing import InjectedError
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
 from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
 from tests.conformance.torch_ranks import ProcessSet
