@@ -216,7 +216,7 @@ def passed(binding: Binding, average: bool = False) -> tuple[list[list[float]], 
 
 @all_modes
 def test_a_steps_samples_are_those_of_its_passes(binding):
-    """What the passes add up to is weighted by all their samples; a pass may be empty."""
+    """The sum of the passes is weighted by all their samples; a pass may be empty."""
     ends, expected = passed(binding)
     np.testing.assert_allclose(ends, [[expected] * 2] * 3, rtol=1e-6)
 
@@ -266,7 +266,7 @@ def test_samples_recorded_when_gradients_have_left_are_told():
 # -- models, on batches of different sizes ---------------------------------------------------------------------
 
 SIZES = ((5, 1, 4), (2, 6, 1), (9, 3, 3))
-"""Of batches, by step and rank."""
+"""Numbers of samples of batches, by step and rank."""
 
 
 def images(binding: Binding, rank: int, step: int, size: int) -> tuple[Any, Any]:

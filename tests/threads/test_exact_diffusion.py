@@ -47,7 +47,7 @@ def centres(size):
 
 
 def minimizer(size):
-    """Of the mean of all ranks' quadratics."""
+    """The minimum of the mean of all ranks' quadratics."""
     return (curvatures(size) * centres(size)).sum(axis=0) / curvatures(size).sum(axis=0)
 
 

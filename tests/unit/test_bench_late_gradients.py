@@ -163,7 +163,7 @@ def test_all_ranks_and_no_prediction_are_plain_synchronous_sgd_bit_for_bit():
 
 @pytest.mark.parametrize("remedy", [Remedy(), Remedy(ahead=2), Remedy("k2"), Remedy(compensation=0.0, fresh=True)])
 def test_each_gradient_moves_the_weights_once(remedy):
-    """Of a loss that is linear in a weight of its own for each rank and step, and without momentum."""
+    """Steps on a loss that is linear in a weight of its own for each rank and step, and without momentum."""
     ranks, steps = 3, 9
     model = torch.nn.Module()
     model.own = torch.nn.Parameter(torch.zeros(ranks, steps))

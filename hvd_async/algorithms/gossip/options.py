@@ -267,7 +267,7 @@ _SYMMETRIC = {"topology": "bipartite-exponential"}
 _PAIRED = {"peers": 1, "max_local_steps": 4, "compression": "none", "hierarchical": False}
 _QUASI_GLOBAL = {"quasi_global": False}
 SMOOTHING = Smoothing(strength=0.7, memory=0.95)
-"""Of quasi-global momentum. (With 1 and 0.9 momenta of dpsgd run away on a ring of 32 ranks.)"""
+"""Constants of quasi-global momentum. (With 1 and 0.9 momenta of dpsgd run away on a ring of 32 ranks.)"""
 _OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
 """(With None an average may be half of ``average_every`` steps late.)"""
 

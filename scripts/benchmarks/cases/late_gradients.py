@@ -90,7 +90,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
     scores = {(block["task"], block["arm"], block["seed"]): score(block) for block in blocks}
 
     def beside(mine: list[Block], other: str) -> Interval | None:
-        """What an arm's accuracy is above another's."""
+        """Return by how much an arm's accuracy is above another's."""
         pairs = [(score(block), scores.get((block["task"], other, block["seed"]))) for block in mine]
         there = [own - its for own, its in pairs if its is not None]
         return mean_interval(there) if there and other != mine[0]["arm"] else None

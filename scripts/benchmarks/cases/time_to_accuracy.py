@@ -58,7 +58,7 @@ COLUMNS = (
     Column("take", "take"),
 )
 TUNING_SEED = 1000
-"""Of the trainings that rates are chosen by: none of those that count."""
+"""Seed of the trainings that rates are chosen by: none of those that count."""
 GRID = (0.4, 1.0, 2.5)
 LOOKS = 16
 LEAST_TIME = 0.03
@@ -229,7 +229,7 @@ def recommend(report: Report, rows: list[Row]) -> None:
 
 
 def candidate(each: Row) -> Candidate:
-    """What of a row counts."""
+    """Return the part of a row that counts."""
     loss = Interval(each["difference"], each["difference_low"], each["difference_high"])
     return Candidate(each["arm"], each["until"], loss, read_name(each["arm"]).base in RIVALS)
 

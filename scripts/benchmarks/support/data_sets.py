@@ -34,7 +34,7 @@ class Data(NamedTuple):
 
 
 def parted(train: Indices, test: Indices, tuning: bool) -> tuple[Indices, Indices]:
-    """What is trained on and what is scored on: all of both, or while rates are tuned two parts of the first."""
+    """Return the data to train on and to score on: all of both, or while rates are tuned two parts of the first."""
     if not tuning:
         return train, test
     order = np.random.default_rng(SEED).permutation(train)

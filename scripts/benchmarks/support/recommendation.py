@@ -13,7 +13,7 @@ from .intervals import Interval, mean_interval
 Curve = Sequence[Sequence[float]]
 """(Seconds, accuracy) of each look at a training."""
 LOSS = 0.01
-"""Of accuracy that an arm to take may lose against the synchronous one, with its whole interval."""
+"""Accuracy that an arm to take may lose against the synchronous one, with its whole interval."""
 
 
 def reached_at(curve: Curve, target: float) -> float:
@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to take.
+    """A recommendation.
 
     Attributes:
         taken: the arm that reaches both targets soonest, of those that lose no accuracy.

@@ -18,7 +18,7 @@ SMOOTHING = 0.05
 
 
 class Learning(NamedTuple):
-    """What is learned, and how.
+    """A task: the data that are learned, and the model.
 
     Attributes:
         model: the replica of all ranks; they have the same weights after the same rounds.

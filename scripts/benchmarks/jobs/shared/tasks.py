@@ -1,4 +1,4 @@
-"""What ``time_to_accuracy`` trains: a model, a loss for each of a rank's steps, and a score. Images, and clips."""
+"""Tasks of ``time_to_accuracy``: a model, a loss for each of a rank's steps, and a score. Images, and clips."""
 
 from __future__ import annotations
 
