@@ -17,7 +17,7 @@ from .clips import dealt_to, lengths_of
 from .schedule import Schedule, one_random
 
 JITTER = 0.03
-"""Largest share of a step's computation by which ranks differ where nothing else does: they never arrive all at once."""
+"""Largest share of a step's computation by which ranks differ by themselves: they never arrive all at once."""
 CLIPS = {"median": 20, "batch": 8, "bucketed": True}
 """Clips as ``sequence_lengths`` has them by default."""
 
