@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.options import COMPRESSIONS
-from tests.threads.gossip_workload import Job, check, check_sums, job, run
+from tests.threads.gossip_workload import Job, as_late_as_allowed, check, check_sums, job, run
 
 ALGORITHMS = (("sgp", "star", 0), ("osgp", "star", 1), ("osgp", "exponential", 2), ("dpsgd", "ring", 0))
 """With a graph and a staleness. On a star of 3 hosts push-sum weights are not 1."""
@@ -46,12 +46,6 @@ class Crossing:
             steps, name, graph, max_staleness=late, compression=self.compression, average_every=self.average_every,
             local_size=self.ranks, weights="metropolis" if name == "dpsgd" else "uniform", elements=7, **options,
         )  # fmt: skip
-
-
-def as_late_as_allowed(worker: Any) -> None:
-    """Have a host take in each message as many steps late as it may."""
-    with_others, late = worker._with_others, worker.config.max_staleness
-    worker._with_others = lambda total, number, until: with_others(total, number, min(until, number - late))
 
 
 TABLE = [
