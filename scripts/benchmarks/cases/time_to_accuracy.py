@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..support import gratings, launch, plot
-from ..support.arms import GOSSIP, LEADERS, RIVALS, WARM_UP, compression_of, installed, need_arm, parse_arms, read_name
+from ..support.arms import GOSSIP, LEADERS, RIVALS, WARM_UP, installed, need_arm, parse_arms, read_name
 from ..support.blocks import by_arm, grouped, identical
 from ..support.imbalance import KINDS, block_of
 from ..support.intervals import Interval, mean_interval, spread
@@ -37,9 +37,11 @@ from .network import ENVIRONMENT
 HELP = "seconds to two targets under each kind of imbalance, all arms with tuned rates; which one to take"
 BASELINE = "horovod"
 QUORUMS = ("all", "majority", "solo", "auto")
-COMPRESSED = ("osgp-bf16", "dpsgd-bf16")
+COMPRESSED = ("osgp-bf16", "dpsgd-bf16", "local-int8", "diloco-int8")
 """Arms that are trained only where the network is slow, as all whose messages are compressed."""
-ARMS = (*RIVALS, *QUORUMS, *GOSSIP, *LEADERS, *COMPRESSED)
+CORRECTED = ("dpsgd-qg", "adpsgd-qg")
+"""Arms that are trained only where classes are split, as all with quasi-global momentum."""
+ARMS = (*RIVALS, *QUORUMS, *GOSSIP, *LEADERS, *COMPRESSED, *CORRECTED)
 QUICK = "horovod,solo,sgp"
 COLUMNS = (
     Column("kind", "setting.kind"),
@@ -104,8 +106,11 @@ def run(args: argparse.Namespace, say: Say) -> Report:
 
 
 def arms_of(kind: str, arms: Sequence[str]) -> list[str]:
-    """Arms of a kind: those with compression only where the network is slow."""
-    return [arm for arm in arms if KINDS[kind].mbit is not None or compression_of(arm)[1] == "none"]
+    """Arms of a kind: those with compression only where the network is slow, quasi-global momentum where classes
+    are split."""
+    slow, split = KINDS[kind].mbit is not None, KINDS[kind].split == "classes"
+    names = {arm: read_name(arm) for arm in arms}
+    return [arm for arm, of in names.items() if (slow or of.compression == "none") and (split or not of.quasi_global)]
 
 
 def steps_of(args: argparse.Namespace, kind: str) -> int:
