@@ -29,6 +29,7 @@ from ..support.blocks import by_arm, grouped, identical
 from ..support.imbalance import KINDS, block_of
 from ..support.intervals import Interval, mean_interval, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.options import add_numbers
 from ..support.recommendation import Candidate, Choice, best_rate, choose, on_edge, reached_at
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row, table
 from ..support.trainings import curve_of
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "accuracies to be reached, as shares of Horovod's"
     parser.add_argument("--targets", type=float, nargs=2, default=[0.98, 0.995], metavar="SHARE", help=text)
     text = "learning rates that are tried, as multiples of the kind's own; one: nothing is tuned"
-    parser.add_argument("--grid", type=float, nargs="+", default=list(GRID), metavar="X", help=text)
+    add_numbers(parser, "--grid", GRID, "X", text)
     parser.add_argument("--length", type=float, default=1.0, metavar="X", help="of the trainings, as a multiple")
 
 
