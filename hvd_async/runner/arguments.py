@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hvd_async.algorithms.option import Option, Real, Whole, either, flag, in_flags, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
@@ -26,6 +26,8 @@ SYNCHRONOUS = tuple(name for name, each in ALGORITHMS.items() if each.waits_for 
 OWN = tuple(name for name in ALGORITHMS if name not in SYNCHRONOUS)
 GROUPS = {"eager": "algorithm", "gossip": "gossip", "leader": "leaders"}
 """Titles of the groups of flags in which families have theirs, if not their names."""
+_Add: TypeAlias = Callable[..., argparse.Action]
+"""A group's ``add_argument``."""
 
 
 def members(family: str) -> tuple[str, ...]:
@@ -210,6 +212,13 @@ def _data_flags(parser: argparse.ArgumentParser) -> None:
 
 def _training_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
+    _length_flags(add)
+    _update_flags(add)
+    _arithmetic_flags(add)
+
+
+def _length_flags(add: _Add) -> None:
+    """Add those that say which model is trained on how many images."""
     add(
         "--model",
         choices=("resnet50", "small"),
@@ -233,6 +242,10 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
         help="end after M minutes of training, tests in between included, whatever the machine does in them: the "
         "learning rate's schedule, --epochs long, is spread over that time (default: no limit)",
     )
+
+
+def _update_flags(add: _Add) -> None:
+    """Add those of the optimizer, its learning rate and the loss."""
     add(
         "--optimizer",
         choices=OPTIMIZERS,
@@ -268,6 +281,10 @@ def _training_flags(parser: argparse.ArgumentParser) -> None:
         "only: not on biases and batch norm (default: 0)",
     )
     add("--label-smoothing", type=number(0, below=1), default=0.0, metavar="X", help="(default: 0)")
+
+
+def _arithmetic_flags(add: _Add) -> None:
+    """Add those that say how numbers are computed: types, statistics of batches, seed, threads."""
     add(
         "--fp16",
         action="store_true",

@@ -6,8 +6,10 @@ that a table can be checked in the head: it is fixed in ``tests/fixtures/benchma
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from scripts.benchmarks.support.arms import LEADERS, MUTANT, gossip_of, read_name
@@ -48,6 +50,20 @@ VARIANTS = {
     "gpu ranks": "--ranks 2 --arms horovod,all --batch-size 64",
 }
 """Other runs, which have other figures, goals or jobs: the name's first word is the case."""
+
+
+def options(case: ModuleType, *line: str, **more: Any) -> argparse.Namespace:
+    """A case's own options from a command line, with more beside them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arms")
+    case.add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args(line)) | more)
+
+
+def pulls_of(rank: int) -> list[list[Any]]:
+    """Pulls that a rank of four tells of: ranks 0 and 2 lead their groups of two all the time, all ranks in turn."""
+    group = rank // 2
+    return [[1.0, group, 2 * group], [2.0, -1, 2], [4.0, group, 2 * group], [6.0, -1, 0]]
 
 
 def timed(block: Block, rank: int, size: int, well: bool) -> Own:
@@ -231,17 +247,16 @@ def pull_cost(block: Block, rank: int, size: int, well: bool) -> Own:
 
 
 def race(block: Block, rank: int, size: int, well: bool) -> Own:
-    """Four ranks in groups of two; ranks 0 and 2 lead their groups all the time, and all ranks in turn."""
+    """Ours are soon at the target, or never; the last rank takes a quarter of the steps."""
     arm = block["arm"]
     late, soon, never = [[4.0, 0.9], [8.0, 0.96]], [[2.0, 0.9], [4.0, 0.96], [6.0, 0.97]], [[4.0, 0.5], [8.0, 0.94]]
     curve = late if arm == "horovod" else soon if well else never
-    pulls = [[1.0, rank // 2, 2 * (rank // 2)], [2.0, -1, 2], [4.0, rank // 2, 2 * (rank // 2)], [6.0, -1, 0]]
     return {
         "curve": [] if rank else [[at + block["seed"], score] for at, score in curve],
         "seconds": 10.0,
         "steps": 100 if rank < size - 1 else 25,
         "pulls": None if arm == "horovod" else 4,
-        "history": pulls if arm == "lsgd" else [],
+        "history": pulls_of(rank) if arm == "lsgd" else [],
         "identical": True,
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import pytest
 import torch
@@ -17,19 +15,11 @@ from scripts.benchmarks.support.arms import FOLLOWING, LEADERS, MUTANT
 from scripts.benchmarks.support.launch import GROUPS_ENV, NotHereError, Progress, groups_env, repetitions
 from scripts.benchmarks.support.schedule import replay, synchronous_seconds
 from scripts.benchmarks.support.trainings import block_of
+from tests.unit.bench_jobs import options, pulls_of
 
 RANKS = 4
 WIRE = 8 * 8.0 / 50.0 / network.PAYLOAD
 """Seconds that 8 MB take at 50 Mbit/s."""
-
-
-def options(module, *line, **more):
-    """A command line of a case."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--arms")
-    module.add_arguments(parser)
-    given = vars(parser.parse_args(line)) | more
-    return argparse.Namespace(**given)
 
 
 def test_arms_alternate():
@@ -203,10 +193,7 @@ def test_a_training_clock_stops_between_stretches():
     assert [clock.at(unix) for unix in (99.0, 100.5, 103.0, 105.0, 106.0, 120.0)] == [0.0, 0.5, 2.0, 2.0, 3.0, 5.0]
 
 
-HISTORIES = [
-    [[1.0, rank // 2, 2 * (rank // 2)], [2.0, -1, 2], [4.0, rank // 2, 2 * (rank // 2)], [6.0, -1, 0]]
-    for rank in range(RANKS)
-]
+HISTORIES = [pulls_of(rank) for rank in range(RANKS)]
 
 
 def test_pulls_of_each_group_count_once():
@@ -255,15 +242,15 @@ def test_horovods_arm_sends_contiguous_copies_of_gradients_that_are_channels_las
 
 def test_an_arm_that_gossips_hands_its_options_over(monkeypatch):
     asked = {}
-    monkeypatch.setattr(arms_of_jobs.hvd, "GossipOptimizer", lambda optimizer, **options: asked.update(options))
-    for arm, options in {
+    monkeypatch.setattr(arms_of_jobs.hvd, "GossipOptimizer", lambda optimizer, **given: asked.update(given))
+    for arm, wanted in {
         "dpsgd-bf16-avg4": ("dpsgd", arms_of_jobs.hvd.Compression.bf16, 4),
         "local-sgd": ("allreduce", arms_of_jobs.hvd.Compression.none, 4),
         "osgp": ("osgp", arms_of_jobs.hvd.Compression.none, 0),
     }.items():
         asked.clear()
         arms_of_jobs.Arm(arm, torch.nn.Linear(2, 2), job=None)
-        assert (asked["algorithm"], asked["compression"], asked["average_every"]) == options
+        assert (asked["algorithm"], asked["compression"], asked["average_every"]) == wanted
 
 
 @pytest.mark.parametrize(("arm", "goes_on"), [("torchft-diloco", 1.0), ("post-local-sgd", 1.0), ("ddp", 5.0)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 
 import pytest
 from hypothesis import given
@@ -130,6 +129,4 @@ def test_text_has_all_parts():
 
 
 def test_median_of_ratios_is_robust():
-    values = [1.0] * 20 + [9.0]
-    assert median_interval(values).high == 1.0
-    assert statistics.fmean(values) > 1.3
+    assert median_interval([1.0] * 20 + [9.0]).high == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import types
 
@@ -21,21 +20,15 @@ from scripts.benchmarks.support.imbalance import KINDS, block_of
 from scripts.benchmarks.support.intervals import Interval
 from scripts.benchmarks.support.launch import repetitions
 from scripts.benchmarks.support.recommendation import Candidate, best_rate, choose, level, on_edge, reached_at
+from tests.unit.bench_jobs import options
 
 RANKS = 4
-
-
-def options(*line, **more):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--arms")
-    case.add_arguments(parser)
-    return argparse.Namespace(**vars(parser.parse_args(line)) | {"ranks": RANKS, "repetitions": 5} | more)
 
 
 # -- data -----------------------------------------------------------------------------------------------------
 
 
-def test_the_ideal_observer_has_bayes_accuracy(monkeypatch):
+def test_the_ideal_observer_has_bayes_accuracy():
     """Against the posterior, written out for each image, class and phase; without noise it is never wrong."""
     known = gratings.patterns()
 
@@ -98,7 +91,7 @@ def test_arms_of_a_kind_are_trained_alike(kind):
 
 
 def test_every_rate_is_tried_once_and_the_best_one_counts():
-    args = options("--grid", "0.5", "1", "2")
+    args = options(case, "--grid", "0.5", "1", "2")
     arms, middle = ["horovod", "sgp"], KINDS["none"].lr
     low, high = middle / 2, middle * 2
     tuning = case.tuning_blocks(args, "none", arms)
@@ -111,12 +104,33 @@ def test_every_rate_is_tried_once_and_the_best_one_counts():
     counting = case.counting_blocks(args, "none", arms, rates)
     assert [(b["seed"], b["arm"], b["lr"]) for b in counting] == [(s, a, rates[a]) for s, a in repetitions(arms, 5)]
     assert not any(b["tuning"] for b in counting)
-    assert case.rates_of(options("--grid", "2"), "none", [], arms) == dict.fromkeys(arms, high)
+    assert case.rates_of(options(case, "--grid", "2"), "none", [], arms) == dict.fromkeys(arms, high)
 
 
-def test_compressed_arms_are_for_slow_networks():
-    assert case.arms_of("none", ["horovod", "osgp-bf16"]) == ["horovod"]
-    assert case.arms_of("network", ["horovod", "osgp-bf16"]) == ["horovod", "osgp-bf16"]
+def test_some_arms_are_for_one_kind():
+    arms = ["horovod", "osgp-bf16", "dpsgd-qg", "dpsgd-bf16-qg"]
+    found = {kind: case.arms_of(kind, arms) for kind in KINDS}
+    assert found.pop("network") == ["horovod", "osgp-bf16"]
+    assert found.pop("classes") == ["horovod", "dpsgd-qg"]
+    assert set(map(tuple, found.values())) == {("horovod",)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_arms_begin_with_the_same_weights_and_see_the_same_batches(tmp_path, kind):
+    def begun(arm, rank=1):
+        block = block_of(kind, arm, 3, 0.1, 40, RANKS, tuning=False)
+        task = task_of(job_of(tmp_path, rank, RANKS), block)
+        weights = [value.clone() for value in values_of(task.model)]
+        return weights, [task.loss(step)(task.model).item() for step in range(3)]
+
+    weights, losses = begun("horovod")
+    for arm in ("torchft-diloco", "solo", "adpsgd", "lsgd"):
+        mine, seen = begun(arm)
+        assert all(map(torch.equal, mine, weights))
+        assert seen == losses
+    mine, seen = begun("horovod", rank=2)
+    assert all(map(torch.equal, mine, weights))
+    assert not set(seen) & set(losses)
 
 
 def test_arms_whose_ranks_have_weights_of_their_own():
@@ -161,6 +175,13 @@ def test_the_soonest_that_loses_no_accuracy_is_taken():
     assert "soonest of ours sgp" in case.words(rival)
     assert choose([quick, never]) is None
     assert choose([good]).rival is None
+
+
+def test_drawn_in_colour_are_what_to_take_and_the_soonest_rivals_and_ours():
+    until = {"horovod": 4.0, "ddp": 3.0, "torchft": None, "decent-dp": 2.5, "solo": 3.5, "sgp": 2.0, "lsgd": None}
+    until |= {"dpsgd": 1.9, "osgp": 1.8, "adpsgd": 1.0}
+    rows = [{"arm": name, "both_s": both, "take": "take" * (name == "dpsgd")} for name, both in until.items()]
+    assert case.highlighted(rows) == ["horovod", "decent-dp", "ddp", "dpsgd", "adpsgd", "osgp"]
 
 
 def test_what_the_seeds_leave_open_is_level():

@@ -20,13 +20,13 @@ from ..support.arms import RIVALS, parse_arms
 from ..support.blocks import by_arm, grouped
 from ..support.intervals import Interval, mean_interval
 from ..support.launch import Block, Say, groups_env, repetitions
+from ..support.options import add_compute, add_numbers, add_periods
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
 from ..support.schedule import one_random
 from ..support.trainings import (
     LEAST,
     POINT,
     add_options,
-    add_periods,
     block_of,
     curve_of,
     measure,
@@ -58,15 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms=ALL, repetitions=3)
     add_options(parser, epochs=8, lr=0.1, lr_help="the highest learning rate, of all arms")
-    parser.add_argument("--compute", type=float, default=0.01, metavar="S", help="slept in each step beside the work")
-    parser.add_argument(
-        "--delay",
-        type=float,
-        nargs="+",
-        default=[0.0, 2.0],
-        metavar="RATIO",
-        help="of one random rank in each step, as a multiple of what is slept; 0 for trainings without delays",
-    )
+    add_compute(parser, 0.01)
+    text = "of one random rank in each step, as a multiple of what is slept; 0 for trainings without delays"
+    add_numbers(parser, "--delay", [0.0, 2.0], "RATIO", text)
     add_periods(parser, local=1, whole=4)
 
 

@@ -14,6 +14,7 @@ from ..support.arms import named_arms
 from ..support.blocks import grouped
 from ..support.intervals import quantile, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.options import add_fewer, add_numbers
 from ..support.report import Column, Report, Row, ranged, row
 
 HELP = "one exchange of weights between pairs: one alltoall of all ranks against two-rank process sets"
@@ -35,8 +36,8 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=8, arms=",".join(ARMS), repetitions=5)
-    parser.add_argument("--fewer", type=int, default=4, metavar="N", help="ranks of a second job; 0: none")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 8.0], metavar="MB", help="of weights")
+    add_fewer(parser)
+    add_numbers(parser, "--megabytes", [1.0, 8.0], "MB", "of weights")
     parser.add_argument("--rounds", type=int, default=20, help="of each block")
     parser.add_argument("--chunk", type=float, default=0.25, metavar="MB", help="of the arm chunked")
     parser.add_argument("--mbit", type=float, metavar="X", help="of each rank's own link, in Mbit/s (needs root)")

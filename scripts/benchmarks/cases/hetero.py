@@ -12,6 +12,7 @@ from ..support.arms import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_fo
 from ..support.blocks import by_arm, everywhere, grouped, identical, median
 from ..support.intervals import spread
 from ..support.launch import START, Block, Say, repetitions
+from ..support.options import add_numbers
 from ..support.report import Column, Report, Row, chosen, ends, ranged, row
 
 HELP = "the last rank is 2, 5 or 10 times slower for good: samples a second of all ranks, averagings or pulls a step"
@@ -38,14 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=8, arms="horovod,adpsgd", repetitions=3)
     parser.add_argument("--compute", type=float, default=0.3, metavar="S", help="a fast rank's step, slept")
-    parser.add_argument(
-        "--slow",
-        type=float,
-        nargs="+",
-        default=[2.0, 5.0, 10.0],
-        metavar="K",
-        help="times that the last rank is slower",
-    )
+    add_numbers(parser, "--slow", [2.0, 5.0, 10.0], "K", "times that the last rank is slower")
     parser.add_argument(
         "--window", type=float, default=60.0, metavar="S", help="of each block; ranks stop when it ends"
     )

@@ -37,6 +37,7 @@ from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import mean_interval, quantile, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
 from ..support.network_model import power_sgd_megabytes
+from ..support.options import add_numbers
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged, row
 from ..support.trainings import BATCH, score
 
@@ -91,9 +92,7 @@ class Need(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=8, arms=",".join(installed(ARMS)), repetitions=3)
-    parser.add_argument(
-        "--mbit", type=float, nargs="+", default=[50.0, 200.0, 1000.0], metavar="X", help="of each link"
-    )
+    add_numbers(parser, "--mbit", [50.0, 200.0, 1000.0], "X", "of each link")
     parser.add_argument(
         "--per-host", type=int, default=1, metavar="N", help="ranks on each; of more than one arms may be solo-hosts"
     )

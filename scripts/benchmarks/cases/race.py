@@ -19,8 +19,9 @@ from ..support.blocks import by_arm, grouped, identical
 from ..support.digits import TEST_FOLD
 from ..support.intervals import spread
 from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.options import add_compute, add_fewer, add_numbers, add_periods
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.trainings import BATCH, POINT, add_periods, curve_of
+from ..support.trainings import BATCH, POINT, curve_of
 
 HELP = "digits, the same seconds for all arms, with and without a late rank: accuracy, and time to a target"
 COLUMNS = (
@@ -45,19 +46,13 @@ LESS = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=8, arms="horovod,lsgd,easgd", repetitions=3)
-    parser.add_argument("--fewer", type=int, default=4, metavar="N", help="ranks of a second job; 0: none")
+    add_fewer(parser)
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each training, evaluation aside")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="of training between two evaluations")
     parser.add_argument("--target", type=float, default=0.95, help="accuracy to be reached")
-    parser.add_argument(
-        "--delay",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.2],
-        metavar="S",
-        help="of the last rank in every step; 0 for a run in which no rank is late",
-    )
-    parser.add_argument("--compute", type=float, default=0.05, metavar="S", help="slept in each step beside the work")
+    text = "of the last rank in every step; 0 for a run in which no rank is late"
+    add_numbers(parser, "--delay", [0.0, 0.2], "S", text)
+    add_compute(parser, 0.05)
     parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate, of all arms")
     add_periods(parser, local=4, whole=16)
     parser.add_argument("--leadership", type=Path, metavar="FILE", help="draw who led when under lsgd (PNG)")

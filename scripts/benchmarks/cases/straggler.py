@@ -11,6 +11,7 @@ from ..support.arms import parse_arms
 from ..support.blocks import by_arm, grouped, identical, median
 from ..support.intervals import spread
 from ..support.launch import Block, Say
+from ..support.options import add_numbers
 from ..support.report import Column, Report, Row, chosen, ranged, row
 from ..support.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
 
@@ -33,7 +34,7 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=8, arms="horovod,ddp,all,k7,k4,majority,solo,auto", repetitions=3)
-    parser.add_argument("--delay", type=float, nargs="+", default=[0.2, 0.3, 0.4], metavar="S", help="how late, in s")
+    add_numbers(parser, "--delay", [0.2, 0.3, 0.4], "S", "how late, in s")
     parser.add_argument("--compute", type=float, default=0.3, metavar="S", help="a step's computation, slept")
     parser.add_argument("--steps", type=int, default=100, help="of each block")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")

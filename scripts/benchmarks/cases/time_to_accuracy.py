@@ -4,13 +4,14 @@ Kinds: nobody is late; one random rank is, in each step; one rank is 3 times slo
 length; links have 50 Mbit/s (virtual hosts: needs root); classes are split over the ranks, and the last rank is late.
 Data: the real digits, clips of them, and gratings in noise, whose best possible accuracy is known; a small ResNet, an
 LSTM and networks of two layers. Computation is slept beside the real work. All arms take as many steps together, by a
-learning rate that rises and falls as a cosine; ours have their documented settings.
+learning rate that rises and falls as a cosine. Arms have their documented settings; where all ranks are averaged after
+local steps, these are four.
 
 First each arm is trained once with each rate of a grid, of which the best counts by data that are held out of the
 training data; then with --repetitions seeds. Targets are shares of what Horovod's arm ends with from the same seed.
 Ranks copy their weights now and then without stopping, and the copies are scored later: where ranks share weights rank
-0's, else their mean. Recommended is the arm that reaches both targets soonest, of those whose accuracy is within a
-point of Horovod's with its whole 95% interval. --resume FILE keeps each training as it ends.
+0's, else their mean. Recommended is the arm that reaches both targets soonest, of those whose accuracy is no more
+than a point below Horovod's with its whole 95% interval. --resume FILE keeps each training as it ends.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..support.blocks import by_arm, grouped, identical
 from ..support.imbalance import KINDS, block_of
 from ..support.intervals import Interval, mean_interval, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
+from ..support.options import add_numbers
 from ..support.recommendation import Candidate, Choice, best_rate, choose, on_edge, reached_at
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row, table
 from ..support.trainings import curve_of
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "accuracies to be reached, as shares of Horovod's"
     parser.add_argument("--targets", type=float, nargs=2, default=[0.98, 0.995], metavar="SHARE", help=text)
     text = "learning rates that are tried, as multiples of the kind's own; one: nothing is tuned"
-    parser.add_argument("--grid", type=float, nargs="+", default=list(GRID), metavar="X", help=text)
+    add_numbers(parser, "--grid", GRID, "X", text)
     parser.add_argument("--length", type=float, default=1.0, metavar="X", help="of the trainings, as a multiple")
 
 

@@ -38,16 +38,6 @@ def add_options(
     parser.add_argument("--lr", type=float, default=lr, help=lr_help)
 
 
-def add_periods(parser: argparse.ArgumentParser, local: int, whole: int) -> None:
-    """Add the options of ranks that follow leaders, with these defaults."""
-    parser.add_argument("--groups", type=int, default=2, metavar="N", help="of ranks that have a leader each (lsgd)")
-    text = "steps between a group's pulls (lsgd)"
-    parser.add_argument("--local-period", type=int, default=local, metavar="N", help=text)
-    parser.add_argument(
-        "--global-period", type=int, default=whole, metavar="N", help="steps between pulls of all ranks"
-    )
-
-
 def quick(args: argparse.Namespace, epochs: int = 3) -> None:
     """Make it small if that is wanted."""
     if args.quick:
