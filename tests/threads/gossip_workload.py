@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import HEADER, OutgoingMessage
+from hvd_async.algorithms.gossip.message_exchange import OutgoingMessage
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.worker import PushSumWorker
@@ -19,7 +17,7 @@ from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
-from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
@@ -27,7 +25,6 @@ from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.reference import Array, State, start
 
-GATE_TIMEOUT = 30.0
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 
@@ -292,114 +289,3 @@ def check(one: Job, records: Sequence[Record]) -> None:
     """All of the above."""
     check_sums(one, records)
     check_replay(one, records)
-
-
-# -- ranks that are held up -----------------------------------------------------------------------------------
-
-
-def pass_gate(gate: threading.Event | threading.Semaphore) -> None:
-    passed = gate.wait(GATE_TIMEOUT) if isinstance(gate, threading.Event) else gate.acquire(timeout=GATE_TIMEOUT)
-    assert passed, "what it waits for has not come"
-
-
-def at(slow: int, step: int, act: Callable[[PushSumWorker], None]) -> Callable[[int, int, PushSumWorker], None]:
-    """``before_step`` of a job: this rank does this before it takes this step."""
-
-    def before_step(place: int, number: int, worker: PushSumWorker) -> None:
-        if (place, number) == (slow, step):
-            act(worker)
-
-    return before_step
-
-
-def as_late_as_allowed(worker: Any) -> None:
-    """Have a host take in each message as many steps late as it may."""
-    with_others, late = worker._with_others, worker.config.max_staleness
-    worker._with_others = lambda total, number, until: with_others(total, number, min(until, number - late))
-
-
-class Watch:
-    """Knows which training threads wait inside their workers, and lets others wait until they do."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside: dict[int, PushSumWorker] = {}
-
-    def tweak(self, worker: PushSumWorker) -> None:
-        """Watch a rank."""
-        waits = worker._await
-
-        def watched(ready: Callable[[], bool], *told: Any) -> None:
-            with self._changed:
-                self._inside[worker._place] = worker
-                self._changed.notify_all()
-            try:
-                waits(ready, *told)
-            finally:
-                with self._changed:
-                    del self._inside[worker._place]
-
-        worker._await = watched  # type: ignore[method-assign]
-
-    def until(self, expected: dict[int, Any], what: Callable[[PushSumWorker], Any]) -> None:
-        """Wait until the ranks at these places wait, and ``what`` of their workers is this."""
-
-        def now() -> dict[int, Any]:
-            return {place: what(worker) for place, worker in sorted(self._inside.items()) if place in expected}
-
-        deadline = time.monotonic() + GATE_TIMEOUT
-        with self._changed:
-            while now() != expected:
-                assert time.monotonic() < deadline, f"they wait with {now()}, not with {expected}"
-                self._changed.wait(0.01)  # (what they wait for may change while they wait)
-
-
-class Held(MemoryCollectives):
-    """No exchange comes back before ``gate`` is set."""
-
-    gate: threading.Event
-
-    def alltoall(self, *args: Any) -> Any:
-        handle = super().alltoall(*args)
-        done = handle.done
-        handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
-        handle.seconds_to_poll = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
-        return handle
-
-
-def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = False) -> Cluster:
-    """A cluster of one optimizer, on whose ranks an exchange comes back when ``lands(worker, its messages' keys)``, or
-    when the rank is done (not with ``at_ends``)."""
-
-    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        exchange = collectives.alltoall
-
-        def alltoall(*args: Any) -> Any:
-            handle = exchange(*args)
-            done = handle.done
-
-            def is_open() -> bool:
-                keys = [HEADER.unpack(row[-HEADER.size :].tobytes())[0] for row in handle.result()[0]]
-                worker: Any = cluster.engines[collectives.rank].participants()[0]
-                return (worker._announced and not at_ends) or lands(worker, keys)
-
-            handle.done = lambda: done() and is_open()  # type: ignore[method-assign]
-            handle.seconds_to_poll = lambda: 0.002  # type: ignore[method-assign]  # (nobody says when ``lands`` would)
-            return handle
-
-        collectives.alltoall = alltoall  # type: ignore[method-assign]
-        return collectives
-
-    cluster = Cluster(size, wrap=wrap)
-    return cluster
-
-
-def held(gate: threading.Event) -> Callable[[MemoryCollectives], MemoryCollectives]:
-    """For ``Cluster(wrap=...)``."""
-
-    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        collectives.__class__ = Held
-        collectives.gate = gate  # type: ignore[attr-defined]
-        return collectives
-
-    return wrap

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.options import COMPRESSIONS
-from tests.threads.gossip_workload import Job, as_late_as_allowed, check, check_sums, job, run
+from tests.threads.gossip_holdups import as_late_as_allowed
+from tests.threads.gossip_workload import Job, check, check_sums, job, run
 
 ALGORITHMS = (("sgp", "star", 0), ("osgp", "star", 1), ("osgp", "exponential", 2), ("dpsgd", "ring", 0))
 """With a graph and a staleness. On a star of 3 hosts push-sum weights are not 1."""

@@ -10,7 +10,8 @@ import pytest
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
-from tests.threads.gossip_workload import Job, at, check_sums, job, pass_gate, run, work
+from tests.threads.gossip_holdups import at, pass_gate
+from tests.threads.gossip_workload import Job, check_sums, job, run, work
 
 
 @pytest.mark.parametrize("average_every", [0, 2])

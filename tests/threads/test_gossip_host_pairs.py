@@ -14,7 +14,8 @@ import pytest
 
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster, MemoryCollectives
-from tests.threads.gossip_workload import Job, at, check, check_sums, job, pass_gate, run, work
+from tests.threads.gossip_holdups import at, pass_gate
+from tests.threads.gossip_workload import Job, check, check_sums, job, run, work
 from tests.threads.test_gossip_holdups import finishing
 
 HOSTS = ((1, 2), (2, 2), (2, 3), (3, 2), (4, 3))

@@ -16,19 +16,8 @@ from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.testing import Cluster
 from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train
 from tests.conftest import examples
-from tests.threads.gossip_workload import (
-    EXACT,
-    GATE_TIMEOUT,
-    Job,
-    Record,
-    Watch,
-    check_sums,
-    held,
-    job,
-    pass_gate,
-    run,
-    work,
-)
+from tests.threads.gossip_holdups import GATE_TIMEOUT, Watch, held, pass_gate
+from tests.threads.gossip_workload import EXACT, Job, Record, check_sums, job, run, work
 
 OUTER = [name for name, algorithm in ALL.items() if algorithm.outer is not None]
 UNEVEN = [((13, 0, 3, 8),), ((0, 0, 0, 0), (9, 2, 2, 1), (0, 3, 0, 0)), ((9, 9, 9, 9), (1, 7, 12, 2), (8, 8, 8, 8))]
