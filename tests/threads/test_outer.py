@@ -74,6 +74,18 @@ def test_compressed_differences_equal_the_reference(algorithm: str, more: dict[s
     check(one, run(one, jitter=0.001), {"rtol": 1e-6, "atol": 1e-6})
 
 
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+def test_what_a_rank_that_has_finished_leaves_out_does_not_pile_up(compression: str):
+    """It adds up its part of all that the others do, and has no difference any more that could carry its errors."""
+    one = job((4, 160, 160), "local", None, average_every=4, compression=compression, elements=12)
+    records, compress = run(one), compress_of(one)
+    check(one, records, {"rtol": 1e-6, "atol": 1e-6})
+    assert isinstance(compress, TwoStages)
+    train(one.problem, one.steps[0], of_config(one.plan.config), compress)
+    gone, *others = np.abs(compress.errors).reshape(3, 3, 4)[[0, 1, 2], [0, 1, 2]].max(axis=1)
+    assert gone <= 2 * max(others)
+
+
 @pytest.mark.parametrize("steps", UNEVEN)
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("algorithm", OUTER)
