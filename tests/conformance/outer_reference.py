@@ -31,7 +31,7 @@ class Outer:
     Attributes:
         every: steps from one average of a fragment to the next.
         late: steps that an average is late.
-        rate: the inner learning rate by the step, from 1, since the last drain.
+        rate: the mean inner learning rate of the last ``every`` steps, by the step, from 1, since the last drain.
         momentum_of: u or b; empty at first.
     """
 

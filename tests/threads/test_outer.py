@@ -94,6 +94,31 @@ def test_uneven_steps_and_several_drains(algorithm: str, late: int, steps: Any):
     check(one, run(one, jitter=0.001))
 
 
+def test_slow_momentum_is_in_units_of_a_whole_periods_gradients():
+    """A rate that is nearly 0 just where ranks send, as at the end of a cosine, does not make a huge momentum."""
+
+    def rate(step: int) -> float:
+        return 1e-9 if step % 4 == 0 else 0.05
+
+    def tweak(worker: Any) -> None:
+        worker.learning_rate = lambda: rate(worker._base + worker._step)
+
+    more = {"average_every": 4, "fragments": 2}
+    one = job(((6,) * 3, (7,) * 3, (9,) * 3), "slowmo", None, cuts=frozenset({0}), **more)
+    outer = of_config(one.plan.config)
+    outer.rate = lambda step: float(np.mean([rate(k) for k in range(max(1, step - 3), step + 1)]))
+    records, problem = run(one, tweak=tweak), one.problem
+    for ends, count in ((slice(0, 2), 13), (slice(2, 3), 9)):
+        outcome = train(problem, (count,) * 3, outer)
+        for record, path in zip(records, outcome.path, strict=True):
+            np.testing.assert_allclose([z for each in record.segments[ends] for z in each.path], path, **EXACT)
+        problem = problem.after(outcome)
+    resumed = run(job((7,) * 3, "slowmo", None, **more), tweak=tweak, resumed=[record.saved[0] for record in records])
+    for record, again in zip(records, resumed, strict=True):
+        assert [z.tobytes() for z in record.segments[1].path] == [z.tobytes() for z in again.segments[0].path]
+    assert np.abs(outer.momentum_of).max() < 1e3
+
+
 @settings(max_examples=examples(40))
 @given(
     st.integers(1, 5),
