@@ -21,12 +21,11 @@ from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.difference_average import Average, DifferenceAverages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.messages import StartAverage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Hyper, OptimizerCommand
+from hvd_async.runtime.messages import Hyper
 from hvd_async.stats import GossipStats
 
 ANCHOR, ERROR, RATES = "outer anchor", "outer error", "inner learning rates"
@@ -47,7 +46,7 @@ class OuterWorker(GossipWorker):
         assert algorithm.outer is not None
         self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
-        self._averages = DifferenceAverages(engine, post, config.fragments)
+        self._averages: DifferenceAverages = DifferenceAverages(engine, post, config.fragments)
         self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
         self._resumes = False
         """Whether the outer momentum is an earlier worker's."""
@@ -210,12 +209,6 @@ class OuterWorker(GossipWorker):
         return dataclasses.replace(super().stats(), bytes_sent=self._averages.bytes_sent)
 
     # -- engine thread ----------------------------------------------------------------------------------------
-
-    def on_command(self, command: OptimizerCommand) -> None:
-        if isinstance(command, StartAverage):
-            self._averages.submit(command)
-        else:
-            super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")
