@@ -213,7 +213,7 @@ class GossipDriver(LocalDriver):
             self._common = self.worker.common_state()
         plan, config = self.plan, self.plan.config
         post = self.replica.message_format(
-            config.compression, plan.max_messages, self.rank_group, plan.parts, plan.max_received
+            config.compression, self.rank_group, plan.parts, plan.max_messages, plan.plain_messages, plan.max_received
         )
         worker = worker_class(config)(engine, plan, post, finish)
         worker.learning_rate = self.replica.learning_rate

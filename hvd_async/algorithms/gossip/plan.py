@@ -114,6 +114,11 @@ class GossipPlan:
         return self.config.local_size
 
     @property
+    def plain_messages(self) -> int:
+        """The most messages that a rank sends as they are in an exchange: to the other ranks of its host."""
+        return self.config.local_size - 1
+
+    @property
     def max_messages(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""
         if ALGORITHMS[self.config.algorithm].pairs:
