@@ -79,7 +79,8 @@ class GossipDriver(LocalDriver):
             self._planned({**self.given, **self._due(epoch)})
         self.epoch = 0
         self.plan = self._planned(self.given)
-        self._correction = self._new_correction()
+        self._correction = Correction(SMOOTHING)
+        """Of the momentum; it stays at its beginning while the plan has none."""
 
     def attach(self, optimizer: Any) -> Any:
         """Drive a wrapped optimizer from now on; returns it.
@@ -181,33 +182,28 @@ class GossipDriver(LocalDriver):
         """Take other options, after a drain, or before the first step of all."""
         self.replace_worker()
         self.given, self.plan, self.begun = dict(given), plan, True
-        self._correction = self._new_correction()
+        if self.restored is None:  # (else it is what was loaded, for the first step)
+            self._correction = Correction(SMOOTHING)
         self._algorithms.add(given["algorithm"])
 
     # -- momentum ---------------------------------------------------------------------------------------------------
 
-    def _new_correction(self) -> Correction | None:
-        """Return the correction of the momentum by the plan of now, at its beginning; None: there is none."""
-        return Correction(SMOOTHING) if self.plan.config.quasi_global else None
-
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
         """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""
         worker = self.worker
-        if self._correction is None or worker is None:
+        if worker is None or not self.plan.config.quasi_global:
             return super().end_step(before, after, statistics)
         half, weight = after + 0, worker.weight
         end = super().end_step(before, after, statistics)
-        mixed = (
-            end.weights if weight == 1.0 else end.weights * weight
-        )  # (the optimizer works on those times the weight)
+        mixed = end.weights if weight == 1.0 else end.weights * weight  # (those that the optimizer works on)
         return end._replace(correction=self._correction.after_step(half, mixed, self.replica.momentum_rates()))
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain, which averages the momenta too, or a cut."""
         super().finish(worker, flush)
-        if flush and self._correction is not None:
+        if flush and self.plan.config.quasi_global:
             self.replica.write_momentum(self.united(self.replica.momentum(), "the momenta"))
-            self._correction = self._new_correction()
+            self._correction = Correction(SMOOTHING)
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +213,7 @@ class GossipDriver(LocalDriver):
             self._common = self.worker.common_state()
         plan, config = self.plan, self.plan.config
         post = self.replica.message_format(
-            config.compression, plan.max_messages, self.rank_group, plan.parts, plan.max_received
+            config.compression, self.rank_group, plan.parts, plan.max_messages, plan.plain_messages, plan.max_received
         )
         worker = worker_class(config)(engine, plan, post, finish)
         worker.learning_rate = self.replica.learning_rate
@@ -245,7 +241,7 @@ class GossipDriver(LocalDriver):
             return {"weight": 1.0, "copies": dict(common), "base": 0}
         found = {"weight": kept.weight, "copies": dict(kept.copies), "base": kept.base}
         correction = self._correction
-        if correction is None or correction.vector is None:
+        if correction.vector is None:
             return found
         return found | {"copies": {**kept.copies, CORRECTION: correction.vector}, RATES: correction.rates}
 
@@ -253,8 +249,8 @@ class GossipDriver(LocalDriver):
         """Take back what ``share`` gave; as ``LocalDriver``."""
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
-        self._correction = self._new_correction()
-        if self._correction is not None and CORRECTION in share.get("copies", {}):
+        self._correction = Correction(SMOOTHING)
+        if self.corrects_momentum and CORRECTION in share.get("copies", {}):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:

@@ -80,10 +80,18 @@ class WeightReplica(Replica):
 
     @abc.abstractmethod
     def message_format(
-        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
-        """Return how vectors of weights travel: at most ``rows`` in one exchange, each one of ``parts`` of a vector;
-        ``received`` is how many come in one at the most, 0 where nobody knows."""
+        """Return how vectors of weights travel.
+
+        Args:
+            compression: by name.
+            rank_group: the ranks that gossip.
+            parts: a message holds one of so many parts of a vector.
+            messages: the most that a rank sends in one exchange.
+            plain: the most of these that may go as they are.
+            received: the most that come in one exchange; 0 where nobody knows.
+        """
 
     @abc.abstractmethod
     def is_finite(self, weights: Vector) -> bool:

@@ -162,11 +162,11 @@ class WeightReplica(replica.WeightReplica):
         return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
 
     def message_format(
-        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
         flat = self.mixed()
         kind = flat.dtype.as_numpy_dtype
-        return make_message_format(flat.elements, kind, compression, rows, rank_group, parts, self._memory)
+        return make_message_format(flat.elements, kind, compression, messages, rank_group, parts, self._memory, plain)
 
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)

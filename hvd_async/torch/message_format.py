@@ -43,80 +43,122 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
 
 
-def make_message_format(
-    like: torch.Tensor,
-    compression: str,
-    rows: int,
-    rank_group: RankGroup,
-    parts: int,
-    memory: ReusedMemory,
-    received: int = 0,
-) -> MessageFormat:
-    """How torch vectors of weights travel.
+class Codec:
+    """Vectors of one length as bytes, and back; methods as in ``MessageFormat``.
 
     Args:
-        like: a vector of weights, shape (n,), float32 or float64.
+        like: a vector, shape (n,), float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
-        rows: most messages in one exchange.
-        rank_group: the ranks that gossip.
-        parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
-        memory: for messages.
-        received: the most rows that an exchange brings; 0 where nobody knows.
-    """
-    elements, kind, device = like.numel(), like.dtype, like.device
-    part = -(-elements // parts)
-    nbytes = encoded_bytes(part, kind.itemsize, compression)
-    stride = row_bytes(nbytes)
-    rows = max(rows, (parts - 1) * rows_of(part, kind.itemsize, compression))
-    nothing = torch.zeros(rows, stride, dtype=torch.uint8, device=device)
+        memory: of encoded vectors, with room for a header.
 
-    def encode(vector: torch.Tensor) -> torch.Tensor:
-        if compression == "none":
-            return vector.view(torch.uint8)
-        data = memory.empty(stride, device)[:nbytes]
-        if compression == "int8":
+    Attributes:
+        nbytes: of an encoded vector.
+    """
+
+    def __init__(self, like: torch.Tensor, compression: str, memory: ReusedMemory) -> None:
+        self._elements, self._kind, self._device = like.numel(), like.dtype, like.device
+        self._compression, self._memory = compression, memory
+        self.nbytes = encoded_bytes(self._elements, self._kind.itemsize, compression)
+
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        if self._compression == "none":
+            return self.as_bytes(vector)
+        data = self._memory.empty(row_bytes(self.nbytes), self._device)[: self.nbytes]
+        if self._compression == "int8":
             quantize(vector, data)
         else:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
-            half = HALVES[compression]
+            half = HALVES[self._compression]
             largest = torch.finfo(half).max
             data.view(half).copy_(vector).clamp_(-largest, largest)
         return data
 
-    def decode(data: torch.Tensor) -> torch.Tensor:
-        if compression == "int8":
-            return dequantize(data, part).to(kind)
-        return data.view(HALVES.get(compression, kind)).to(kind)
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        if self._compression == "int8":
+            return dequantize(data, self._elements).to(self._kind)
+        return data.view(HALVES.get(self._compression, self._kind)).to(self._kind)
 
-    def from_bytes(data: torch.Tensor) -> torch.Tensor:
-        return data[: part * kind.itemsize].view(kind)
+    def as_bytes(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector.view(torch.uint8)
 
-    def has_room(data: torch.Tensor) -> bool:
-        """Whether a row begins with these bytes, and its header's are nobody else's."""
-        # (not so with several parts: behind one lies the next)
-        return parts == 1 and data.storage_offset() == 0 and data.untyped_storage().nbytes() == stride
+    def from_bytes(self, data: torch.Tensor) -> torch.Tensor:
+        return data[: self._elements * self._kind.itemsize].view(self._kind)
 
-    def pack(messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
+
+class RowFormat:
+    """Rows of an exchange: of each an encoded vector, and a header at its end; methods as in ``MessageFormat``.
+
+    Args:
+        nbytes: of an encoded vector.
+        rows: of an exchange.
+        received: the most rows that an exchange brings; 0 where nobody knows.
+        alone: whether the memory behind an encoded vector is its own, if there is one row.
+        device: of vectors.
+        memory: of what is received.
+    """
+
+    def __init__(
+        self, nbytes: int, rows: int, received: int, alone: bool, device: torch.device, memory: ReusedMemory
+    ) -> None:
+        self._nbytes, self._stride, self._rows, self._received = nbytes, row_bytes(nbytes), rows, received
+        self._alone, self._device, self._memory = alone, device, memory
+        self._nothing = torch.zeros(rows, self._stride, dtype=torch.uint8, device=device)
+
+    def pack(self, messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
         if not messages:
-            return nothing
-        if rows == 1 and has_room(messages[0][0]):
-            packed = messages[0][0].as_strided((1, stride), (stride, 1))
+            return self._nothing
+        if self._rows == 1 and self._has_room(messages[0][0]):
+            packed = messages[0][0].as_strided((1, self._stride), (self._stride, 1))
         else:
-            packed = torch.empty(rows, stride, dtype=torch.uint8, device=device)
+            packed = torch.empty(self._rows, self._stride, dtype=torch.uint8, device=self._device)
             for row, (data, _) in zip(packed[: len(messages)], messages, strict=True):
                 row[: len(data)].copy_(data)
         headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
-        if device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
+        if self._device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
             headers = headers.pin_memory()
         packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
         return packed
 
-    def room() -> torch.Tensor | None:
-        if not received or device.type != "cpu":
-            return None
-        return memory.empty(received * stride, device).view(received, stride)
+    def unpack(self, row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+        return row[: self._nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
-    def unpack(row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[:nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
+    def room(self) -> torch.Tensor | None:
+        if not self._received or self._device.type != "cpu":
+            return None
+        return self._memory.empty(self._received * self._stride, self._device).view(self._received, self._stride)
+
+    def _has_room(self, data: torch.Tensor) -> bool:
+        """Return whether a row begins with these bytes, and its header's are nobody else's."""
+        return self._alone and data.storage_offset() == 0 and data.untyped_storage().nbytes() == self._stride
+
+
+def make_message_format(
+    like: torch.Tensor,
+    compression: str,
+    messages: int,
+    rank_group: RankGroup,
+    parts: int,
+    memory: ReusedMemory,
+    received: int = 0,
+    plain: int = 0,
+) -> MessageFormat:
+    """Return the message format of torch vectors of weights.
+
+    Args:
+        like: a vector of weights, shape (n,), float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        messages: the most in one exchange.
+        rank_group: the ranks that gossip.
+        parts: a message holds one of so many parts of a vector.
+        memory: for messages.
+        received: the most rows that an exchange brings; 0 where nobody knows.
+        plain: messages that may go as they are in one exchange.
+    """
+    elements, kind, device = like.numel(), like.dtype, like.device
+    part = -(-elements // parts)
+    codec = Codec(like[:part], compression, memory)
+    rows = rows_of(part, kind.itemsize, compression, messages, plain)
+    # (behind one of several parts lies the next)
+    layout = RowFormat(codec.nbytes, rows, received, parts == 1, device, memory)
 
     def times(x: torch.Tensor, a: float) -> torch.Tensor:
         if x.numel() != elements:
@@ -127,19 +169,19 @@ def make_message_format(
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
 
     return MessageFormat(
-        encode=encode,
-        decode=decode,
-        as_bytes=lambda vector: vector.view(torch.uint8),
-        from_bytes=from_bytes,
-        pack=pack,
-        unpack=unpack,
-        nbytes=nbytes,
+        encode=codec.encode,
+        decode=codec.decode,
+        as_bytes=codec.as_bytes,
+        from_bytes=codec.from_bytes,
+        pack=layout.pack,
+        unpack=layout.unpack,
+        nbytes=codec.nbytes,
         rows=rows,
         lossless=compression == "none",
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),
         times=times,
-        room=room,
+        room=layout.room,
         split=split,
         concatenate=lambda pieces: torch.cat(list(pieces)),
         join=lambda pieces: torch.cat(list(pieces))[:elements],

@@ -126,9 +126,9 @@ class WeightReplica(replica.WeightReplica):
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
     def message_format(
-        self, compression: str, rows: int, rank_group: RankGroup, parts: int, received: int
+        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
-        return make_message_format(self.read(), compression, rows, rank_group, parts, self._memory, received)
+        return make_message_format(self.read(), compression, messages, rank_group, parts, self._memory, received, plain)
 
     def is_finite(self, weights: torch.Tensor) -> bool:
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)

@@ -31,7 +31,7 @@ class Outer:
     Attributes:
         every: steps from one average of a fragment to the next.
         late: steps that an average is late.
-        rate: the inner learning rate by the step, from 1, since the last drain.
+        rate: the mean inner learning rate of the last ``every`` steps, by the step, from 1, since the last drain.
         momentum_of: u or b; empty at first.
     """
 
@@ -112,7 +112,7 @@ def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compr
 class TwoStages:
     """Averages whose messages are compressed, part by part: rank j adds up part j, and sends the mean to all. What the
     messages of a rank leave out is part of its next difference, as what rank j leaves out of a mean of A ranks is, A
-    times.
+    times; once rank j is done, of the next sum of part j.
 
     Args:
         encoded: what all decode of a part that a rank has sent.
@@ -132,11 +132,13 @@ class TwoStages:
             own = np.pad(difference + self.errors[rank, where], (0, room)).reshape(self.ranks, self.length)
             sent = np.array([part if to == rank else self.encoded(part) for to, part in enumerate(own)])
             left[rank], mean = own - sent, mean + sent
+        for rank in set(range(self.ranks)) - differences.keys():
+            left[rank] = np.pad(self.errors[rank, where], (0, room)).reshape(self.ranks, self.length)
+            mean[rank] += left[rank, rank]
+            left[rank, rank] = 0.0
         mean /= len(differences)
         result = np.array([self.encoded(part) for part in mean])
         for rank in range(self.ranks):
-            if rank not in differences:
-                left[rank] = np.pad(self.errors[rank, where], (0, room)).reshape(self.ranks, self.length)
             left[rank, rank] += (mean[rank] - result[rank]) * len(differences)
             self.errors[rank, where] = left[rank].reshape(-1)[: where.stop - where.start]
         return np.asarray(result.reshape(-1)[: where.stop - where.start])

@@ -9,52 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_async.algorithms.gossip.options import SMOOTHING
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance.drive import scripted_engine
 from tests.conformance.gossip_ranks import MOMENTUM, NESTEROV, PAIRS, RING, STAR, TORCH, also_graph, both, by_options
-from tests.conformance.gossip_reference import Outcome, Problem
-from tests.conformance.reference import Array, State
+from tests.conformance.gossip_reference import Problem
+from tests.conformance.quasi_global_reference import Corrected
+from tests.conformance.reference import Array
 from tests.conformance.torch_gossip_ranks import GossipTrainer
 
 ON = {"quasi_global": True}
-
-
-class Corrected:
-    """A problem whose optimizers' momenta are corrected, in float64, for the references of gossip.
-
-    What a rank's weights have become since its last update, beside that update, is what gossip has done.
-    c <- mu c + (1 - mu) k (half - z) / eta;  momentum <- momentum + c;  Keras' velocity is -eta times torch's momentum.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self.start, self.states = problem, problem.start, problem.states
-        self._halves: dict[int, tuple[Array, float]] = {}
-        self._corrections = [np.zeros_like(own) for own in problem.start]
-        self._rank, self._z = 0, problem.start[0]
-
-    def gradient(self, z: Array, rank: int, step: int) -> Array:
-        self._rank, self._z = rank, z.copy()
-        return self._problem.gradient(z, rank, step)
-
-    def update(self, x: Array, g: Array, state: State) -> tuple[Array, State]:
-        state = state._replace(first=state.first + self.corrections(self._rank, self._z))
-        x_next, state = self._problem.update(x, g, state)
-        self._halves[self._rank] = x_next.copy(), float(x @ self._z / (self._z @ self._z))
-        return x_next, state
-
-    def corrections(self, rank: int, z: Array) -> Array:
-        if rank in self._halves:
-            half, weight = self._halves[rank]
-            rate = self._problem.case.lr if self._problem.framework == "torch" else -1.0
-            pull = SMOOTHING.strength * (half - weight * z) / rate
-            self._corrections[rank] = SMOOTHING.memory * self._corrections[rank] + (1 - SMOOTHING.memory) * pull
-        return self._corrections[rank]
-
-    def momenta(self, outcome: Outcome) -> Array:
-        """Return those after the last step, a row a rank."""
-        return np.array([own.first + self.corrections(i, outcome.path[i][-1]) for i, own in enumerate(outcome.states)])
 
 
 @pytest.mark.parametrize("case", [MOMENTUM, NESTEROV], ids=ranks.name)
@@ -115,12 +79,41 @@ def test_only_some_epochs_may_have_it(binding):
         for epoch in range(3):
             trainer.opt.set_epoch(epoch)
             trainer.train(3)
-            correction = trainer.opt._async._correction
-            found.append((trainer.opt.settings.get("quasi_global"), correction is not None and correction.vector.any()))
+            vector = trainer.opt._async._correction.vector
+            found.append((trainer.opt.settings.get("quasi_global"), vector is not None and bool(vector.any())))
         trainer.opt.drain()
         return tuple(found)
 
     assert ranks.alike(work, 2) == ((None, False), (True, True), (None, False))
+
+
+@pytest.mark.parametrize(
+    "by_epoch", [{"peers": {0: 1, 1: 2}}, {"schedule": {0: "allreduce", 1: "dpsgd"}, "average_every": 3}], ids=str
+)
+@both
+def test_a_cut_is_resumed_in_an_epoch_that_has_other_settings_than_the_first(binding, by_epoch):
+    """Bit by bit: the correction is there before ``set_epoch`` says that the plan has one."""
+    problem, saved = binding.problem(3), list[Any]([None] * 3)
+
+    def whole(rank: int) -> list[bytes]:
+        trainer = binding.make(problem, rank, **by_epoch, **ON)
+        trainer.opt.set_epoch(1)
+        trainer.train(4).opt.cut()
+        saved[rank] = trainer.saved()
+        return finish(trainer)
+
+    def second(rank: int) -> list[bytes]:
+        trainer = binding.make(problem, rank, **by_epoch, **ON).resumed(saved[rank], 4)
+        trainer.opt.set_epoch(1)
+        return finish(trainer)
+
+    def finish(trainer: Any) -> list[bytes]:
+        path = [trainer.train(1).weights().tobytes() for _ in range(4)]
+        trainer.opt.drain()
+        return [*path, trainer.moments().tobytes()]
+
+    ends = Cluster(3).run(whole)
+    assert Cluster(3).run(second) == ends
 
 
 @both

@@ -18,6 +18,8 @@ from tests.conformance import outer_reference
 from tests.conformance.cases import CASES
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.noloco_reference import noloco
+from tests.conformance.quasi_global_reference import Corrected
 
 pytestmark = pytest.mark.multiproc
 
@@ -39,7 +41,9 @@ def each(*kinds: tuple[Gossip, ...]) -> Any:
 
 def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> reference.Outcome:
     """What the reference makes of it, taking in what the ranks took in."""
-    problem = reference.least_squares(size, CASE, framework)
+    problem: Any = reference.least_squares(size, CASE, framework)
+    if case.options.get("quasi_global"):
+        problem = Corrected(problem)
     if case.algorithm == "adpsgd":
         hosts, steps = case.options.get("hierarchical", 1), list(map(case.steps, range(size)))
         return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, steps)
@@ -51,6 +55,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
     matrices: list[Matrix] = list(plan.matrices)
     if case.algorithm == "exact-diffusion":
         return exact_diffusion(problem, matrices[0], list(map(case.steps, range(size))))
+    if case.algorithm == "noloco":
+        return noloco(problem, matrices, list(map(case.steps, range(size))), plan.config)
     takes = [[taken for _, taken in log] for log in logs] if case.algorithm == "osgp" else None
     return reference.gossip(
         problem,

@@ -62,8 +62,8 @@ class Job:
         engine, ranks, plan, config = local_engine(), self.rank_group, self.plan, self.plan.config
         assert engine is not None
         rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
-        rows, parts = plan.max_messages, plan.parts
-        post = make_message_format(self.elements, np.float64, config.compression, rows, rank_group, parts)
+        own = plan.max_messages, rank_group, plan.parts
+        post = make_message_format(self.elements, np.float64, config.compression, *own, plain=plan.plain_messages)
         kind: Any = worker_class(config)
         worker: PushSumWorker = kind(engine, plan, post, finish)
         return worker

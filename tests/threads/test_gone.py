@@ -30,7 +30,8 @@ class Rank:
         assert engine is not None
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
-        post = make_message_format(WEIGHTS, np.float64, plan.config.compression, plan.max_messages, None, plan.parts)
+        own = plan.max_messages, None, plan.parts
+        post = make_message_format(WEIGHTS, np.float64, plan.config.compression, *own, plain=plan.plain_messages)
         kind: Any = worker_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)

@@ -15,7 +15,7 @@ from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import on_time
-from tests.threads.gossip_gates import GATE_TIMEOUT, as_late_as_allowed, holding
+from tests.threads.gossip_holdups import GATE_TIMEOUT, as_late_as_allowed, holding
 from tests.threads.gossip_workload import check, check_sums, job, run, work
 
 SIZES = [1, 2, 3, 4, 5, 8]

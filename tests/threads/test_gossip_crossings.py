@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.options import COMPRESSIONS
-from tests.threads.gossip_gates import as_late_as_allowed
+from tests.threads.gossip_holdups import as_late_as_allowed
 from tests.threads.gossip_workload import Job, check, check_sums, job, run
 
 ALGORITHMS = (("sgp", "star", 0), ("osgp", "star", 1), ("osgp", "exponential", 2), ("dpsgd", "ring", 0))

@@ -10,7 +10,7 @@ import pytest
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
-from tests.threads.gossip_gates import at, pass_gate
+from tests.threads.gossip_holdups import at, pass_gate
 from tests.threads.gossip_workload import Job, check_sums, job, run, work
 
 

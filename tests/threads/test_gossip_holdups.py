@@ -16,7 +16,7 @@ from hvd_async.algorithms.gossip.messages import StartExchange, WaitingForMessag
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster
 from hvd_async.topology import Topology
-from tests.threads.gossip_gates import GATE_TIMEOUT, Watch, at, held, pass_gate
+from tests.threads.gossip_holdups import GATE_TIMEOUT, Watch, at, held, pass_gate
 from tests.threads.gossip_workload import check, check_sums, job, run, work
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.testing import Cluster, MemoryCollectives
-from tests.threads.gossip_gates import at, pass_gate
+from tests.threads.gossip_holdups import at, pass_gate
 from tests.threads.gossip_workload import Job, check, check_sums, job, run, work
 from tests.threads.test_gossip_holdups import finishing
 

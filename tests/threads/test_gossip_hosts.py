@@ -12,7 +12,7 @@ from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES
 from hvd_async.algorithms.gossip.messages import ExchangeDone
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from tests.conformance.cases import CASES
-from tests.threads.gossip_gates import GATE_TIMEOUT, holding
+from tests.threads.gossip_holdups import GATE_TIMEOUT, holding
 from tests.threads.gossip_workload import check, check_sums, job, run, work
 
 ALGORITHMS = [("sgp", "exponential", 0), ("osgp", "exponential", 2), ("dpsgd", "bipartite-exponential", 0)]

@@ -16,7 +16,7 @@ from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.testing import Cluster
 from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train
 from tests.conftest import examples
-from tests.threads.gossip_gates import GATE_TIMEOUT, Watch, held, pass_gate
+from tests.threads.gossip_holdups import GATE_TIMEOUT, Watch, held, pass_gate
 from tests.threads.gossip_workload import EXACT, Job, Record, check_sums, job, run, work
 
 OUTER = [name for name, algorithm in ALL.items() if algorithm.outer is not None]
@@ -74,12 +74,49 @@ def test_compressed_differences_equal_the_reference(algorithm: str, more: dict[s
     check(one, run(one, jitter=0.001), {"rtol": 1e-6, "atol": 1e-6})
 
 
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+def test_what_a_rank_that_has_finished_leaves_out_does_not_pile_up(compression: str):
+    """It adds up its part of all that the others do, and has no difference any more that could carry its errors."""
+    one = job((4, 160, 160), "local", None, average_every=4, compression=compression, elements=12)
+    records, compress = run(one), compress_of(one)
+    check(one, records, {"rtol": 1e-6, "atol": 1e-6})
+    assert isinstance(compress, TwoStages)
+    train(one.problem, one.steps[0], of_config(one.plan.config), compress)
+    gone, *others = np.abs(compress.errors).reshape(3, 3, 4)[[0, 1, 2], [0, 1, 2]].max(axis=1)
+    assert gone <= 2 * max(others)
+
+
 @pytest.mark.parametrize("steps", UNEVEN)
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("algorithm", OUTER)
 def test_uneven_steps_and_several_drains(algorithm: str, late: int, steps: Any):
     one = job(steps, algorithm, None, average_every=4, max_staleness=late, fragments=2)
     check(one, run(one, jitter=0.001))
+
+
+def test_slow_momentum_is_in_units_of_a_whole_periods_gradients():
+    """A rate that is nearly 0 just where ranks send, as at the end of a cosine, does not make a huge momentum."""
+
+    def rate(step: int) -> float:
+        return 1e-9 if step % 4 == 0 else 0.05
+
+    def tweak(worker: Any) -> None:
+        worker.learning_rate = lambda: rate(worker._base + worker._step)
+
+    more = {"average_every": 4, "fragments": 2}
+    one = job(((6,) * 3, (7,) * 3, (9,) * 3), "slowmo", None, cuts=frozenset({0}), **more)
+    outer = of_config(one.plan.config)
+    outer.rate = lambda step: float(np.mean([rate(k) for k in range(max(1, step - 3), step + 1)]))
+    records, problem = run(one, tweak=tweak), one.problem
+    for ends, count in ((slice(0, 2), 13), (slice(2, 3), 9)):
+        outcome = train(problem, (count,) * 3, outer)
+        for record, path in zip(records, outcome.path, strict=True):
+            np.testing.assert_allclose([z for each in record.segments[ends] for z in each.path], path, **EXACT)
+        problem = problem.after(outcome)
+    resumed = run(job((7,) * 3, "slowmo", None, **more), tweak=tweak, resumed=[record.saved[0] for record in records])
+    for record, again in zip(records, resumed, strict=True):
+        assert [z.tobytes() for z in record.segments[1].path] == [z.tobytes() for z in again.segments[0].path]
+    assert np.abs(outer.momentum_of).max() < 1e3
 
 
 @settings(max_examples=examples(40))

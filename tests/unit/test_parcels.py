@@ -145,7 +145,7 @@ def test_the_error_of_int8_that_is_fed_back_dies_out():
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("codec", CODECS)
 def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
-    post = make_message_format(elements, kind, codec, rows=3)
+    post = make_message_format(elements, kind, codec, messages=3)
     assert post.nbytes == encoded_bytes(elements, np.dtype(kind).itemsize, codec)
     sent = [(post.encode(vector(elements, kind, seed)), HEADER.pack(seed, 0.5 * seed)) for seed in (1, 2)]
     rows = post.pack(sent)
@@ -166,7 +166,7 @@ def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
     """As it comes out of a collective: rows one after another, in a buffer aligned like NumPy's."""
-    post = make_message_format(13, kind, codec, rows=3)
+    post = make_message_format(13, kind, codec, messages=3)
     rows = post.pack([(post.encode(vector(13, kind, seed)), HEADER.pack(0, 1.0)) for seed in range(3)])
     for seed, row in enumerate(rows):
         assert row.ctypes.data % ALIGNMENT == 0
@@ -176,7 +176,7 @@ def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_packets_of_a_post_have_one_shape(codec):
-    post = make_message_format(9, np.float32, codec, rows=2)
+    post = make_message_format(9, np.float32, codec, messages=2)
     empty = post.pack([])
     assert empty.shape == post.pack([(post.encode(vector(9)), HEADER.pack(1, 1.0))]).shape
     assert post.pack([]) is empty
@@ -187,7 +187,7 @@ def test_all_packets_of_a_post_have_one_shape(codec):
 @pytest.mark.parametrize("codec", CODECS)
 def test_parts_of_a_host_travel_as_they_are_in_several_rows(codec, elements, kind):
     """At once to the 2 other ranks of a host, whatever is behind the last one's end."""
-    post, values = make_message_format(elements, kind, codec, 1, parts=3), vector(elements, kind)
+    post, values = make_message_format(elements, kind, codec, 1, parts=3, plain=2), vector(elements, kind)
     for part in post.split(values):
         data, step = post.as_bytes(part), max(1, post.nbytes)
         pieces = [data[at : at + step] for at in range(0, max(1, len(data)), step)]
@@ -195,6 +195,14 @@ def test_parts_of_a_host_travel_as_they_are_in_several_rows(codec, elements, kin
         rows = post.pack([(piece, HEADER.pack(1, 1.0)) for piece in pieces] * 2)
         received = post.concatenate([post.unpack(row)[0] for row in rows[: len(pieces)]])
         assert post.from_bytes(received).tobytes() == part.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_exchange_has_rows_for_what_may_go_and_no_more(codec):
+    """Of parts that are all encoded, as many as are sent at once, however many there are of a vector."""
+    assert make_message_format(8 * CHUNK, np.float32, codec, 3, parts=8).rows == 3
+    plain = {"none": 1, "fp16": 2, "bf16": 2, "int8": 4}[codec]
+    assert make_message_format(8 * CHUNK, np.float32, codec, 3, parts=8, plain=7).rows == 7 * plain
 
 
 def test_a_lossless_message_is_the_vector_itself():

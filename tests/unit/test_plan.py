@@ -115,6 +115,8 @@ def test_outer_optimizers_have_their_rhythm_and_constants():
     assert (make_plan(4, "local").config.outer_lr, make_plan(4, "local").config.outer_momentum) == (0.0, 0.0)
     assert make_plan(4, "local", fragments=2).parts == 8
     assert (make_plan(4).parts, make_plan(4, local_size=2).parts) == (1, 2)
+    plans = make_plan(4, "local", fragments=2), make_plan(4), make_plan(4, local_size=2)
+    assert [(plan.max_messages, plan.plain_messages) for plan in plans] == [(3, 0), (1, 0), (1, 1)]
 
 
 def test_other_weights_are_another_graph():

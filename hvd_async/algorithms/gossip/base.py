@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvd_async.algorithms.gossip.difference_average import DifferenceAverages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.global_average import GlobalAverages
 from hvd_async.algorithms.gossip.message_exchange import MessageExchange, MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import GossipConfig, RankFinished, StartExchange
+from hvd_async.algorithms.gossip.messages import GossipConfig, RankFinished, StartAverage, StartExchange
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer
@@ -40,6 +42,9 @@ class GossipWorker(Worker):
         learning_rate: returns that of the optimizer's steps now.
         log: events for a test, as the subclass says; None: they are not recorded.
     """
+
+    _averages: GlobalAverages | DifferenceAverages
+    """Averages of all ranks, of an algorithm that has any between ends."""
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
@@ -241,6 +246,8 @@ class GossipWorker(Worker):
         match command:
             case StartExchange():
                 self._exchanges.exchange(command)
+            case StartAverage():
+                self._averages.submit(command)
             case RankFinished(_, rank, step):
                 self._receive_buffer.rank_finished(self._ranks.index(rank), step)
             case Drained():

@@ -3,7 +3,8 @@
 Each stage is an ``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank
 j, which adds up what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many
 numbers as an allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression
-leaves out of either stage is added to the next vector that this rank contributes (error feedback).
+leaves out of either stage is added to the next vector that this rank contributes (error feedback); where a rank has
+finished, what it leaves out of means is added to the next mean of its part.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class DifferenceAverages:
         """Return the elements of a fragment."""
         length = self._part * self._size
         return slice(min(fragment * length, self._elements), min((fragment + 1) * length, self._elements))
+
+    def _own_part(self, fragment: int) -> slice:
+        """Return the elements of a fragment that this rank adds up."""
+        whole = self.slice_of(fragment)
+        start = min(whole.start + self._place * self._part, whole.stop)
+        return slice(start, min(start + self._part, whole.stop))
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -174,17 +181,19 @@ class DifferenceAverages:
         total = first + 0
         for part in others:
             total = total + part
+        if self._engine.rank not in command.ranks:  # (else what it has left out is in its own part)
+            where = self._own_part(command.part)
+            total[: where.stop - where.start] += self.error[where]
+            self.error[where] = 0.0
         return total * (1.0 / len(command.ranks))
 
     def _send_mean(self, command: StartAverage, mean: Vector) -> None:
         post, place = self._post, self._place
         data = post.encode(mean)
         decoded = post.decode(data)
-        start = self.slice_of(command.part).start + place * self._part
-        end = min(start + self._part, self.slice_of(command.part).stop)
-        if start < end:  # a mean's error counts as often as there are ranks in it
-            left = (mean - decoded) * float(len(command.ranks))
-            self.error[start:end] = self.error[start:end] + left[: end - start]
+        own = self._own_part(command.part)
+        left = (mean - decoded) * float(len(command.ranks))  # a mean's error counts as often as there are ranks in it
+        self.error[own] += left[: own.stop - own.start]
 
         def on_means(received: tuple[Any, list[int]]) -> None:
             by_place = self._unpacked(received) | {place: decoded}

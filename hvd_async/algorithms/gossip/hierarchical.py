@@ -34,7 +34,7 @@ from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.global_average import GlobalAverages
 from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES, HostWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import RankFinished, StartAverage
+from hvd_async.algorithms.gossip.messages import RankFinished
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.receive_buffer import ReceivedMessage
@@ -62,7 +62,7 @@ class HierarchicalWorker(HostWorker):
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
         size = plan.config.local_size
-        self._averages = GlobalAverages(engine, post)
+        self._averages: GlobalAverages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph, size)
         """Estimates of this rank's shard."""
         self._weights = [1.0] * size
@@ -219,8 +219,6 @@ class HierarchicalWorker(HostWorker):
         """Carry out a command."""
         super().on_command(command)
         match command:
-            case StartAverage():
-                self._averages.submit(command)
             case RankFinished():
                 self._progress()
             case Drained() if self.deleted:

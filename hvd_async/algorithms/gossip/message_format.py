@@ -30,9 +30,18 @@ def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
     return elements * (itemsize if compression == "none" else 2)
 
 
-def rows_of(elements: int, itemsize: int, compression: str) -> int:
-    """Return the rows of ``encoded_bytes`` each that the same vector takes as it is."""
-    return max(1, -(-elements * itemsize // max(1, encoded_bytes(elements, itemsize, compression))))
+def rows_of(elements: int, itemsize: int, compression: str, messages: int, plain: int) -> int:
+    """Return the rows of ``encoded_bytes`` each that an exchange takes.
+
+    Args:
+        elements: of a message.
+        itemsize: of an element.
+        compression: of messages.
+        messages: the most that there are, if they are encoded.
+        plain: the most that there are, if they travel as they are, in several rows each.
+    """
+    nbytes = encoded_bytes(elements, itemsize, compression)
+    return max(messages, plain * max(1, -(-elements * itemsize // max(1, nbytes))))
 
 
 def row_bytes(nbytes: int) -> int:
@@ -81,14 +90,134 @@ def _runs(elements: int) -> Iterator[slice]:
         yield slice(start, start + CACHED)
 
 
+class Codec:
+    """Vectors of one length as bytes, and back; methods as in ``MessageFormat``.
+
+    Args:
+        elements: of a vector.
+        kind: float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        memory: of encoded vectors, with room for a header.
+
+    Attributes:
+        nbytes: of an encoded vector.
+    """
+
+    def __init__(self, elements: int, kind: np.dtype[Any], compression: str, memory: ReusedBlocks) -> None:
+        self._elements, self._kind, self._compression, self._memory = elements, kind, compression, memory
+        self.nbytes = encoded_bytes(elements, kind.itemsize, compression)
+
+    def encode(self, vector: Array) -> Array:
+        if self._compression == "int8":
+            return quantize(vector)
+        if self._compression == "none":
+            return self.as_bytes(vector)
+        data, largest = self._memory.take(row_bytes(self.nbytes))[: self.nbytes], LARGEST[self._compression]
+        bf16 = self._compression == "bf16"
+        halves = data.view(np.uint16 if bf16 else np.float16)
+        for run in _runs(self._elements):  # the sender keeps what clipping and rounding leave out
+            clipped = np.clip(vector[run], -largest, largest)
+            halves[run] = to_bf16(clipped) if bf16 else clipped
+        return data
+
+    def decode(self, data: Array) -> Array:
+        if self._compression == "int8":
+            return dequantize(data, self._elements).astype(self._kind, copy=False)
+        if self._compression == "bf16":
+            return from_bf16(data.view(np.uint16)).astype(self._kind, copy=False)
+        return data.view(np.float16 if self._compression == "fp16" else self._kind).astype(self._kind, copy=False)
+
+    def as_bytes(self, vector: Array) -> Array:
+        return np.ascontiguousarray(vector, self._kind).view(np.uint8)
+
+    def from_bytes(self, data: Array) -> Array:
+        return data[: self._elements * self._kind.itemsize].view(self._kind)
+
+
+class RowFormat:
+    """Rows of an exchange: of each an encoded vector, and a header at its end; methods as in ``MessageFormat``.
+
+    Args:
+        nbytes: of an encoded vector.
+        rows: of an exchange.
+        alone: whether the memory behind an encoded vector is its own, if there is one row.
+        memory: of rows.
+    """
+
+    def __init__(self, nbytes: int, rows: int, alone: bool, memory: ReusedBlocks) -> None:
+        self._nbytes, self._rows, self._alone, self._memory = nbytes, rows, alone, memory
+        self._stride = row_bytes(nbytes)
+        self._nothing = np.zeros((rows, self._stride), np.uint8)
+
+    def pack(self, messages: Sequence[tuple[Array, bytes]]) -> Array:
+        if not messages:
+            return self._nothing
+        packed = self._row_of(messages[0][0])
+        if packed is None:
+            packed = self._memory.take(self._rows * self._stride).reshape(self._rows, self._stride)
+            for row, (data, _) in zip(packed, messages, strict=False):
+                row[: len(data)] = data
+        for row, (_, header) in zip(packed, messages, strict=False):
+            row[-HEADER.size :] = np.frombuffer(header, np.uint8)
+        return packed
+
+    def unpack(self, row: Array) -> tuple[Array, bytes]:
+        return row[: self._nbytes], row[-HEADER.size :].tobytes()
+
+    def _row_of(self, data: Array) -> Array | None:
+        """Return the row that begins with these bytes, if its header's are nobody else's."""
+        block, stride = data.base, self._stride
+        if not self._alone or self._rows > 1 or not isinstance(block, np.ndarray) or block.dtype != np.uint8:
+            return None
+        whole = block.shape == (stride,) and block.flags.writeable and block.ctypes.data == data.ctypes.data
+        return block.reshape(1, stride) if whole else None
+
+
+class Arithmetic:
+    """Operations on whole vectors and their parts; methods as in ``MessageFormat``.
+
+    Args:
+        elements: of a vector.
+        kind: float32 or float64.
+        parts: of a vector.
+        memory: of vectors, with room for a header.
+    """
+
+    def __init__(self, elements: int, kind: np.dtype[Any], parts: int, memory: ReusedBlocks) -> None:
+        self._elements, self._kind, self._parts, self._memory = elements, kind, parts, memory
+        self.zeros = np.zeros(elements, kind)
+
+    def add(self, x: Array, y: Array, a: float) -> Array:
+        if a == 1.0:
+            x += y
+            return x
+        for run in _runs(len(x)):
+            x[run] += y[run] * self._kind.type(a)
+        return x
+
+    def times(self, x: Array, a: float) -> Array:
+        own = len(x) == self._elements
+        product = vector_with_room(self._elements, self._kind, self._memory) if own else np.empty_like(x)
+        np.multiply(x, self._kind.type(a), out=product)
+        return product
+
+    def split(self, vector: Array) -> list[Array]:
+        part = -(-self._elements // self._parts)
+        return list(np.pad(vector, (0, part * self._parts - self._elements)).reshape(self._parts, part))
+
+    def join(self, pieces: Sequence[Array]) -> Array:
+        return np.concatenate(pieces)[: self._elements]
+
+
 def make_message_format(
     elements: int,
     dtype: Any,
     compression: str,
-    rows: int,
+    messages: int,
     rank_group: RankGroup | None = None,
     parts: int = 1,
     memory: ReusedBlocks | None = None,
+    plain: int = 0,
 ) -> MessageFormat:
     """Return the message format of NumPy vectors of weights.
 
@@ -96,96 +225,34 @@ def make_message_format(
         elements: of a vector.
         dtype: float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
-        rows: most messages in one exchange.
+        messages: the most in one exchange.
         rank_group: the ranks that share the optimizer; None: all.
-        parts: a message holds one of so many parts of a vector; ``parts - 1`` of them may go as they are at once.
+        parts: a message holds one of so many parts of a vector.
         memory: of vectors and messages; None: new memory each time.
+        plain: messages that may go as they are in one exchange.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
     blocks = ReusedBlocks(most=0) if memory is None else memory
-    nbytes = encoded_bytes(part, kind.itemsize, compression)
-    stride = row_bytes(nbytes)
-    rows = max(rows, (parts - 1) * rows_of(part, kind.itemsize, compression))
-    nothing, zeros = np.zeros((rows, stride), np.uint8), np.zeros(elements, kind)
-
-    def encode(vector: Array) -> Array:
-        if compression == "int8":
-            return quantize(vector)
-        if compression == "none":
-            return as_bytes(vector)
-        data, largest = blocks.take(stride)[:nbytes], LARGEST[compression]
-        halves = data.view(np.uint16 if compression == "bf16" else np.float16)
-        for run in _runs(part):  # the sender keeps what clipping and rounding leave out
-            clipped = np.clip(vector[run], -largest, largest)
-            halves[run] = to_bf16(clipped) if compression == "bf16" else clipped
-        return data
-
-    def as_bytes(vector: Array) -> Array:
-        return np.ascontiguousarray(vector, kind).view(np.uint8)
-
-    def from_bytes(data: Array) -> Array:
-        return data[: part * kind.itemsize].view(kind)
-
-    def decode(data: Array) -> Array:
-        if compression == "int8":
-            return dequantize(data, part).astype(kind, copy=False)
-        if compression == "bf16":
-            return from_bf16(data.view(np.uint16)).astype(kind, copy=False)
-        return data.view(np.float16 if compression == "fp16" else kind).astype(kind, copy=False)
-
-    def room_of(data: Array) -> Array | None:
-        """Return the row that begins with these bytes, if its header's are nobody else's."""
-        block = data.base  # (not so with several parts: behind one lies the next)
-        if parts > 1 or rows > 1 or not isinstance(block, np.ndarray) or block.dtype != np.uint8:
-            return None
-        whole = block.shape == (stride,) and block.flags.writeable and block.ctypes.data == data.ctypes.data
-        return block.reshape(1, stride) if whole else None
-
-    def pack(messages: Sequence[tuple[Array, bytes]]) -> Array:
-        if not messages:
-            return nothing
-        packed = room_of(messages[0][0])
-        if packed is None:
-            packed = blocks.take(rows * stride).reshape(rows, stride)
-            for row, (data, _) in zip(packed, messages, strict=False):
-                row[: len(data)] = data
-        for row, (_, header) in zip(packed, messages, strict=False):
-            row[-HEADER.size :] = np.frombuffer(header, np.uint8)
-        return packed
-
-    def split(vector: Array) -> list[Array]:
-        return list(np.pad(vector, (0, part * parts - elements)).reshape(parts, part))
-
-    def add(x: Array, y: Array, a: float) -> Array:
-        if a == 1.0:
-            x += y
-            return x
-        for run in _runs(len(x)):
-            x[run] += y[run] * kind.type(a)
-        return x
-
-    def times(x: Array, a: float) -> Array:
-        product = vector_with_room(elements, kind, blocks) if len(x) == elements else np.empty_like(x)
-        np.multiply(x, kind.type(a), out=product)
-        return product
-
+    codec, vectors = Codec(part, kind, compression, blocks), Arithmetic(elements, kind, parts, blocks)
+    rows = rows_of(part, kind.itemsize, compression, messages, plain)
+    layout = RowFormat(codec.nbytes, rows, parts == 1, blocks)  # (behind one of several parts lies the next)
     return MessageFormat(
-        encode=encode,
-        decode=decode,
-        as_bytes=as_bytes,
-        from_bytes=from_bytes,
-        pack=pack,
-        unpack=lambda row: (row[:nbytes], row[-HEADER.size :].tobytes()),
-        nbytes=nbytes,
+        encode=codec.encode,
+        decode=codec.decode,
+        as_bytes=codec.as_bytes,
+        from_bytes=codec.from_bytes,
+        pack=layout.pack,
+        unpack=layout.unpack,
+        nbytes=codec.nbytes,
         rows=rows,
         lossless=compression == "none",
         differences=compression == "int8",
-        add=add,
-        times=times,
-        split=split,
+        add=vectors.add,
+        times=vectors.times,
+        split=vectors.split,
         concatenate=np.concatenate,
-        join=lambda pieces: np.concatenate(pieces)[:elements],
-        zeros=lambda: zeros,
+        join=vectors.join,
+        zeros=lambda: vectors.zeros,
         scalar=lambda value: np.array([value], np.float64),
         process_set=None if rank_group is None else rank_group.process_set,
         members=() if rank_group is None else rank_group.members,

@@ -258,6 +258,23 @@ class GossipAlgorithm(Algorithm):
         return "max_staleness" in self.options
 
 
+def _with_neighbours(name: str, options: Mapping[str, Any], about: str, **traits: Any) -> GossipAlgorithm:
+    """Return an algorithm whose ranks wait for messages of neighbours."""
+    return GossipAlgorithm(
+        name, "gossip", options, "weights", "neighbours", about=about, compressions=COMPRESSIONS, **traits
+    )
+
+
+def _with_anchor(name: str, options: Mapping[str, Any], about: str, step: outer.Step) -> GossipAlgorithm:
+    """Return an algorithm whose ranks go on from an anchor that an outer optimizer moves."""
+    return GossipAlgorithm(
+        name, "gossip", options, "weights", "period", about=about, compressions=COMPRESSIONS, outer=step
+    )
+
+
+SMOOTHING = Smoothing(strength=0.7, memory=0.95)
+"""Constants of quasi-global momentum. (With 1 and 0.9 momenta of dpsgd run away on a ring of 32 ranks.)"""
+
 _MIXED: Mapping[str, Any] = {
     name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
 }
@@ -266,43 +283,22 @@ _PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "ex
 _SYMMETRIC = {"topology": "bipartite-exponential"}
 _PAIRED = {"peers": 1, "max_local_steps": 4, "compression": "none", "hierarchical": False}
 _QUASI_GLOBAL = {"quasi_global": False}
-SMOOTHING = Smoothing(strength=0.7, memory=0.95)
-"""Constants of quasi-global momentum. (With 1 and 0.9 momenta of dpsgd run away on a ring of 32 ranks.)"""
+_PAIRS_IN_TURN = {"topology": "random-pairs", "gossip_every": 8, "outer_lr": 0.7, "outer_momentum": 0.3}
 _OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
 """(With None an average may be half of ``average_every`` steps late.)"""
+_BOTH_WAYS = {"symmetric_graph": True, "doubly_stochastic": True}
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     algorithm.name: algorithm
     for algorithm in (
-        GossipAlgorithm(
-            "sgp",
-            "gossip",
-            {**_PUSH_SUM, **_QUASI_GLOBAL},
-            sends="weights",
-            waits_for="neighbours",
-            about="waits for their messages",
-            compressions=COMPRESSIONS,
-        ),
-        GossipAlgorithm(
-            "osgp",
-            "gossip",
-            {**_PUSH_SUM, "max_staleness": 1},
-            sends="weights",
-            waits_for="neighbours",
-            about="takes them in up to --max-staleness steps later",
-            compressions=COMPRESSIONS,
-        ),
-        GossipAlgorithm(
+        _with_neighbours("sgp", {**_PUSH_SUM, **_QUASI_GLOBAL}, "waits for their messages"),
+        _with_neighbours("osgp", {**_PUSH_SUM, "max_staleness": 1}, "takes them in up to --max-staleness steps later"),
+        _with_neighbours(
             "dpsgd",
-            "gossip",
             {**_PUSH_SUM, **_SYMMETRIC, **_QUASI_GLOBAL},
-            sends="weights",
-            waits_for="neighbours",
-            symmetric_graph=True,
-            about="wants a symmetric graph",
-            compressions=COMPRESSIONS,
-            doubly_stochastic=True,
+            "wants a symmetric graph",
             sends_before_update=True,
+            **_BOTH_WAYS,
         ),
         GossipAlgorithm(
             "adpsgd",
@@ -315,60 +311,35 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             compressions=("none", "fp16", "bf16"),
             pairs=True,
         ),
-        GossipAlgorithm(
+        _with_neighbours(
             "exact-diffusion",
-            "gossip",
             {**_MIXED, "topology": "ring"},
-            sends="weights",
-            waits_for="neighbours",
-            symmetric_graph=True,
-            about="wants a static symmetric graph, and corrects what data differ by",
-            compressions=COMPRESSIONS,
-            doubly_stochastic=True,
+            "wants a static symmetric graph, and corrects what data differ by",
             exact=True,
+            **_BOTH_WAYS,
         ),
-        GossipAlgorithm(
+        _with_neighbours(
             "noloco",
-            "gossip",
-            {**_NO_AVERAGES, "topology": "random-pairs", "gossip_every": 8, "outer_lr": 0.7, "outer_momentum": 0.3},
-            sends="weights",
-            waits_for="neighbours",
-            symmetric_graph=True,
-            about="averages pairs every --gossip-every steps, with momentum",
-            compressions=COMPRESSIONS,
-            doubly_stochastic=True,
+            {**_NO_AVERAGES, **_PAIRS_IN_TURN},
+            "averages pairs every --gossip-every steps, with momentum",
             slow=True,
+            **_BOTH_WAYS,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
-        GossipAlgorithm(
+        _with_anchor(
             "local",
-            "gossip",
             _OUTER,
-            sends="weights",
-            waits_for="period",
-            about="averages all ranks every --average-every steps, while it takes the next ones",
-            compressions=COMPRESSIONS,
-            outer=outer.local,
+            "averages all ranks every --average-every steps, while it takes the next ones",
+            outer.local,
         ),
-        GossipAlgorithm(
-            "slowmo",
-            "gossip",
-            {**_OUTER, "outer_lr": 1.0, "outer_momentum": 0.3},
-            sends="weights",
-            waits_for="period",
-            about="the same with slow momentum",
-            compressions=COMPRESSIONS,
-            outer=outer.slowmo,
+        _with_anchor(
+            "slowmo", {**_OUTER, "outer_lr": 1.0, "outer_momentum": 0.3}, "the same with slow momentum", outer.slowmo
         ),
-        GossipAlgorithm(
+        _with_anchor(
             "diloco",
-            "gossip",
             {**_OUTER, "outer_lr": 0.7, "outer_momentum": 0.5},
-            sends="weights",
-            waits_for="period",
-            about="the same with Nesterov's momentum",
-            compressions=COMPRESSIONS,
-            outer=outer.diloco,
+            "the same with Nesterov's momentum",
+            outer.diloco,
         ),
     )
 }

@@ -6,10 +6,11 @@ Each rank i goes on from the anchor x and takes H steps, to x_i. Then, with d = 
     SlowMo (Wang et al., ICLR 2020, Algorithm 1):  u <- beta u + d / gamma;  x <- x - alpha gamma u
     DiLoCo (Douillard et al., 2023, Algorithm 1, Nesterov):  b <- mu b + d;  x <- x - lr (d + mu b)
 
-gamma is the learning rate of the ranks' own steps; their momentum stays with them. A rank takes the new anchor D steps
-after it has sent x - x_i, and keeps what it has learned since (DaSGD, Zhou et al., 2020): x_i <- x + (x_i - sent x_i).
-The vector is averaged in F fragments, one after the other (Streaming DiLoCo, Douillard et al., 2025; its ranks mix x_i
-with x when it comes).
+gamma is the learning rate of the ranks' own steps, the mean over the H: at the end of a schedule the last one's may be
+far from the others'. Their momentum stays with the ranks. A rank takes the new anchor D steps after it has sent
+x - x_i, and keeps what it has learned since (DaSGD, Zhou et al., 2020): x_i <- x + (x_i - sent x_i). The vector is
+averaged in F fragments, one after the other (Streaming DiLoCo, Douillard et al., 2025; its ranks mix x_i with x when it
+comes).
 """
 
 from __future__ import annotations

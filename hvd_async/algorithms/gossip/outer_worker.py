@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from hvd_async.algorithms.gossip import outer
@@ -20,15 +21,14 @@ from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.difference_average import Average, DifferenceAverages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.messages import StartAverage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Hyper, OptimizerCommand
+from hvd_async.runtime.messages import Hyper
 from hvd_async.stats import GossipStats
 
-ANCHOR, ERROR = "outer anchor", "outer error"
+ANCHOR, ERROR, RATES = "outer anchor", "outer error", "inner learning rates"
 SENT, MEAN_OF, NUMBER = "outer sent ", "outer mean ", "outer learning rate "
 """Names of saved vectors; those that end with a blank are followed by an average's number."""
 
@@ -46,10 +46,12 @@ class OuterWorker(GossipWorker):
         assert algorithm.outer is not None
         self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
-        self._averages = DifferenceAverages(engine, post, config.fragments)
+        self._averages: DifferenceAverages = DifferenceAverages(engine, post, config.fragments)
         self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
         self._resumes = False
         """Whether the outer momentum is an earlier worker's."""
+        self._rates: deque[float] = deque(maxlen=config.average_every)
+        """This rank's learning rates in its last steps since a drain, at most a period's; empty without momentum."""
         self._next = 0
         """The number, since the last drain, of the next average to take."""
         self._sent: dict[int, Vector] = {}
@@ -76,6 +78,8 @@ class OuterWorker(GossipWorker):
         self.check_step()
         self._step += 1
         now = self._base + self._step
+        if self._state.momentum is not None:
+            self._rates.append(self.learning_rate())
         last = self._rhythm.until(now) - 1
         if last >= 0 and self._rhythm.step(last) == now:
             self._enter(last, after)
@@ -90,7 +94,7 @@ class OuterWorker(GossipWorker):
         where = self._averages.slice_of(fragment)
         self._sent[average] = weights[where] + 0
         difference = self._state.anchor[where] - weights[where]
-        gamma = 1.0 if self._state.momentum is None else self.learning_rate()
+        gamma = sum(self._rates) / len(self._rates) if self._rates else 1.0
         self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
 
     def _take(self, weights: Vector, now: int) -> None:
@@ -130,6 +134,7 @@ class OuterWorker(GossipWorker):
         z = self.consensus(weights)
         self._state, self._next = self._state._replace(anchor=z + 0), 0
         self._averages.error[:] = 0.0
+        self._rates.clear()
         return z
 
     def consensus(self, x: Vector) -> Vector:
@@ -160,6 +165,8 @@ class OuterWorker(GossipWorker):
 
     def _estimates(self) -> dict[str, Vector]:
         saved = {ANCHOR: self._state.anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
+        if self._rates:
+            saved[RATES] = self._post.concatenate([self._post.scalar(rate) for rate in self._rates])
         for average, (mean, gamma) in self._averages.results().items():
             saved |= {f"{MEAN_OF}{average}": mean + 0, f"{NUMBER}{average}": self._post.scalar(gamma)}
         return saved | {f"{SENT}{average}": sent + 0 for average, sent in self._sent.items()}
@@ -189,6 +196,7 @@ class OuterWorker(GossipWorker):
         self._next = min(means, default=first)
         self._state = self._state._replace(anchor=copies[ANCHOR] + 0)
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
+        self._rates.extend(float(rate) for rate in copies.get(RATES, ()))
         self.take_common_state(copies)
         super().restore(kept)
 
@@ -201,12 +209,6 @@ class OuterWorker(GossipWorker):
         return dataclasses.replace(super().stats(), bytes_sent=self._averages.bytes_sent)
 
     # -- engine thread ----------------------------------------------------------------------------------------
-
-    def on_command(self, command: OptimizerCommand) -> None:
-        if isinstance(command, StartAverage):
-            self._averages.submit(command)
-        else:
-            super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")

@@ -114,6 +114,11 @@ class GossipPlan:
         return self.config.local_size
 
     @property
+    def plain_messages(self) -> int:
+        """The most messages that a rank sends as they are in an exchange: to the other ranks of its host."""
+        return self.config.local_size - 1
+
+    @property
     def max_messages(self) -> int:
         """The most messages that a rank sends in an exchange; AD-PSGD: one."""
         if ALGORITHMS[self.config.algorithm].pairs:
@@ -199,43 +204,65 @@ def make_plan(
     }
     kind = _checked(algorithm, given)
     check_hosts(size, local_size)
-    average_every = average_every or kind.options.get("average_every", 0)
-    if max_staleness is None:
-        max_staleness = kind.options.get("max_staleness", 0)
-    if kind.outer is not None:
-        Rhythm(average_every, fragments).check()
-        max_staleness = average_every // 2 if max_staleness is None else min(max_staleness, average_every - 1)
-    places = size // local_size
-    if kind.has_graph:
-        chosen, matrices = chosen_graph(places, kind, graph, peers, weights, "hosts" if local_size > 1 else "ranks")
-    else:
-        chosen, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
-    digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
-    neighbours = [list(chosen.neighbours(place)) for place in range(places)] if kind.pairs else []
-    config = GossipConfig(
-        algorithm=algorithm,
-        graph=f"{chosen.name} ({digest:08x})",
-        neighbours=neighbours,
-        max_staleness=max_staleness,
-        gossip_every=kind.options.get("gossip_every") or 1 if gossip_every is None else gossip_every,
-        max_local_steps=max_local_steps if "max_local_steps" in kind.options else 0,
-        average_every=average_every,
-        compression=compression,
-        local_size=local_size,
-        quasi_global=quasi_global,
-        fragments=fragments,
-        outer_lr=kind.options.get("outer_lr", 0.0) if outer_lr is None else outer_lr,
-        outer_momentum=kind.options.get("outer_momentum", 0.0) if outer_momentum is None else outer_momentum,
-    )
-    plan = GossipPlan(config, chosen, tuple(matrices))
+    plan = _planned(kind, given, size, local_size)
     _check_weight(plan, kind)
-    if compression == "int8" and plan.copies > MOST_COPIES:
-        raise ValueError(
-            f"int8 on topology {chosen.name!r} keeps {plan.copies} copies of the weights on a rank (one for each edge "
-            f"and phase), and {MOST_COPIES} are the limit: take 'exponential' (1 + 2 log2 P), another graph with fewer "
-            f"edges and phases, or compression bf16"
-        )
+    _check_copies(plan, kind)
     return plan
+
+
+def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_size: int) -> GossipPlan:
+    """Return the plan by a user's options, which were checked one by one."""
+    places, what = size // local_size, "hosts" if local_size > 1 else "ranks"
+    graph, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
+    if kind.has_graph:
+        graph, matrices = chosen_graph(places, kind, given["topology"], given["peers"], given["mixing"], what)
+    digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
+    config = GossipConfig(
+        algorithm=kind.name,
+        graph=f"{graph.name} ({digest:08x})",
+        neighbours=[list(graph.neighbours(place)) for place in range(places)] if kind.pairs else [],
+        compression=given["compression"],
+        local_size=local_size,
+        quasi_global=given["quasi_global"],
+        fragments=given["fragments"],
+        **_rhythm(kind, given),
+        **_constants(kind, given),
+    )
+    return GossipPlan(config, graph, tuple(matrices))
+
+
+def _rhythm(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of steps in a configuration: those given, else the algorithm's own."""
+    own, late, every = kind.options, given["max_staleness"], given["gossip_every"]
+    average_every = given["average_every"] or own.get("average_every", 0)
+    if kind.outer is not None:
+        Rhythm(average_every, given["fragments"]).check()
+        late = average_every // 2 if late is None else min(late, average_every - 1)
+    return {
+        "max_staleness": own.get("max_staleness", 0) if late is None else late,
+        "gossip_every": own.get("gossip_every") or 1 if every is None else every,
+        "max_local_steps": given["max_local_steps"] if "max_local_steps" in own else 0,
+        "average_every": average_every,
+    }
+
+
+def _constants(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants of an outer optimizer in a configuration: those given, else the algorithm's own."""
+    return {
+        name: kind.options.get(name, 0.0) if given[name] is None else given[name]
+        for name in ("outer_lr", "outer_momentum")
+    }
+
+
+def _check_copies(plan: GossipPlan, kind: GossipAlgorithm) -> None:
+    """Refuse 8-bit differences to more vectors than a rank may keep."""
+    if plan.config.compression == "int8" and plan.copies > MOST_COPIES:
+        graph = "a graph" if kind.symmetric_graph else "'exponential' (1 + 2 log2 P), another graph"
+        raise ValueError(
+            f"int8 on topology {plan.topology.name!r} keeps {plan.copies} copies of the weights on a rank (one for "
+            f"each edge and phase), and {MOST_COPIES} are the limit: take {graph} with fewer edges and phases, or "
+            f"compression bf16"
+        )
 
 
 def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:

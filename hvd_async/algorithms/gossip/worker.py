@@ -18,7 +18,7 @@ from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.global_average import GlobalAverages
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.messages import StartAverage, WaitingForMessage
+from hvd_async.algorithms.gossip.messages import WaitingForMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.receive_buffer import ReceivedMessage
@@ -26,7 +26,6 @@ from hvd_async.algorithms.gossip.sender import Sender, edge
 from hvd_async.errors import ranks_text
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import OptimizerCommand
 
 
 class PushSumWorker(GossipWorker):
@@ -38,7 +37,7 @@ class PushSumWorker(GossipWorker):
 
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
-        self._averages = GlobalAverages(engine, post)
+        self._averages: GlobalAverages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph)
         self._sender = Sender(engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer)
         self._early = 0
@@ -218,12 +217,6 @@ class PushSumWorker(GossipWorker):
         super().restore(kept)
 
     # -- engine thread ----------------------------------------------------------------------------------------
-
-    def on_command(self, command: OptimizerCommand) -> None:
-        if isinstance(command, StartAverage):
-            self._averages.submit(command)
-        else:
-            super().on_command(command)
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         self._receive_buffer.deliver(sender, key, weight, data)

@@ -48,11 +48,17 @@ EXACT = (
     Gossip("osgp 1 exponential", {"algorithm": "osgp", "topology": "exponential", "max_staleness": 1}),
     Gossip("osgp 2 star", {"algorithm": "osgp", "topology": "star", "max_staleness": 2}),
     Gossip("dpsgd ring", {"algorithm": "dpsgd", "topology": "ring"}),
+    Gossip("dpsgd base", {"algorithm": "dpsgd", "topology": "base"}),
+    Gossip("sgp quasi-global", {"algorithm": "sgp", "topology": "star", "quasi_global": True}),
+    Gossip("dpsgd quasi-global", {"algorithm": "dpsgd", "topology": "ring", "quasi_global": True, "gossip_every": 2}),
+    Gossip("adpsgd quasi-global", {"algorithm": "adpsgd", "topology": "ring", "quasi_global": True}),
     Gossip("exact diffusion ring", {"algorithm": "exact-diffusion", "topology": "ring"}),
+    Gossip("noloco", {"algorithm": "noloco", "gossip_every": 3}),
     Gossip("adpsgd star", {"algorithm": "adpsgd", "topology": "star"}),
     Gossip("allreduce", {"algorithm": "allreduce"}),
     Gossip("local", {"algorithm": "local", "average_every": 3, "fragments": 2}),
     Gossip("slowmo", {"algorithm": "slowmo", "average_every": 4, "max_staleness": 0}),
+    Gossip("diloco", {"algorithm": "diloco", "average_every": 6, "max_staleness": 2}),
 )
 """(Every algorithm is tried on every graph in one process: tests/threads, tests/conformance.)"""
 HOSTS = (
@@ -77,15 +83,23 @@ UNEVEN_HOSTS = tuple(
 """At 4 ranks only."""
 COMPRESSED = tuple(
     Gossip(f"{algorithm} {name}", {"algorithm": algorithm, "compression": name})
-    for algorithm, names in {"sgp": ["fp16"], "adpsgd": ["bf16"], "dpsgd": ["int8"], "local": ["bf16", "int8"]}.items()
+    for algorithm, names in {
+        "sgp": ["fp16"],
+        "adpsgd": ["bf16"],
+        "dpsgd": ["int8"],
+        "exact-diffusion": ["int8"],
+        "noloco": ["bf16"],
+        "local": ["bf16", "int8"],
+        "diloco": ["int8"],
+    }.items()
     for name in names
 )
 UNEVEN = tuple(
     Gossip(f"uneven {algorithm}", {"algorithm": algorithm}, fewer={0: 3, 1: 17})
-    for algorithm in ("sgp", "osgp", "adpsgd", "local")
+    for algorithm in ("sgp", "osgp", "adpsgd", "exact-diffusion", "noloco", "local", "slowmo")
 )
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
-FEW |= {"local", "local int8", "uneven local"}
+FEW |= {"dpsgd quasi-global", "noloco", "local", "local int8", "uneven local"}
 
 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:

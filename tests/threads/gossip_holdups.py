@@ -1,4 +1,4 @@
-"""Ranks that are held up: gates that they pass, exchanges that come back when a test says so. For gossip of threads."""
+"""Ranks as threads that are held up, and exchanges that come late, for tests of who waits for whom."""
 
 from __future__ import annotations
 
