@@ -263,6 +263,19 @@ def test_samples_recorded_when_gradients_have_left_are_told():
     assert Cluster(1).run(run) == [[-1.0]]
 
 
+def test_a_step_in_torch_that_zero_grad_does_not_begin_has_its_own_samples():
+    def run(rank: int) -> list[float]:
+        one = TORCH.vectors([1], UNIT, quorum="all", weighting="samples", early=False)
+        for samples in ((4, 1), (1, 1))[rank]:
+            one.samples = samples
+            one.take(float(rank))
+        one.opt.drain()
+        weights: list[float] = one.weights().tolist()
+        return weights
+
+    np.testing.assert_allclose(Cluster(2).run(run), [[-1 / 5 - 1 / 2]] * 2, rtol=1e-6)
+
+
 # -- models, on batches of different sizes ---------------------------------------------------------------------
 
 SIZES = ((5, 1, 4), (2, 6, 1), (9, 3, 3))

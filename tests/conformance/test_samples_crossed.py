@@ -40,6 +40,7 @@ def clipping(binding: Binding) -> Any:
         (EVEN, None, {"hierarchical": 2}),
         (EVEN, None, {"hierarchical": 2, "quorum": "all"}),
         (EVEN, None, {"quorum": "solo", "max_staleness": 0}),
+        (EVEN, 1, {"pace": "rounds", "grace": 0.002}),
         (UNEVEN, None, {"quorum": "all"}),
         (UNEVEN, 0, {"quorum": "solo"}),
     ],

@@ -95,6 +95,16 @@ def test_batches_of_different_sizes_are_weighted(job: RunJob, setting: Setting) 
     assert all(rank["applied"] == rank["total"] == 12 * len(late) for rank in late)
 
 
+def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None:
+    """As one large batch of those that still have any, and k / P of it where k of P do."""
+    ranks = TENSORFLOW.case(job, "fitted by samples")
+    assert [rank["steps"] for rank in ranks] == [12, 8, 8]
+    for rank in ranks:
+        assert rank["difference"] < 2e-6 < 1e-2 < rank["moved"]
+        assert rank["weights"] == ranks[0]["weights"]
+        assert rank["applied"] == 28
+
+
 @pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     setting.run(job).check().case("end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +17,10 @@ from hvd_async.runtime.messages import Registered
 STEP = 0.1
 
 
-def machine(ranks: int, quorum: str | int = "solo") -> EagerStateMachine:
+def machine(ranks: int, quorum: str | int = "solo", **options: Any) -> EagerStateMachine:
     """All ranks have registered."""
     made = EagerStateMachine(0, range(ranks))
-    config = EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1)
+    config = EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1, **options)
     for rank in range(ranks):
         made.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
     return made
@@ -57,6 +58,20 @@ def test_ranks_that_come_a_millisecond_apart_go_together_once_that_is_known():
 
 def test_nobody_waits_for_a_rank_that_is_late():
     fired = play(machine(3), even(30, 0.0, 0.001, 0.05))
+    assert [together for _, together in fired[12:]] == [2] * 18
+    assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
+
+
+def test_hosts_that_come_a_millisecond_apart_go_together():
+    """A host comes when the last of its ranks does, however long before the first has."""
+    fired = play(machine(4, local_size=2), even(30, 0.0, 0.03, 0.02, 0.031))
+    assert fired[0] == (pytest.approx(STEP + 0.03), 2), "nothing was known yet"
+    assert [together for _, together in fired[12:]] == [4] * 18
+    assert all(at == pytest.approx(STEP * number + 0.031) for number, (at, _) in enumerate(fired, 1) if number > 12)
+
+
+def test_nobody_waits_for_a_host_that_is_late():
+    fired = play(machine(4, local_size=2), even(30, 0.0, 0.001, 0.002, 0.05))
     assert [together for _, together in fired[12:]] == [2] * 18
     assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
 

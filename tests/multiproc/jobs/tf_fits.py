@@ -1,4 +1,4 @@
-"""``fit()`` with ``GossipOptimizer`` and ``LeaderOptimizer`` on real ranks: batch norm, tests, callbacks."""
+"""``fit()`` on real ranks: gossip and leaders with batch norm, tests, callbacks; batches of different sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from common import Part, Report
+from tf_common import compiled, crc, mlp, values
 
 import hvd_async.tensorflow.keras as hvd
 
@@ -53,8 +55,58 @@ def leaders(report: Report, algorithm: str) -> None:
                pulls=stats.pulls, mean_loss=stats.mean_loss)  # fmt: skip
 
 
+BATCH, LONG = (5, 2, 3), (28, 7, 12)
+"""Samples of a rank's batches, and in all: 6 batches, 4 and 4, of which the last ones are smaller."""
+
+
+def samples(rank: int) -> list[tuple[Any, Any]]:
+    """A rank's batches."""
+    random = np.random.default_rng(100 + rank)
+    inputs = random.normal(size=(LONG[rank], 8)).astype(np.float32)
+    targets = random.integers(0, 4, LONG[rank])
+    starts = range(0, LONG[rank], BATCH[rank])
+    return [(inputs[at : at + BATCH[rank]], targets[at : at + BATCH[rank]]) for at in starts]
+
+
+def by_samples(report: Report) -> None:
+    """Batches of different sizes and numbers, which ``fit()`` records; beside a plain optimizer on large batches."""
+    model, plain, size = mlp(seed=3), keras.optimizers.SGD(0.1, momentum=0.9), hvd.size()
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum="all", weighting="samples")
+    own = samples(hvd.rank())
+    data = tuple(np.concatenate(part) for part in zip(*own, strict=True))
+    compiled(model, optimizer).fit(
+        *data,
+        batch_size=BATCH[hvd.rank()],
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hvd.callbacks.GossipEpochCallback()],
+    )
+    alone, loss = mlp(seed=3), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    start = np.concatenate([array.ravel() for array in values(alone.variables)])
+    plain.build(alone.trainable_variables)
+    everyone = [samples(rank) for rank in range(size)]
+    for _ in range(2):
+        for step in range(max(map(len, everyone))):
+            large = [batches[step] for batches in everyone if step < len(batches)]
+            inputs, targets = (np.concatenate(part) for part in zip(*large, strict=True))
+            with tf.GradientTape() as tape:
+                value = loss(targets, alone(inputs, training=True)) * len(large) / size
+            plain.apply(tape.gradient(value, alone.trainable_variables), alone.trainable_variables)
+    ours, theirs = (np.concatenate([array.ravel() for array in values(one.variables)]) for one in (model, alone))
+    report.put(
+        "fitted by samples",
+        difference=float(np.abs(ours - theirs).max()),
+        moved=float(np.abs(ours - start).max()),
+        weights=crc(model.variables),
+        steps=optimizer.stats().steps,
+        applied=optimizer.stats().gradients_applied,
+    )
+
+
 def run(_: Any, report: Report, _part: Part) -> None:
     """All cases."""
     gossip(report)
+    by_samples(report)
     for algorithm in ("lsgd", "easgd"):
         leaders(report, algorithm)
