@@ -68,6 +68,27 @@ def test_odd_sizes_equal_the_reference(binding, options, size):
     ranks.check(expected(problem, seen, options), seen)
 
 
+@by_options(BASE | {"hierarchical": 2}, BASE | {"hierarchical": 2, "gossip_every": 2, "average_every": 5})
+@both
+def test_hosts_on_a_base_graph(binding, options):
+    """Three of them."""
+    problem = binding.problem(6)
+    seen = ranks.run(binding, problem, 9, **options)
+    ranks.check(expected(problem, seen, options), seen)
+
+
+@pytest.mark.parametrize("binding", [ranks.KERAS, ranks.GRAPH], ids=ranks.name)
+def test_several_backward_passes_make_a_step_that_corrects_the_momentum_once(binding):
+    problem = binding.problem(3)
+    seen = ranks.run(binding, problem, 12, backward_passes_per_step=2, **RING, **ON)
+    whole = dataclasses.replace(
+        problem,
+        gradient=lambda z, rank, step: problem.gradient(z, rank, 2 * step - 1) + problem.gradient(z, rank, 2 * step),
+    )
+    for own, other in zip(seen, ranks.run(binding, whole, 6, **RING, **ON), strict=True):
+        np.testing.assert_allclose(own.path[1::2], other.path, rtol=1e-5, atol=1e-5)
+
+
 @by_options(*FEATURES)
 @both
 def test_ranks_of_a_process_set_and_one_outside(binding, options):

@@ -67,9 +67,11 @@ class GossipOptions:
     topology: Any = option(
         None,
         "a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "
-        '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd',
-        help=f"who sends to whom: {', '.join(NAMED)}; dpsgd and adpsgd need a symmetric one",
-        absent="bipartite-exponential for these two, exponential for sgp and osgp",
+        '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd, "ring" for exact-diffusion, '
+        '"random-pairs" for noloco',
+        help=f"who sends to whom: {', '.join(NAMED)}; all but sgp and osgp need a symmetric one",
+        absent="exponential for these two, bipartite-exponential for dpsgd and adpsgd, ring for exact-diffusion, "
+        "random-pairs for noloco",
         choices=tuple(NAMED),
         metavar="NAME",
     )

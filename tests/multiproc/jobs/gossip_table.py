@@ -57,6 +57,7 @@ EXACT = (
     Gossip("adpsgd star", {"algorithm": "adpsgd", "topology": "star"}),
     Gossip("allreduce", {"algorithm": "allreduce"}),
     Gossip("local", {"algorithm": "local", "average_every": 3, "fragments": 2}),
+    Gossip("local empty fragments", {"algorithm": "local", "average_every": 4, "fragments": 4, "max_staleness": 0}),
     Gossip("slowmo", {"algorithm": "slowmo", "average_every": 4, "max_staleness": 0}),
     Gossip("diloco", {"algorithm": "diloco", "average_every": 6, "max_staleness": 2}),
 )
@@ -94,6 +95,10 @@ COMPRESSED = tuple(
     }.items()
     for name in names
 )
+COMPRESSED += (
+    Gossip("local empty int8", {"algorithm": "local", "average_every": 4, "fragments": 4, "compression": "int8"}),
+)
+"""(A vector of six weights has less than four fragments of a part a rank.)"""
 UNEVEN = tuple(
     Gossip(f"uneven {algorithm}", {"algorithm": algorithm}, fewer={0: 3, 1: 17})
     for algorithm in ("sgp", "osgp", "adpsgd", "exact-diffusion", "noloco", "local", "slowmo")
