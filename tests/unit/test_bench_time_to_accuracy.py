@@ -178,7 +178,7 @@ def test_the_soonest_that_loses_no_accuracy_is_taken():
 
 
 def test_drawn_in_colour_are_what_to_take_and_the_soonest_rivals_and_ours():
-    until = {"horovod": 4.0, "ddp": 3.0, "torchft": None, "decent-dp": 2.5, "solo": 3.5, "sgp": 2.0, "lsgd": None}
+    until = {"horovod": 2.2, "ddp": 3.0, "torchft": None, "decent-dp": 2.5, "solo": 3.5, "sgp": 2.0, "lsgd": None}
     until |= {"dpsgd": 1.9, "osgp": 1.8, "adpsgd": 1.0}
     rows = [{"arm": name, "both_s": both, "take": "take" * (name == "dpsgd")} for name, both in until.items()]
     assert case.highlighted(rows) == ["horovod", "decent-dp", "ddp", "dpsgd", "adpsgd", "osgp"]
