@@ -168,7 +168,7 @@ def test_the_soonest_that_loses_no_accuracy_is_taken():
     found = choose([horovod, quick, never, near, good])
     assert (found.taken.arm, [each.arm for each in found.level]) == ("dpsgd", ["sgp"])
     assert (found.rival.arm, found.ours.arm) == ("horovod", "dpsgd")
-    assert "take dpsgd, 2.40 s" in case.words(found)
+    assert "take dpsgd, 2.40 s to both targets (3 of 3 seeds)" in case.words(found)
     assert "soonest rival horovod, 4.10 s; not told apart: sgp" in case.words(found)
     rival = choose([horovod, arm("sgp", [5.0, 5.0, 5.2])])
     assert (rival.taken.arm, rival.ours.arm, rival.level) == ("horovod", "sgp", [])
@@ -185,9 +185,10 @@ def test_drawn_in_colour_are_what_to_take_and_the_soonest_rivals_and_ours():
 
 
 def test_what_the_seeds_leave_open_is_level():
-    assert level([1.0, 2.0], [1.1, 1.9])
+    assert level([1.0, 2.0, 1.5], [1.1, 1.9, 1.5])
     assert not level([1.0, 2.0, 3.0], [2.0, 3.1, 4.0])
-    assert level([1.0, 1.0, 1.0], [2.0, 2.0, math.inf])
+    assert level([1.0, 1.0, 1.0], [2.0, 2.0, math.inf])  # two seeds in which both are there: too few
+    assert not level([1.0, 1.1, 1.0, math.inf], [2.0, 2.0, 2.1, 2.0])
 
 
 # -- the job --------------------------------------------------------------------------------------------------

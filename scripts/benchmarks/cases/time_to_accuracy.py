@@ -243,7 +243,7 @@ def candidate(each: Row) -> Candidate:
 
 def words(found: Choice) -> str:
     """A choice in a line."""
-    parts = [f"take {found.taken.arm}, {found.taken.median:.2f} s to both targets"]
+    parts = [f"take {found.taken.arm}, {found.taken.median:.2f} s to both targets ({_of(found.taken.seconds)} seeds)"]
     others = [each for each in (found.rival, found.ours) if each is not None and each is not found.taken]
     parts += [f"soonest {'rival' if each.rival else 'of ours'} {each.arm}, {each.median:.2f} s" for each in others]
     if found.level:
