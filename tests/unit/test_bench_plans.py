@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -268,6 +271,24 @@ def test_ranks_of_rivals_go_on_from_their_own_weights_after_an_evaluation(monkey
     with trained.consensus():
         assert model.weight.unique().tolist() == [5.0]
     assert model.weight.unique().tolist() == [goes_on]
+
+
+def test_decent_dp_begins_with_the_rate_of_its_first_step(monkeypatch):
+    class Wrapped:
+        def __init__(self, model, make, **how):
+            self.model, self.make, self._optims = model, make, []
+
+    monkeypatch.setitem(sys.modules, "decent_dp.ddp", types.SimpleNamespace(DecentralizedDataParallel=Wrapped))
+    model = torch.nn.Linear(2, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    wrapped, optimizer = arms_of_jobs.rivals._decent_dp(model, plain)
+    for lr in (0.1, 0.2):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    wrapped._optims += [wrapped.make([(name, p)]) for name, p in model.named_parameters()]
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.2, 0.9)] * 2
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert [own.param_groups[0]["lr"] for own in wrapped._optims] == [0.3, 0.2]
 
 
 def test_only_jobs_with_groups_have_process_sets():

@@ -85,19 +85,21 @@ def _post_local_sgd(
 
 
 class _InBackward:
-    """decent-dp updates during the backward pass: there is no step to take, and its optimizers are made in the first.
+    """decent-dp updates during the backward pass: there is no step to take, and its optimizers are made in the second.
 
     Args:
         model: decent-dp's.
+        optimizer: they are made with its learning rate of then.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all its optimizers."""
-        return [group for optimizer in self._model._optims for group in optimizer.param_groups]
+        """The groups of all its optimizers; before there are any, that which they are made after."""
+        own = [group for optimizer in self._model._optims for group in optimizer.param_groups]
+        return own or self._optimizer.param_groups
 
     def zero_grad(self) -> None:
         """It has done so."""
@@ -110,10 +112,11 @@ def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     from decent_dp.ddp import DecentralizedDataParallel
 
     def make(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
-        return type(optimizer)([p for _, p in named], **optimizer.defaults)
+        rate = optimizer.param_groups[0]["lr"]  # (its default is the highest, which a warm-up comes to later)
+        return type(optimizer)([p for _, p in named], **optimizer.defaults | {"lr": rate})
 
     wrapped = DecentralizedDataParallel(model, make, topology=TOPOLOGY, _local_world_size=1)
-    return wrapped, _InBackward(wrapped)
+    return wrapped, _InBackward(wrapped, optimizer)
 
 
 def _average_by_torchft(
