@@ -187,7 +187,8 @@ def test_drawn_in_colour_are_what_to_take_and_the_soonest_rivals_and_ours():
 def test_what_the_seeds_leave_open_is_level():
     assert level([1.0, 2.0, 1.5], [1.1, 1.9, 1.5])
     assert not level([1.0, 2.0, 3.0], [2.0, 3.1, 4.0])
-    assert level([1.0, 1.0, 1.0], [2.0, 2.0, math.inf])  # two seeds in which both are there: too few
+    assert level([1.0, 1.0, math.inf], [2.0, math.inf, math.inf])  # one seed in which both are there, or none
+    assert level([1.0, math.inf], [math.inf, 1.0])
     assert not level([1.0, 1.1, 1.0, math.inf], [2.0, 2.0, 2.1, 2.0])
 
 

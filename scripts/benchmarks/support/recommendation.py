@@ -15,9 +15,6 @@ Curve = Sequence[Sequence[float]]
 LOSS = 0.01
 """Accuracy that an arm to take may lose against the synchronous one, with its whole interval."""
 
-LEAST_PAIRS = 3
-"""Seeds in which two arms must have reached a target to be told apart."""
-
 
 def reached_at(curve: Curve, target: float) -> float:
     """Seconds until a target is reached: between two looks in proportion; infinite if none found it reached."""
@@ -97,9 +94,9 @@ def choose(candidates: Sequence[Candidate]) -> Choice | None:
 
 def level(first: Sequence[float], second: Sequence[float]) -> bool:
     """Return whether the seeds leave open who is sooner: by the 95% interval of their differences, of those seeds in
-    which both reached the target, if these are three at least."""
+    which both reached the target."""
     pairs = [b - a for a, b in zip(first, second, strict=True) if math.isfinite(a) and math.isfinite(b)]
-    if len(pairs) < LEAST_PAIRS:
+    if not pairs:
         return True
     found = mean_interval(pairs)
     return found.low <= 0.0 <= found.high
