@@ -75,7 +75,7 @@ class GradientReplica(eager.GradientReplica):
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
-        self._prediction = WeightPrediction(config["weight_prediction"])
+        self._prediction = WeightPrediction()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
@@ -116,7 +116,9 @@ class GradientReplica(eager.GradientReplica):
     ) -> EagerWorker:
         self.lay_out()  # groups may have been added since the wrapper was made
         wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
-        return EagerWorker(engine, config(self.layout.nbytes), wire, finish, apply, self.checks.emptied)
+        made = config(self.layout.nbytes)
+        self._prediction.rounds = made.weight_prediction
+        return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
