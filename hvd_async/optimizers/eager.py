@@ -60,6 +60,10 @@ class GradientReplica(Replica):
         """Apply a round outside of a step."""
 
     @abc.abstractmethod
+    def end_prediction(self) -> None:
+        """Let the model hold its weights in place of those predicted ahead of them."""
+
+    @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
 
@@ -222,6 +226,10 @@ class EagerDriver(Driver):
             if self.buffers != "local":
                 unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
+
+    def discard(self) -> None:
+        super().discard()
+        self.replica.end_prediction()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -193,10 +193,14 @@ class GradientReplica(eager.GradientReplica):
                 update(*update.parts(round_))
                 put_back()
 
+    def end_prediction(self) -> None:
+        if self._prediction is not None:
+            with tf.init_scope():
+                self._prediction.end()
+
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         with tf.init_scope():
-            if self._prediction is not None:
-                self._prediction.end()
+            self.end_prediction()
             if flush and self.feed is not None and self.feed.done:
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "

@@ -288,8 +288,11 @@ class GradientReplica(eager.GradientReplica):
     def buffers(self) -> list[Buffers]:
         return buffers_by_kind(self.named_buffers)
 
-    def finish(self, worker: EagerWorker, flush: bool) -> None:
+    def end_prediction(self) -> None:
         self._prediction.end()
+
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        self.end_prediction()
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
         if worker.mend is not None:
             self._take_over(worker, worker.mend)

@@ -145,6 +145,22 @@ def test_weights_put_back_to_the_bit_are_no_others(binding, tapes):  # noqa: F81
     assert one == other
 
 
+@both
+def test_a_discarded_optimizer_leaves_the_weights_themselves(binding, tapes):  # noqa: F811
+    def train(rank):
+        trainer = binding.trainer(MOMENTUM, quorum=2, weight_prediction=2)
+        before = trainer.weights()
+        for step in range(3):
+            trainer.gradient(rank, step)
+            trainer.step()
+        trainer.opt.discard()
+        return before, trainer.weights()
+
+    for rank, (before, after) in enumerate(Cluster(2).run(train)):
+        expected = replay(binding.framework, MOMENTUM, before, tapes[rank].applied[:3], 2)
+        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-6)
+
+
 def test_momentum_that_a_scheduler_ends_and_begins_in_torch():
     """Each round starts from the weights, by the momentum of that round; the other group has none."""
     momenta, gradients, rate = (0.9, 0.9, 0.0, 0.0, 0.9), (1.0, -3.0, 2.0, 1.0, 4.0), 0.1
