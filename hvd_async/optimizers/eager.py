@@ -76,6 +76,7 @@ class EagerDriver(Driver):
         buffers: how batch-norm statistics agree: "average", "local", or "root".
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
+        auto_prediction: whether weights are to be predicted only where gradients may be late.
 
     Attributes:
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
@@ -93,11 +94,13 @@ class EagerDriver(Driver):
         buffers: str,
         config: dict[str, Any],
         late_cap_mb: float,
+        auto_prediction: bool = False,
     ) -> None:
         super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.config = buffers, config
         self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
+        self._auto_prediction = auto_prediction
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
         """Return what the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than
@@ -113,7 +116,8 @@ class EagerDriver(Driver):
                 f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
                 f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
             )
-        return msgspec.structs.replace(config, max_staleness=lowered)
+        ahead = 0.0 if lowered == 0 and self._auto_prediction else config.weight_prediction
+        return msgspec.structs.replace(config, max_staleness=lowered, weight_prediction=ahead)
 
     @property
     def met(self) -> EagerWorker | None:

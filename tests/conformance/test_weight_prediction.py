@@ -191,6 +191,23 @@ def test_momentum_that_a_scheduler_ends_and_begins_in_torch():
 
 
 @both
+@pytest.mark.parametrize(("given", "ahead"), [("auto", 0), (1, 1)])
+def test_nothing_is_predicted_where_memory_lets_nobody_be_late(binding, given, ahead):
+    """And so the state of then may be saved between rounds, as under a bound of 0."""
+
+    def train(rank):
+        trainer = binding.trainer(MOMENTUM, weight_prediction=given, late_cap_mb=1e-4)
+        trainer.train(rank, range(3))
+        seen, settings = trainer.weights(), trainer.opt.settings
+        trainer.opt.drain()
+        assert settings["max_staleness"] == 0
+        assert (np.abs(seen - trainer.weights()).max() > 1e-4) == bool(ahead)
+        return settings["weight_prediction"]
+
+    assert Cluster(2).run(train) == [ahead] * 2
+
+
+@both
 @pytest.mark.parametrize("how", ["empty", "frozen"])
 def test_what_a_round_does_not_move_stays(binding, how):
     """A bucket in which a round carries nothing; a parameter that its leader has frozen."""
