@@ -60,6 +60,10 @@ class GradientReplica(Replica):
         """Apply a round outside of a step."""
 
     @abc.abstractmethod
+    def end_prediction(self) -> None:
+        """Let the model hold its weights in place of those predicted ahead of them."""
+
+    @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
 
@@ -72,6 +76,7 @@ class EagerDriver(Driver):
         buffers: how batch-norm statistics agree: "average", "local", or "root".
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
+        auto_prediction: whether weights are to be predicted only where gradients may be late.
 
     Attributes:
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
@@ -89,11 +94,13 @@ class EagerDriver(Driver):
         buffers: str,
         config: dict[str, Any],
         late_cap_mb: float,
+        auto_prediction: bool = False,
     ) -> None:
         super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.config = buffers, config
         self.restored: list[PendingGradient] | None = None
         self._late_cap_mb, self._said = late_cap_mb, False
+        self._auto_prediction = auto_prediction
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
         """Return what the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than
@@ -109,7 +116,8 @@ class EagerDriver(Driver):
                 f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
                 f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
             )
-        return msgspec.structs.replace(config, max_staleness=lowered)
+        ahead = 0.0 if lowered == 0 and self._auto_prediction else config.weight_prediction
+        return msgspec.structs.replace(config, max_staleness=lowered, weight_prediction=ahead)
 
     @property
     def met(self) -> EagerWorker | None:
@@ -222,6 +230,10 @@ class EagerDriver(Driver):
             if self.buffers != "local":
                 unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
+
+    def discard(self) -> None:
+        super().discard()
+        self.replica.end_prediction()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hvd_async.algorithms.eager.grace import AUTO
 from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.gossip.options import COMPRESSIONS, GossipOptions
 from hvd_async.algorithms.leader.options import LeaderOptions
@@ -75,6 +76,7 @@ def eager_driver(
     options.check(rank_group.named, local)
     if local == rank_group.named > 1:  # one host: its ranks wait for each other, and for nobody else
         options = dataclasses.replace(options, quorum="all")
+    auto_prediction = options.weight_prediction == AUTO
     options = options.resolved(1 if rank_group.size == 1 else rank_group.named // local)
     check_passes(given["backward_passes_per_step"])
     check_compression(given["compression"])
@@ -85,7 +87,7 @@ def eager_driver(
         groups = given["num_groups"]
     made = replica(options, rank_group, factors, groups)
     config = options.config(local if rank_group.size == rank_group.named else 1)  # (a rank outside is by itself)
-    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb)
+    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb, auto_prediction)
 
 
 def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:

@@ -121,7 +121,6 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             devices=(device_dense, device_sparse),
             round_transform=round_transform,
             model=model,
-            weight_prediction=options.config()["weight_prediction"],
         )
 
     driver = eager_driver(BINDING, given, replica, EagerDriver)

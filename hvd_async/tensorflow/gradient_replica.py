@@ -59,7 +59,6 @@ class GradientReplica(eager.GradientReplica):
         self.devices: tuple[str, str] = options["devices"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.model: Any = options["model"]
-        self.rounds_ahead: float = options["weight_prediction"]
         self.recorded: int | None = None
         self.momentum_correction = False
         self._last_rate = tf.Variable(0.0, trainable=False)
@@ -124,7 +123,8 @@ class GradientReplica(eager.GradientReplica):
         terms = Terms(before, after / codec.scale, codec.tail, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
-        self._prediction = WeightPrediction(optimizer, self.rounds_ahead)
+        config = optimizer._async.config_for(self.layout.nbytes)
+        self._prediction = WeightPrediction(optimizer, config.weight_prediction)
 
     def new_worker(
         self,
@@ -193,10 +193,14 @@ class GradientReplica(eager.GradientReplica):
                 update(*update.parts(round_))
                 put_back()
 
+    def end_prediction(self) -> None:
+        if self._prediction is not None:
+            with tf.init_scope():
+                self._prediction.end()
+
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         with tf.init_scope():
-            if self._prediction is not None:
-                self._prediction.end()
+            self.end_prediction()
             if flush and self.feed is not None and self.feed.done:
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "

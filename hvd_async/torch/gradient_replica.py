@@ -75,7 +75,7 @@ class GradientReplica(eager.GradientReplica):
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
-        self._prediction = WeightPrediction(config["weight_prediction"])
+        self._prediction = WeightPrediction()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
@@ -116,7 +116,9 @@ class GradientReplica(eager.GradientReplica):
     ) -> EagerWorker:
         self.lay_out()  # groups may have been added since the wrapper was made
         wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
-        return EagerWorker(engine, config(self.layout.nbytes), wire, finish, apply, self.checks.emptied)
+        made = config(self.layout.nbytes)
+        self._prediction.rounds = made.weight_prediction
+        return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
@@ -286,8 +288,11 @@ class GradientReplica(eager.GradientReplica):
     def buffers(self) -> list[Buffers]:
         return buffers_by_kind(self.named_buffers)
 
-    def finish(self, worker: EagerWorker, flush: bool) -> None:
+    def end_prediction(self) -> None:
         self._prediction.end()
+
+    def finish(self, worker: EagerWorker, flush: bool) -> None:
+        self.end_prediction()
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
         if worker.mend is not None:
             self._take_over(worker, worker.mend)

@@ -12,21 +12,21 @@ from hvd_async.algorithms.eager.weight_prediction import factor, momentum_of
 
 
 class _Predicted(NamedTuple):
-    """The weights of a parameter that holds predicted ones, and its version counter since it does."""
+    """The weights of a parameter that holds predicted ones, and a copy of these."""
 
     weights: torch.Tensor
-    version: int
+    predicted: torch.Tensor
 
 
 class WeightPrediction:
     """One optimizer's.
 
-    Args:
+    Attributes:
         rounds: how many rounds ahead; 0 predicts nothing.
     """
 
-    def __init__(self, rounds: float) -> None:
-        self._rounds = rounds
+    def __init__(self) -> None:
+        self.rounds = 0.0
         self._predicted: dict[torch.Tensor, _Predicted] = {}
 
     @contextlib.contextmanager
@@ -37,31 +37,40 @@ class WeightPrediction:
             groups: the optimizer's parameter groups, with the round's hyperparameters; parameters without a gradient
                 are left alone.
         """
-        factors = [(group, factor(momentum_of(group), self._rounds)) for group in groups]
-        moved = [(p, ahead) for group, ahead in factors for p in group["params"] if p.grad is not None and ahead]
+        factors = [(group, factor(momentum_of(group), self.rounds)) for group in groups]
+        # (one that is ahead starts from its weights also where a round has no momentum, and stays there)
+        moved = [
+            (p, ahead)
+            for group, ahead in factors
+            for p in group["params"]
+            if p.grad is not None and (ahead or p in self._predicted)
+        ]
         with torch.no_grad():
-            before = [self._weights(p) for p, _ in moved]
+            held = [self._at_weights(p) for p, _ in moved]
         yield
         with torch.no_grad():
-            for (p, ahead), weights in zip(moved, before, strict=True):
-                change = p - weights
+            for (p, ahead), (weights, predicted) in zip(moved, held, strict=True):
+                torch.lerp(weights, p, 1 + ahead, out=predicted)
                 weights.copy_(p)
-                p.add_(change, alpha=ahead)
-                self._predicted[p] = _Predicted(weights, p._version)
+                p.copy_(predicted)
 
     def end(self) -> None:
         """Let the parameters hold the weights again."""
         with torch.no_grad():
-            for p in list(self._predicted):
-                self._weights(p)
+            for p in self._predicted:
+                self._at_weights(p)
+        self._predicted.clear()
 
-    def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Let a parameter hold its weights again; returns a copy of them. Those that user code has written into it
-        meanwhile are its weights."""
-        held = self._predicted.pop(parameter, None)
+    def _at_weights(self, parameter: torch.Tensor) -> _Predicted:
+        """Let a parameter hold its weights; elements that user code has written into it meanwhile are their weights.
+
+        Its values tell whether any has, and no count of writes: ``.data`` and Horovod's broadcasts are not counted, and
+        what one rank writes and puts back (to try other weights) must not set it apart from the others.
+        """
+        held = self._predicted.get(parameter)
         if held is None:
-            return parameter.clone()
-        if held.version != parameter._version:
-            return held.weights.copy_(parameter)
-        parameter.copy_(held.weights)
-        return held.weights
+            held = self._predicted[parameter] = _Predicted(parameter.clone(), torch.empty_like(parameter))
+        else:
+            torch.where(parameter == held.predicted, held.weights, parameter, out=held.weights)  # (waits for no GPU)
+            parameter.copy_(held.weights)
+        return held

@@ -98,15 +98,113 @@ def test_after_a_drain_training_goes_on_from_weights_that_were_written(binding):
     assert train(2).tobytes() == train(0).tobytes()
 
 
-def test_weights_written_between_rounds_in_torch_are_the_weights():
+@pytest.mark.parametrize("how", ["data", "copy"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_weights_written_between_rounds_in_torch_are_the_weights(how, goes_on):
+    """All of a parameter of which a part was written; of the others nothing."""
     trainer, worker = TORCH.scripted(MOMENTUM, Script("two", ((4,), (4,))), 4)
+    before = trainer.weights()
     trainer.gradient(0, 0)
     trainer.step()
-    with torch.no_grad():
-        for parameter in trainer.parameters:
-            parameter.clamp_(-0.01, 0.01)
+    ahead = trainer.parameters[0].detach().numpy()
+    clipped = np.clip(ahead, 0.0, 1.0)
+    assert (clipped != ahead).any()
+    if how == "data":  # (counted by nothing)
+        trainer.parameters[0].data.copy_(torch.as_tensor(clipped))
+    else:
+        trainer.assign(0, clipped)
+    start = replay("torch", MOMENTUM, before, worker.applied, 4)
+    if goes_on:
+        trainer.gradient(0, 1)
+        trainer.step()
     trainer.opt._async.replica.finish(worker, True)
-    assert np.abs(trainer.weights()).max() <= 0.01
+    moved = replay("torch", MOMENTUM, before, worker.applied, 4) - start
+    start[: clipped.size] = clipped.ravel()
+    np.testing.assert_allclose(trainer.weights(), start + moved, rtol=0, atol=1e-6)
+
+
+@all_modes
+def test_weights_put_back_to_the_bit_are_no_others(binding, tapes):  # noqa: F811
+    """On one rank alone, which tests the average of its weights, say: replicas stay the same."""
+
+    def train(rank):
+        trainer, seen = binding.trainer(MOMENTUM, quorum=2, weight_prediction=2), []
+        for step in range(3):
+            trainer.gradient(rank, step)
+            trainer.step()
+            if rank == 0:
+                own = [np.asarray(p.detach() if binding is TORCH else p).copy() for p in trainer.parameters]
+                for other in ([np.zeros_like(kept) for kept in own], own):
+                    for index, values in enumerate(other):
+                        trainer.assign(index, values)
+            seen.append(trainer.weights().tobytes())
+        trainer.opt.drain()
+        return seen, trainer.weights().tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@both
+def test_a_discarded_optimizer_leaves_the_weights_themselves(binding, tapes):  # noqa: F811
+    def train(rank):
+        trainer = binding.trainer(MOMENTUM, quorum=2, weight_prediction=2)
+        before = trainer.weights()
+        for step in range(3):
+            trainer.gradient(rank, step)
+            trainer.step()
+        trainer.opt.discard()
+        return before, trainer.weights()
+
+    for rank, (before, after) in enumerate(Cluster(2).run(train)):
+        expected = replay(binding.framework, MOMENTUM, before, tapes[rank].applied[:3], 2)
+        np.testing.assert_allclose(after, expected, rtol=0, atol=1e-6)
+
+
+def test_momentum_that_a_scheduler_ends_and_begins_in_torch():
+    """Each round starts from the weights, by the momentum of that round; the other group has none."""
+    momenta, gradients, rate = (0.9, 0.9, 0.0, 0.0, 0.9), (1.0, -3.0, 2.0, 1.0, 4.0), 0.1
+
+    def train(rank):
+        def groups(parameters):
+            first, second = parameters
+            return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=rate)
+
+        one, seen = TORCH.vectors([1, 1], groups, quorum=2, weight_prediction=2), []
+        for momentum, gradient in zip(momenta, gradients, strict=True):
+            one.opt.param_groups[0]["momentum"] = momentum
+            one.take(gradient, gradient)
+            seen.append(one.weights())
+        one.opt.drain()
+        return [*seen, one.weights()]
+
+    weight, velocity, expected = 0.0, 0.0, []
+    for momentum, gradient in zip(momenta, gradients, strict=True):
+        if momentum:
+            velocity = momentum * velocity + gradient
+        before, weight = weight, weight - rate * (velocity if momentum else gradient)
+        plain = -rate * sum(gradients[: len(expected) + 1])
+        expected.append([weight + (momentum + momentum**2) * (weight - before), plain])
+    expected.append([weight, plain])
+    for seen in Cluster(2).run(train):
+        np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize(("given", "ahead"), [("auto", 0), (1, 1)])
+def test_nothing_is_predicted_where_memory_lets_nobody_be_late(binding, given, ahead):
+    """And so the state of then may be saved between rounds, as under a bound of 0."""
+
+    def train(rank):
+        trainer = binding.trainer(MOMENTUM, weight_prediction=given, late_cap_mb=1e-4)
+        trainer.train(rank, range(3))
+        seen, settings = trainer.weights(), trainer.opt.settings
+        trainer.opt.drain()
+        assert settings["max_staleness"] == 0
+        assert (np.abs(seen - trainer.weights()).max() > 1e-4) == bool(ahead)
+        return settings["weight_prediction"]
+
+    assert Cluster(2).run(train) == [ahead] * 2
 
 
 @both
