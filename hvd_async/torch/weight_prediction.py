@@ -62,7 +62,7 @@ class WeightPrediction:
         self._predicted.clear()
 
     def _at_weights(self, parameter: torch.Tensor) -> _Predicted:
-        """Let a parameter hold its weights; elements that user code has written into it meanwhile are their weights.
+        """Let a parameter hold its weights; those that user code has written into it meanwhile are its weights.
 
         Its values tell whether any has, and no count of writes: ``.data`` and Horovod's broadcasts are not counted, and
         what one rank writes and puts back (to try other weights) must not set it apart from the others.
@@ -71,6 +71,7 @@ class WeightPrediction:
         if held is None:
             held = self._predicted[parameter] = _Predicted(parameter.clone(), torch.empty_like(parameter))
         else:
-            torch.where(parameter == held.predicted, held.weights, parameter, out=held.weights)  # (waits for no GPU)
+            as_left = (parameter == held.predicted).all()  # (on its device: Python would wait for a GPU here)
+            torch.where(as_left, held.weights, parameter, out=held.weights)
             parameter.copy_(held.weights)
         return held
