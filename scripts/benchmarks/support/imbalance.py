@@ -64,7 +64,7 @@ KINDS = {
     "slow-rank": Kind("one rank 3 times slower", "digits", "resnet", 120, 16, 0.008, 0.1, 0.016, "last", paced=True),
     "lengths": Kind("sequences differ in length", "clips", "lstm", 140, 8, 0.002, 0.1),
     "network": Kind("links of 50 Mbit/s", "gratings", "wide", 110, 16, 0.01, 0.06, mbit=50.0),
-    "classes": Kind("classes split over ranks", "digits", "plain", 150, 16, 0.006, 0.05, 0.006, "last", "classes"),
+    "classes": Kind("classes split over ranks", "digits", "plain", 150, 16, 0.006, 0.125, 0.006, "last", "classes"),
 }
 """By the name that the command line has for each."""
 CLIP_FRAMES = 8
