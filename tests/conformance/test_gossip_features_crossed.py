@@ -160,6 +160,25 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, options, size):
     ranks.check(expected(resumed, list(seen), options), seen)
 
 
+@by_options(RING | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
+@both
+def test_an_earlier_state_may_be_loaded_in_the_same_job(binding, options):
+    """Weights and the optimizer's state, after a drain: training goes on from there, bit by bit as it did."""
+
+    def work(rank: int) -> tuple[list[bytes], list[bytes]]:
+        trainer = binding.make(binding.problem(3), rank, **options).train(5)
+        trainer.opt.drain()
+        state, paths = trainer.saved(), []
+        for _ in range(2):
+            trainer.resumed(state, 5)
+            paths.append([trainer.train(1).weights().tobytes() for _ in range(7)])
+            trainer.opt.drain()
+        return paths[0], paths[1]
+
+    for first, again in Cluster(3).run(work):
+        assert first == again
+
+
 @by_options(RING | ON, EXACT, PAIRED, LOCAL, SLOWMO | {"compression": "int8"})
 @both
 def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, options):

@@ -86,6 +86,20 @@ def test_what_a_rank_that_has_finished_leaves_out_does_not_pile_up(compression: 
     assert gone <= 2 * max(others)
 
 
+@pytest.mark.parametrize(("before", "after"), [("int8", "none"), ("none", "int8"), ("bf16", "int8"), ("int8", "fp16")])
+def test_a_cut_that_is_resumed_with_another_compression_loses_nothing(before: str, after: str):
+    """What the messages before had left out is in those after it."""
+    more = {"average_every": 2, "elements": 11}
+    first = job((6,) * 3, "local", None, cuts=frozenset({0}), compression=before, **more)
+    records = run(first)
+    resumed = run(
+        job((7,) * 3, "local", None, compression=after, **more), resumed=[record.saved[0] for record in records]
+    )
+    moved = sum(record.segments[0].moved for record in (*records, *resumed)) / 3
+    for record in resumed:
+        np.testing.assert_allclose(record.segments[0].z, first.problem.start.mean(axis=0) + moved, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("steps", UNEVEN)
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("algorithm", OUTER)
