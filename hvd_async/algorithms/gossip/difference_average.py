@@ -35,7 +35,7 @@ class DifferenceAverages:
 
     Attributes:
         error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
-            messages are exact, and were in the run that this one goes on with.
+            messages are exact, and were in the run that this one goes on with. Exact ones leave it to the drain.
         bytes_sent: to other ranks.
     """
 
@@ -123,7 +123,7 @@ class DifferenceAverages:
         with self._engine.changed:
             self._under_way.add(command.index)
         if self._post.lossless:
-            self._reduce(command, own if own is None else self._with_error(command.part, own))
+            self._reduce(command, own)
             return
         if self._size == 1:
             assert own is not None
@@ -159,22 +159,13 @@ class DifferenceAverages:
     def _encoded(self, fragment: int, vector: Vector) -> tuple[list[Vector], list[tuple[int, Vector]]]:
         """Return a fragment's parts, what was left out before added to it, and the messages to other places."""
         post, where = self._post, self.slice_of(fragment)
-        parts = self._parts(self._with_error(fragment, vector))
+        parts = self._parts(vector + self.error[where])
         messages = [(place, post.encode(part)) for place, part in enumerate(parts) if place != self._place]
         left = [part * 0.0 for part in parts]  # (this rank's own part travels nowhere)
         for place, data in messages:
             left[place] = parts[place] - post.decode(data)
         self.error[where] = post.concatenate(left)[: where.stop - where.start]
         return parts, messages
-
-    def _with_error(self, fragment: int, vector: Vector) -> Vector:
-        """Return a fragment with what was left out before, which is carried now."""
-        where = self.slice_of(fragment)
-        if not len(self.error):
-            return vector
-        vector = vector + self.error[where]
-        self.error[where] = 0.0
-        return vector
 
     def _parts(self, vector: Vector) -> list[Vector]:
         """Return a fragment in parts of one length, the last filled up with zeros."""
