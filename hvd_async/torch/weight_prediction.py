@@ -21,12 +21,12 @@ class _Predicted(NamedTuple):
 class WeightPrediction:
     """One optimizer's.
 
-    Attributes:
-        rounds: how many rounds ahead; 0 predicts nothing.
+    Args:
+        rounds: how many rounds ahead; 0 predicts nothing. May be set at any time.
     """
 
-    def __init__(self) -> None:
-        self.rounds = 0.0
+    def __init__(self, rounds: float = 0.0) -> None:
+        self.rounds = rounds
         self._predicted: dict[torch.Tensor, _Predicted] = {}
 
     @contextlib.contextmanager
