@@ -48,6 +48,33 @@ class Stats:
     held_bytes: int = 0
     peak_bytes: int = 0
 
+    def __add__(self, later: Stats) -> Stats:
+        """Add the counts of a later run among other ranks; ``held_s`` is of these."""
+        rounds = self.rounds + later.rounds
+        seconds = self.latency_s * self.rounds + later.latency_s * later.rounds
+        return Stats(
+            steps=self.steps + later.steps,
+            rounds=rounds,
+            rounds_applied=self.rounds_applied + later.rounds_applied,
+            gradients_produced=self.gradients_produced + later.gradients_produced,
+            gradients_applied=self.gradients_applied + later.gradients_applied,
+            gradients_skipped=self.gradients_skipped + later.gradients_skipped,
+            total_produced=later.total_produced,
+            staleness=_added(self.staleness, later.staleness),
+            contributors=_added(self.contributors, later.contributors),
+            wait_s=self.wait_s + later.wait_s,
+            held_s=later.held_s,
+            bytes_sent=self.bytes_sent + later.bytes_sent,
+            latency_s=seconds / rounds if rounds else 0.0,
+            latency_max_s=max(self.latency_max_s, later.latency_max_s),
+            held_bytes=later.held_bytes,
+            peak_bytes=max(self.peak_bytes, later.peak_bytes),
+        )
+
+
+def _added(counts: dict[int, int], others: dict[int, int]) -> dict[int, int]:
+    return dict(sorted((Counter(counts) + Counter(others)).items()))
+
 
 @dataclass(frozen=True)
 class GossipStats:
@@ -93,7 +120,7 @@ class GossipStats:
             messages_taken=self.messages_taken + later.messages_taken,
             messages_left=self.messages_left + later.messages_left,
             averagings=self.averagings + later.averagings,
-            staleness=dict(sorted((Counter(self.staleness) + Counter(later.staleness)).items())),
+            staleness=_added(self.staleness, later.staleness),
             wait_s=self.wait_s + later.wait_s,
             waited_for=tuple(a + b for a, b in pairs),
             bytes_sent=self.bytes_sent + later.bytes_sent,
@@ -141,8 +168,8 @@ class LeaderStats:
         return LeaderStats(
             steps=self.steps + later.steps,
             pulls=pulls,
-            led=dict(sorted((Counter(self.led) + Counter(later.led)).items())),
-            led_group=dict(sorted((Counter(self.led_group) + Counter(later.led_group)).items())),
+            led=_added(self.led, later.led),
+            led_group=_added(self.led_group, later.led_group),
             distance=total / distances if distances else 0.0,
             pull_s=(self.pull_s * self.pulls + later.pull_s * later.pulls) / pulls if pulls else 0.0,
             bytes_received=self.bytes_received + later.bytes_received,

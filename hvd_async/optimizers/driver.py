@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers.replica import Replica
@@ -21,6 +21,26 @@ from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.messages import RegisterOptimizer
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.worker import Worker
+
+
+class Standing(NamedTuple):
+    """How far one rank's optimizer is.
+
+    Attributes:
+        rounds: that its weights have seen, or the vectors that it shares with others.
+        begun: steps whose gradient has been handed over, or is in its weights.
+        ended: of these.
+        fit: whether others may go on from its weights.
+        apart: whether its weights are its own.
+        shared: names of vectors that all ranks have, beside the weights.
+    """
+
+    rounds: int
+    begun: int
+    ended: int
+    fit: bool = True
+    apart: bool = False
+    shared: tuple[str, ...] = ()
 
 
 class Driver(abc.ABC):
@@ -37,9 +57,12 @@ class Driver(abc.ABC):
         broken: why this rank can train no further; None while it can.
         discarded: whether ``discard()`` was called.
         rounds_before: rounds of earlier workers and runs.
+        steps_ended: steps of the rank that was furthest when the ranks were last others.
+        make: makes a driver by the same arguments for the ranks that there are then, for the same optimizer.
     """
 
     worker: Any
+    make: Callable[[], Any]
 
     def __init__(self, lifecycle: Lifecycle, rank_group: RankGroup, replica: Replica) -> None:
         self.lifecycle, self.replica = lifecycle, replica
@@ -48,7 +71,7 @@ class Driver(abc.ABC):
         self.worker = None
         self.broken: str | None = None
         self.discarded = False
-        self.rounds_before = 0
+        self.rounds_before = self.steps_ended = 0
         self._lock = threading.RLock()
 
     def attach(self, optimizer: Any) -> Any:
@@ -57,6 +80,45 @@ class Driver(abc.ABC):
         self.replica.attach(optimizer)
         self.lifecycle.add(optimizer)
         return optimizer
+
+    # -- other ranks in the same process (elastic training) ---------------------------------------------------------
+
+    def leave(self) -> None:  # noqa: B027  some have nothing to keep
+        """Keep what this rank has beside its weights: the engine has ended, and the ranks will be others."""
+
+    def roll_back(self) -> None:
+        """Forget what is on its way: an earlier state is about to be loaded."""
+        self.rounds_before, self.worker, self.broken = self.rounds, None, None
+
+    def rejoin(self) -> Any:
+        """Have a new driver, for the ranks that there are now, go on from here in this one's place; returns it."""
+        optimizer, made = self.replica.optimizer, self.make()
+        made.make = self.make
+        self.replica.detach()
+        vars(optimizer)["_async"] = made
+        made.replica.attach(optimizer)
+        made.go_on_from(self)
+        return made
+
+    def go_on_from(self, before: Any) -> None:
+        """Take over what the driver of this optimizer among other ranks has kept."""
+        self.rounds_before, self.steps_ended = before.rounds, before.steps_ended
+        self.discarded = before.discarded
+        self.replica.continue_from(before.replica)
+
+    @abc.abstractmethod
+    def standing(self) -> Standing:
+        """Return how far this rank is."""
+
+    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+        """Go on with the ranks that there are now, before they meet.
+
+        Args:
+            rounds: as of ``Standing``, where they are most.
+            ended: steps that the rank which is furthest has ended; the next of all ranks is the one after.
+            apart: whether any rank has weights of its own.
+        """
+        self.rounds_before, self.steps_ended = rounds, ended
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
@@ -114,6 +176,7 @@ class Driver(abc.ABC):
 
     def check_usable(self) -> None:
         """Raise ReplicaStateError, if this rank can train no further with it."""
+        self.replica.check_attached()
         if self.discarded:
             raise ReplicaStateError("discard() was called on this optimizer: wrap a new one")
         if self.broken is not None:
@@ -200,6 +263,13 @@ class Driver(abc.ABC):
                 with contextlib.suppress(NotInitializedError):  # (else nobody can be waiting for this rank)
                     self.register().delete()
                 self.discarded = True
+
+
+def made_by(make: Callable[[], Any]) -> Any:
+    """Return the driver that ``make`` makes, and would make again for other ranks."""
+    driver = make()
+    driver.make = make
+    return driver
 
 
 def derived(optimizer: Any, methods: type) -> Any:

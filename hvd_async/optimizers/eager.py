@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ import msgspec
 
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.remains import Remains
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
-from hvd_async.optimizers.driver import Driver
+from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.log import warn
@@ -80,6 +82,8 @@ class EagerDriver(Driver):
 
     Attributes:
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
+        stats_before: among other ranks, before.
+        remains: this rank's gradients since before a reset, until the ranks have met; None if there are none.
         config: of ``EagerConfig``, but for the number of buckets.
     """
 
@@ -99,6 +103,8 @@ class EagerDriver(Driver):
         super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.config = buffers, config
         self.restored: list[PendingGradient] | None = None
+        self.remains: Remains | None = None
+        self.stats_before = Stats()
         self._late_cap_mb, self._said = late_cap_mb, False
         self._auto_prediction = auto_prediction
 
@@ -138,7 +144,7 @@ class EagerDriver(Driver):
 
     def stats(self) -> Stats:
         """Return what this rank's optimizer has done so far."""
-        return Stats() if self.worker is None else self.worker.stats()
+        return self.stats_before if self.worker is None else self.stats_before + self.worker.stats()
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective."""
@@ -210,13 +216,15 @@ class EagerDriver(Driver):
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
         """Tell the others of this optimizer, by a new worker."""
-        if self.restored is not None:
+        if self.remains is not None:
+            worker.take_over(self.remains.counted_from(-self.rounds_before, 0))
+        elif self.restored is not None:
             worker.restore(self.restored)
         worker.register(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
-        """Forget what was loaded: the worker has it."""
-        self.restored = None
+        """Forget what was loaded or kept: the worker has it."""
+        self.restored = self.remains = None
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut; after a drain replicas are compared, since something may have been changed
@@ -234,6 +242,34 @@ class EagerDriver(Driver):
     def discard(self) -> None:
         super().discard()
         self.replica.end_prediction()
+
+    # -- other ranks in the same process (elastic training) ---------------------------------------------------------
+
+    def leave(self) -> None:
+        worker = self.worker
+        if worker is not None and worker.agreed and not self.discarded:
+            self.remains = worker.remains().counted_from(self.rounds_before, self.steps_ended)
+            self.replica.end_prediction()
+
+    def roll_back(self) -> None:
+        super().roll_back()
+        self.replica.end_prediction()
+
+    def standing(self) -> Standing:
+        remains = self.remains or Remains(begun=self.steps_ended, ended=self.steps_ended)
+        return Standing(self.rounds, remains.begun, remains.ended, remains.fit)
+
+    def go_on_from(self, before: EagerDriver) -> None:
+        super().go_on_from(before)
+        self.remains, self.restored, self.stats_before = before.remains, before.restored, before.stats()
+
+    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+        super().go_on(rounds, ended, apart)
+        if self.remains is not None:
+            self.remains = self.remains.after(rounds, ended)
+            again = self.remains.begun > ended, max(len(one.versions) for one in self.remains.pending)
+            steps, produced = self.stats_before.steps - again[0], self.stats_before.gradients_produced - again[1]
+            self.stats_before = dataclasses.replace(self.stats_before, steps=steps, gradients_produced=produced)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.kept import Kept
 from hvd_async.optimizers.local import LocalDriver, StepEnd
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
@@ -231,6 +232,17 @@ class GossipDriver(LocalDriver):
     def begin_worker(self, worker: GossipWorker) -> None:
         """Give a new worker the weights as they are."""
         worker.begin(self.replica.read())
+
+    # -- other ranks in the same process (elastic training) -----------------------------------------------------------
+
+    def go_on_from(self, before: GossipDriver) -> None:
+        super().go_on_from(before)
+        self.epoch, self._algorithms = before.epoch, before._algorithms
+        self.given, self.plan = before.given, self._planned(before.given)
+        self._correction = before._correction
+
+    def restart(self, kept: Kept) -> SavedState:
+        return SavedState(1.0, {**kept.own, **kept.shared}, 0)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
+from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader import selection
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
+from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullProgress
 from hvd_async.algorithms.leader.options import ALGORITHMS, LeaderOptions
 from hvd_async.algorithms.leader.pulls import PullResults
 from hvd_async.algorithms.leader.selection import Strength, Strengths
-from hvd_async.algorithms.leader.worker import LeaderWorker, SavedState
+from hvd_async.algorithms.leader.worker import CENTER_NAME, LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.agreement import unify_buffers
 from hvd_async.optimizers.local import LocalDriver, StepStart
@@ -191,6 +192,18 @@ class LeaderDriver(LocalDriver):
         signal = weights[:1] * 0
         worker.executor.start_from(weights)
         worker.sum(signal, "the start from other weights")
+
+    # -- other ranks in the same process (elastic training) -----------------------------------------------------------
+
+    def go_on_from(self, before: LeaderDriver) -> None:
+        super().go_on_from(before)
+        self.steps_before = before.steps_before if before.worker is None else before.worker.steps
+
+    def restart(self, kept: Kept) -> SavedState:
+        targets = {ALL_RANKS: kept.shared[CENTER_NAME]} if kept.shared else {}
+        groups = 1 if self._centered else len(self.config.groups) + 1
+        progress = PullProgress(self.rank_group.ranks[0], [0] * groups, [None] * self.size)
+        return SavedState(PullResults(targets), kept.own.get("losses", []), self.steps_before, progress)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
-from hvd_async.optimizers.driver import Driver
+from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -55,6 +57,9 @@ class WeightWorker(Protocol):
     def stats(self) -> Any:
         """Return a snapshot."""
 
+    def leave(self, weights: Vector) -> Kept:
+        """Return what this rank keeps, whose model has these weights, now that the ranks will be others."""
+
 
 class StepStart(NamedTuple):
     """Terms that a step begins with.
@@ -62,10 +67,13 @@ class StepStart(NamedTuple):
     Attributes:
         scale: the wrapped optimizer is to work on the weights times this.
         needs_pre_update: whether ``end_step`` wants the weights before the update too.
+        updates: whether the wrapped optimizer is to step; else the update of this step is in the weights already, since
+            before other ranks were lost.
     """
 
     scale: float
     needs_pre_update: bool
+    updates: bool = True
 
 
 class StepEnd(NamedTuple):
@@ -112,6 +120,16 @@ class LocalDriver(Driver):
         self.begun = False
         self._in_step = False
         """Whether a step has begun and its weights were not mixed yet."""
+        self._begun = self._ended = 0
+        """Steps whose update is in the weights, and those that were mixed."""
+        self._own_steps = 0
+        """Steps of this rank that have ended."""
+        self._scale = 1.0
+        """By what the model's weights are to be divided while a step has begun."""
+        self.kept: Kept | None = None
+        """State of before a reset, until the ranks have met."""
+        self._shared_before = 0
+        """``Kept.version`` when the ranks were last others."""
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
@@ -138,8 +156,10 @@ class LocalDriver(Driver):
         worker: WeightWorker = self.worker_now()
         worker.check_step()
         self.replica.check()
-        self._in_step = True
-        return StepStart(worker.weight, worker.wants_before)
+        self._in_step, self._scale = True, worker.weight
+        updates = self._begun == self._ended
+        self._begun += updates
+        return StepStart(worker.weight, worker.wants_before, updates)
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
         """End a step: let other ranks' weights move this one's.
@@ -158,7 +178,8 @@ class LocalDriver(Driver):
                 raise FloatingPointError(self.replica.describe_nonfinite())
             merged = self.merged_statistics(statistics)
             mixed = worker.mix(after if before is None else before, after)
-        self._in_step = False
+        self._in_step, self._scale, self._ended = False, 1.0, self._begun
+        self._own_steps += 1
         return StepEnd(mixed, merged)
 
     def merged_statistics(self, own: Vector | None) -> Vector | None:
@@ -262,8 +283,8 @@ class LocalDriver(Driver):
         worker.register(*self.replica.fingerprint(self.restored is not None), number=number)
 
     def on_registered(self) -> None:
-        """Forget what was loaded: the worker has it."""
-        self.restored = None
+        """Forget what was loaded or kept: the worker has it."""
+        self.restored = self.kept = None
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain (``flush``) or a cut."""
@@ -282,6 +303,49 @@ class LocalDriver(Driver):
             self.stats_before, self.rounds_before = self.stats(), self.rounds
             self.worker.delete()
             self.worker = None
+
+    # -- other ranks in the same process (elastic training) -------------------------------------------------------
+
+    def leave(self) -> None:
+        worker: WeightWorker | None = self.worker
+        if worker is not None and self.worker.agreed and not self.discarded:
+            kept = worker.leave(self.replica.read() * (1.0 / self._scale))
+            self.replica.write(kept.weights)
+            self.kept = kept._replace(version=kept.version + self._shared_before)
+
+    def roll_back(self) -> None:
+        self.stats_before = self.stats()
+        super().roll_back()
+        self._in_step, self._scale, self._begun = False, 1.0, self._ended
+
+    def standing(self) -> Standing:
+        kept = self.kept
+        if kept is None:
+            return Standing(self._shared_before, self._begun, self._ended)
+        return Standing(kept.version, self._begun, self._ended, apart=True, shared=tuple(sorted(kept.shared)))
+
+    def go_on_from(self, before: Any) -> None:
+        super().go_on_from(before)
+        self.kept, self.begun, self._shared_before = before.kept, before.begun, before._shared_before
+        self._begun, self._ended, self._own_steps = before._begun, before._ended, before._own_steps
+        self.stats_before = dataclasses.replace(before.stats(), steps=before._own_steps)
+
+    def share_vectors(self, shared: Mapping[str, Vector], version: int) -> None:
+        """Take vectors that all ranks are to have after so many averages or pulls, and what follows from them."""
+        kept = self.kept
+        if kept is not None and kept.catch_up is not None:
+            self.replica.write(kept.catch_up(shared, version - self._shared_before))
+        self.kept = (kept or Kept(None))._replace(shared=dict(shared), version=version, catch_up=None)
+
+    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+        self.steps_ended, self._shared_before = ended, rounds
+        self._begun, self._ended = max(self._begun, ended), ended
+        if apart:
+            self.restored = self.restart(self.kept or Kept(None))
+
+    @abc.abstractmethod
+    def restart(self, kept: Kept) -> Any:
+        """Return the state with which a worker begins, on all ranks, from weights of their own."""
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -20,19 +21,38 @@ DRAINS_CALLER = 9
 """``stacklevel`` of a warning from ``finish``: the line of the user's that has called ``drain()``."""
 
 
+STALE = (
+    "this step was traced, as a tf.function, before ranks were lost or joined, and is of no use among those of now: "
+    "make the tf.function in the function that hvd.elastic.run decorates"
+)
+
+
 class Replica(abc.ABC):
     """The replica of any wrapped optimizer. It does not keep its optimizer alive, which holds it by its driver."""
 
     _reference: Callable[[], Any] = staticmethod(lambda: None)
+    _stale = False
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
         self._reference = weakref.ref(optimizer)
 
+    def detach(self) -> None:
+        """Another replica takes this one's place."""
+        self._stale = True
+
+    def check_attached(self) -> None:
+        """Raise ReplicaStateError, if another replica has taken this one's place."""
+        if self._stale:
+            raise ReplicaStateError(STALE)
+
     @property
     def optimizer(self) -> Any:
         """The wrapped optimizer; None if it is gone."""
         return self._reference()
+
+    def continue_from(self, before: Any) -> None:  # noqa: B027  some know nothing that their arguments do not say
+        """Take over what user code has told the replica of the same optimizer among other ranks."""
 
     def bind(self, engine: Engine) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Let the engine's work on vectors follow this thread's, from now on."""

@@ -69,6 +69,8 @@ class Engine:
         """Whether a caller was told of the failure."""
         self.timeout = time_limits.timeout()
         """Opt-in limit (s) on every wait for other ranks."""
+        self.elastic = False
+        """Whether training goes on without ranks that are lost: gradients are kept until their round is there."""
         self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None

@@ -26,6 +26,9 @@ from hvd_async.runtime.interfaces import Channel, Collectives
 from hvd_async.runtime.messages import RegisterOptimizer
 from hvd_async.runtime.rendezvous import rendezvous
 
+LOST = "HorovodInternalError: ranks were lost"
+"""The beginning of what the others are told where training goes on."""
+
 
 class Drainable(Protocol):
     """The driver of a wrapped optimizer.
@@ -35,6 +38,15 @@ class Drainable(Protocol):
     """
 
     discarded: bool
+
+    def leave(self) -> None:
+        """Keep what this rank has beside its weights: the engine has ended, and the ranks will be others."""
+
+    def roll_back(self) -> None:
+        """Forget what is on its way: an earlier state is about to be loaded."""
+
+    def rejoin(self) -> Any:
+        """Have a new driver, for the ranks that there are now, go on from here; returns it."""
 
     def register(self, number: int | None = None) -> Participant:
         """Tell the others that this rank's optimizer is there, without waiting for them."""
@@ -61,6 +73,9 @@ class Lifecycle:
         world: this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
         horovod_hook: Horovod's own exit hook. In a forked child it would take apart what the child shares with its
             parent: Gloo's epoll set, and then the parent's connections are dead.
+
+    Attributes:
+        elastic: whether training goes on without ranks that are lost.
     """
 
     def __init__(
@@ -78,6 +93,7 @@ class Lifecycle:
         self._wrapped: weakref.WeakValueDictionary[int, Driven] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._hooked = self._forked = False
+        self.elastic = False
 
     def world(self) -> tuple[int, int]:
         """This rank, and the number of ranks in the job; does not communicate.
@@ -127,6 +143,7 @@ class Lifecycle:
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
         self._engine = Engine(collectives, connect)
+        self._engine.elastic = self.elastic
         self._engine.start()
 
     def _after_fork(self) -> None:
@@ -210,6 +227,21 @@ class Lifecycle:
         if self._engine is not None:
             self._engine.stop(error)
             self._forget(self._engine)
+
+    def leave(self) -> None:
+        """Stop the engine, in order if no rank is lost: the ranks will be others."""
+        engine = self._engine
+        if engine is not None and engine.failure is None:
+            with contextlib.suppress(engine.collectives.failure):
+                self.shutdown()
+        self.abandon(f"{LOST}, and training goes on without them")
+
+    def roll_back(self) -> None:
+        """If a rank is lost, stop the engine and forget what is on its way."""
+        if self._engine is not None and self._engine.failure is not None:
+            self.abandon(f"{LOST}, and training goes back to the last commit")
+            for driver in drivers(self.wrapped()):
+                driver.roll_back()
 
     def _forget(self, engine: Engine) -> None:
         engine.stop()

@@ -1,7 +1,8 @@
 """``import hvd_async.tensorflow as hvd``: all of ``horovod.tensorflow``, plus our optimizers."""
 
+from importlib import import_module
+
 from horovod.tensorflow import *  # noqa: F403
-from horovod.tensorflow import elastic  # noqa: F401
 
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
@@ -11,6 +12,9 @@ from hvd_async.tensorflow.horovod_names import mend
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
 mend()
+# (an import statement could find Horovod's, here by the star)
+elastic = import_module("hvd_async.tensorflow.elastic")
+elastic.install()
 globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
 __all__ = [name for name in dir() if not name.startswith("_")]
 _ours = (
@@ -21,6 +25,7 @@ _ours = (
     GossipOptimizer,
     LeaderOptimizer,
     broadcast_variables,
+    elastic,
     join,
     shutdown,
 )

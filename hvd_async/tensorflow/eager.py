@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.optimizers.factories import eager_driver
 from hvd_async.optimizers.methods import OptimizerMethods
@@ -123,7 +124,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             model=model,
         )
 
-    driver = eager_driver(BINDING, given, replica, EagerDriver)
+    driver = made_by(lambda: eager_driver(BINDING, given, replica, EagerDriver))
     return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
 
 

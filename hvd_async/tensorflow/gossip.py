@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 
 from hvd_async.algorithms.gossip.options import GossipOptions
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import gossip_driver
 from hvd_async.tensorflow.loss_scaling import GossipScaleMethods
 from hvd_async.tensorflow.methods import GossipMethods
@@ -89,5 +90,5 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
-    driver = gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group))
+    driver = made_by(lambda: gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group)))
     return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)

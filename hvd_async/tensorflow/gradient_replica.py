@@ -70,6 +70,9 @@ class GradientReplica(eager.GradientReplica):
         self.put_back: Callable[[], None] = lambda: None
         self._prediction: WeightPrediction | None = None
 
+    def continue_from(self, before: GradientReplica) -> None:
+        self.momentum_correction, self._last_rate = before.momentum_correction, before._last_rate
+
     # -- buckets ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Layout:
@@ -143,6 +146,9 @@ class GradientReplica(eager.GradientReplica):
             narrow=codec.narrow,
             decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
             peek=lambda sums, count: np.asarray(sums[-count:]).tolist(),
+            recount=lambda vector, count, elements: tf.concat(
+                [vector[:-count], tf.constant(elements, vector.dtype)], 0
+            ),
             sent=tuple(n * codec.nbytes(dtype) for n, dtype in zip(layout.elements, layout.dtypes, strict=True)),
             scale=codec.scale,
             process_set=rank_group.process_set,
@@ -230,6 +236,7 @@ class GradientReplica(eager.GradientReplica):
 
     def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
         """Hand a bucket's gradients over."""
+        self.check_attached()
         assert self.feed is not None
         self.feed.give(bucket, vector, self.optimizer._async.met, scaled, self._samples())
         return np.int32(0)

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import leader_driver
 from hvd_async.tensorflow.loss_scaling import LeaderScaleMethods
 from hvd_async.tensorflow.methods import LeaderMethods
@@ -81,5 +82,6 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
-    driver = leader_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group, buffers == "average"))
+    averages = buffers == "average"
+    driver = made_by(lambda: leader_driver(BINDING, given, lambda ranks: weight_replica(given, ranks, averages)))
     return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)

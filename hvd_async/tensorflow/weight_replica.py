@@ -82,6 +82,10 @@ class WeightReplica(replica.WeightReplica):
         if optimizer.built:
             self.make_sums()
 
+    def continue_from(self, before: WeightReplica) -> None:
+        self._local = before._local
+        self.sums, self.summed, self.done = before.sums, before.summed, before.done
+
     def make_sums(self) -> None:
         """Make what adds up several passes, once the optimizer is built. (Made while a step is traced, these variables
         would have TensorFlow trace it twice.)"""

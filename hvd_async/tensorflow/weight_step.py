@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
+from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.gradient_step import _py
 from hvd_async.tensorflow.variables import Flat, raw
 from hvd_async.tensorflow.weight_replica import WeightReplica, counted
@@ -135,7 +136,7 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     # (no step begins before the one before it has been mixed, also in a graph of several)
     ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
     with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
-        (begun,) = call_or_op(lambda: [_begin(driver)], [], [tf.float64], [2])
+        (begun,) = call_or_op(lambda: [_begin(driver)], [], [tf.float64], [3])
     with driver.updating() if eager else contextlib.nullcontext():
         weight, nothing = begun[0], tf.zeros([0], flat.dtype)
 
@@ -146,7 +147,10 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         tf.cond(tf.not_equal(weight, 1.0), scale, _done)
         before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
         with _biased(optimizer, None if eager and float(weight) == 1.0 else weight):
-            optimizer._wrapped_class.apply(optimizer, grads, variables)
+            if eager and begun[2] > 0:
+                optimizer._wrapped_class.apply(optimizer, grads, variables)
+            elif not eager:
+                _apply_unless_done(optimizer, grads, variables, begun[2])
         corrected = [replica.velocities()] if driver.corrects_momentum else []
         results = call_or_op(
             functools.partial(_end, driver, written),
@@ -158,6 +162,18 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             one.write(vector)
         for one in corrected:  # (not in Python: nothing would order it after the update, which has written them too)
             one.add(results[-1])
+
+
+def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
+    """The wrapped optimizer's update in a graph; where ranks may be lost, only if it is due."""
+
+    def update() -> tf.Tensor:
+        return _done(optimizer._wrapped_class.apply(optimizer, grads, variables))
+
+    if LIFECYCLE.elastic:
+        tf.cond(due > 0, update, _done)
+    else:
+        update()
 
 
 @contextlib.contextmanager
@@ -234,10 +250,10 @@ def _around(graph: Any) -> list[Any]:
 
 
 def _begin(driver: LocalDriver) -> np.ndarray[Any, Any]:
-    """Begin a step; returns float64 of shape (2,): the push-sum weight, and whether ``_end`` needs the weights before
-    the update too."""
+    """Begin a step; returns float64 of shape (3,): the push-sum weight, whether ``_end`` needs the weights before the
+    update too, and whether the update is due."""
     start = driver.begin_step()
-    return np.array([start.scale, start.needs_pre_update], np.float64)
+    return np.array([start.scale, start.needs_pre_update, start.updates], np.float64)
 
 
 def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:

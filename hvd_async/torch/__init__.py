@@ -3,8 +3,10 @@
 From here on ``horovod.torch`` itself goes with them too, see ``horovod_names``.
 """
 
+from importlib import import_module
+
 from horovod.torch import *  # noqa: F403
-from horovod.torch import HorovodInternalError, elastic  # noqa: F401
+from horovod.torch import HorovodInternalError  # noqa: F401
 
 from hvd_async.torch import horovod_names
 from hvd_async.torch.compression import Compression
@@ -14,5 +16,16 @@ from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 
 horovod_names.install()
+# (an import statement could find Horovod's, here by the star)
+elastic = import_module("hvd_async.torch.elastic")
 __all__ = [name for name in dir() if not name.startswith("_")]
-_ours = (Compression, EagerOptimizer, GossipOptimizer, LeaderOptimizer, broadcast_optimizer_state, join, shutdown)
+_ours = (
+    Compression,
+    EagerOptimizer,
+    GossipOptimizer,
+    LeaderOptimizer,
+    broadcast_optimizer_state,
+    elastic,
+    join,
+    shutdown,
+)

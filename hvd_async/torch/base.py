@@ -71,6 +71,13 @@ def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> A
     return wrapped
 
 
+def listed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a factory's arguments, those that may be read only once as lists."""
+    named, buffers = given["named_parameters"], given["named_buffers"]
+    own = {"named_parameters": None if named is None else list(named), "named_buffers": list(buffers or [])}
+    return {**given, **own}
+
+
 def names_of(given: Mapping[str, Any], wrapper: str) -> dict[int, str] | None:
     """Return names by the parameters' id, of an optimizer that can be wrapped; None if the user gave none.
 

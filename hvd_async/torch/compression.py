@@ -92,6 +92,7 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
         decode=decode,
         narrow=torch.float16 in travelling,
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
+        recount=lambda vector, count, elements: torch.cat([vector[:-count], vector.new_tensor(elements)]),
         sent=tuple((b.elements + len(tail)) * d.itemsize for b, d in zip(layout.buckets, travelling, strict=True)),
         release=layout.memory.clear,
         process_set=rank_group.process_set,

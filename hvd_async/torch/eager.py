@@ -11,9 +11,10 @@ import torch
 from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import eager_driver
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.torch.base import BINDING, names_of, wrap
+from hvd_async.torch.base import BINDING, listed, names_of, wrap
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
 from hvd_async.torch.gradient_replica import GradientReplica, RoundTransform
@@ -85,14 +86,15 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
+    given = listed(locals())  # before any other name: all arguments, and nothing else
 
     def replica(
         options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
     ) -> GradientReplica:
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
-        own = {"scales": factors, "groups": 0 if groups is None else groups, "named_buffers": list(named_buffers or [])}
+        own = {"scales": factors, "groups": 0 if groups is None else groups}
         return GradientReplica(rank_group, names_of(given, "EagerOptimizer"), options.config(), given | own)
 
-    return eager_driver(BINDING, given, replica, TorchEagerDriver).attach(wrap(optimizer, EagerMethods))
+    driver = made_by(lambda: eager_driver(BINDING, given, replica, TorchEagerDriver))
+    return driver.attach(wrap(optimizer, EagerMethods))

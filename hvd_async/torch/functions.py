@@ -35,8 +35,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     if optimizer._async.worker is not None:
         optimizer.drain()  # no round may be on its way
-    state = optimizer.state_dict()
-    state.pop("hvd_async")  # each rank's own
+    rounds = hvd.broadcast_object(optimizer.rounds, root_rank, name="hvd_async.optimizer_rounds")
+    optimizer.load_state_dict(receive_state(optimizer, root_rank, "hvd_async.optimizer_state"))
+    optimizer._async.count_from(rounds)
+
+
+def receive_state(optimizer: Any, root_rank: int, name: str) -> dict[str, Any]:
+    """Return the state of ``root_rank``'s optimizer, of which each rank has its own wrapped one. A collective.
+
+    Args:
+        optimizer: one of ours; it is not changed.
+        root_rank: whose state.
+        name: of the collectives.
+    """
+    state = optimizer._wrapped_class.state_dict(optimizer)
     tensors: list[torch.Tensor] = []
 
     def hollow(value: Any) -> Any:
@@ -45,8 +57,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             return _Shape((tuple(value.shape), value.dtype))
         return _map(value, hollow)
 
-    rounds = optimizer.rounds
-    skeleton, rounds = hvd.broadcast_object((hollow(state), rounds), root_rank, name="hvd_async.optimizer_state")
+    skeleton = hvd.broadcast_object(hollow(state), root_rank, name=name)
     on_root = iter(list(tensors))
     received: list[torch.Tensor] = []
 
@@ -57,12 +68,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
                 sent = next(on_root).cpu().clone(memory_format=torch.contiguous_format)
             else:
                 sent = torch.zeros(shape, dtype=dtype)
-            received.append(hvd.broadcast(sent, root_rank, name=f"hvd_async.optimizer_state.{len(received)}"))
+            received.append(hvd.broadcast(sent, root_rank, name=f"{name}.{len(received)}"))
             return received[-1]
         return _map(value, fill)
 
-    optimizer.load_state_dict(fill(skeleton))
-    optimizer._async.count_from(rounds)
+    received_state: dict[str, Any] = fill(skeleton)
+    return received_state
 
 
 def _map(value: Any, change: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 
 from hvd_async.algorithms.gossip.options import GossipOptions
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import gossip_driver
-from hvd_async.torch.base import BINDING, weight_replica, wrap
+from hvd_async.torch.base import BINDING, listed, weight_replica, wrap
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.methods import GossipMethods
 
@@ -76,6 +77,6 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
-    driver = gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, "GossipOptimizer"))
+    given = listed(locals())  # before any other name: all arguments, and nothing else
+    driver = made_by(lambda: gossip_driver(BINDING, given, lambda _: weight_replica(given, "GossipOptimizer")))
     return driver.attach(wrap(optimizer, GossipMethods))

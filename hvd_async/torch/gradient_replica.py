@@ -82,6 +82,11 @@ class GradientReplica(eager.GradientReplica):
         super().attach(optimizer)
         self.lay_out()
 
+    def detach(self) -> None:
+        super().detach()
+        if self.overlap is not None:
+            self.overlap.remove()
+
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Those that can have a gradient: the others, of whole numbers, are left alone."""
@@ -90,6 +95,13 @@ class GradientReplica(eager.GradientReplica):
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
         streams.bind_training_stream(engine, self.parameters)
+
+    def continue_from(self, before: GradientReplica) -> None:
+        self.passes = before.passes
+        if self.overlap is not None:
+            self.overlap.passes = before.passes
+        for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
+            parameter.grad = None
 
     # -- buckets ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ optimizer to make its state, is Python only: ours takes its place in Horovod's m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,9 +17,12 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import elastic as horovods_elastic
 from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
+from hvd_async.optimizers import elastic
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import broadcast_optimizer_state
 
@@ -84,10 +88,31 @@ def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _reset() -> None:
+    """What ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
+
+
+def _rolling_back(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``TorchState.restore``: as ``_settled``; where ranks were lost, what is on its way is rolled back too."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with contextlib.suppress(HorovodInternalError):
+            LIFECYCLE.settle()
+        LIFECYCLE.roll_back()
+        return method(*arguments, **options)
+
+    return call
+
+
 def install() -> None:
     """Put all of this in its place. (Once a process: this module is imported once.)"""
     mpi_ops.mpi_lib = _Library(mpi_ops.mpi_lib)
     for module in (hvd, functions, elastic_state):
         module.broadcast_optimizer_state = broadcast_optimizer_state
-    for name in ("__init__", "save", "restore", "sync"):
-        setattr(elastic_state.TorchState, name, _settled(getattr(elastic_state.TorchState, name)))
+    state = elastic_state.TorchState
+    for name in ("__init__", "save", "sync"):
+        setattr(state, name, _settled(getattr(state, name)))
+    state.restore = _rolling_back(state.restore)
+    horovods_elastic._reset = _reset

@@ -11,8 +11,9 @@ import torch
 from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.algorithms.option import documented
+from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import leader_driver
-from hvd_async.torch.base import BINDING, weight_replica, wrap
+from hvd_async.torch.base import BINDING, listed, weight_replica, wrap
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.methods import LeaderMethods
 
@@ -70,8 +71,9 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument that cannot be; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
-    driver = leader_driver(
-        BINDING, given, lambda rank_group: weight_replica(given, "LeaderOptimizer", buffers == "average")
+    given = listed(locals())  # before any other name: all arguments, and nothing else
+    averages = buffers == "average"
+    driver = made_by(
+        lambda: leader_driver(BINDING, given, lambda _: weight_replica(given, "LeaderOptimizer", averages))
     )
     return driver.attach(wrap(optimizer, LeaderMethods))

@@ -84,7 +84,8 @@ class WeightMethods(OptimizerMethods):
             before = replica.read() if start.needs_pre_update else None
             own_rates = driver.lr_factor != 1.0
             with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
-                self._wrapped_class.step(self)
+                if start.updates:
+                    self._wrapped_class.step(self)
             end = driver.end_step(before, replica.read(), replica.statistics())
             if end.statistics is not None:
                 replica.write_statistics(end.statistics)

@@ -31,6 +31,8 @@ OUT_VARIABLE = "HVD_ASYNC_TEST_OUT"
 DEVICE_VARIABLE = "HVD_ASYNC_TEST_DEVICE"
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 """Where the torch jobs of gpu_check.sh have their tensors: one rank on NCCL, several by way of the CPU."""
+GLOO_LIMIT = "10"
+"""Seconds after which ranks of an elastic job no longer wait for one that has given up without a word."""
 GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
 
@@ -203,16 +205,27 @@ def run_job(
     command += ["-np", str(ranks), f"--{transport}"]
     if transport == "mpi":
         command.append("--mpi-args=--oversubscribe")
-    command += [sys.executable, str(JOBS / script), *args]
-    environment = folder.environment(env)
+    return _run(folder, command, f"{ranks} ranks, {transport}", script, args, env, timeout)
+
+
+def _run(
+    folder: _Folder,
+    command: list[str],
+    how: str,
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str] | None,
+    timeout: float,
+) -> Job:
+    """Run a launcher's command with a script of ``jobs/``, and wait for its end."""
     log = folder.path / "output"
     started = time.monotonic()
     try:
         with log.open("wb") as output:
             launcher = subprocess.Popen(
-                command,
+                [*command, sys.executable, str(JOBS / script), *args],
                 cwd=REPOSITORY,
-                env=environment,
+                env=folder.environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -226,7 +239,7 @@ def run_job(
             left_behind = _sweep(folder.job, 0.0 if returncode is None else GOODBYE)
             launcher.wait(timeout=10.0)
         return Job(
-            f"{script} {' '.join(args)} ({ranks} ranks, {transport})",
+            f"{script} {' '.join(args)} ({how})",
             returncode,
             log.read_text(errors="replace"),
             folder.results(),
@@ -237,6 +250,21 @@ def run_job(
     finally:
         _sweep(folder.job, 0.0)
         folder.remove()
+
+
+def run_elastic(script: str, ranks: int, *, args: Sequence[str] = (), timeout: float = 300.0) -> Job:
+    """Run a script of ``jobs/`` under ``horovodrun --host-discovery-script``: hosts are lines of the file ``hosts`` in
+    the job's folder, at first so many names of this machine, with one rank each. Arguments as of ``run_job``."""
+    folder = _Folder(ranks)
+    names = ["127.0.0.1", *(f"127.{'0' * place}1" for place in range(ranks - 1))]
+    (folder.path / "hosts").write_text("".join(f"{name}:1\n" for name in names))
+    discovery = folder.path / "discover"
+    discovery.write_text(f"#!/bin/sh\ncat {folder.path / 'hosts'}\n")
+    discovery.chmod(0o755)
+    command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), "--min-np", "1"]
+    command += ["--max-np", str(2 * ranks), "--host-discovery-script", str(discovery), "--network-interfaces", "lo"]
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_LIMIT}
+    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, env, timeout)
 
 
 class ForkServer:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Hyper
 
@@ -92,6 +94,15 @@ class Tail:
             elements[start : start + SAMPLE_DIGITS] = [float(samples >> digit & 1) for digit in range(SAMPLE_DIGITS)]
         return elements
 
+    def moved(self, elements: Sequence[float], before: Tail) -> list[float]:
+        """Return elements that say here what a rank's own said where the tail was ``before``."""
+        found = [0.0] * len(self)
+        found[self.slot] = elements[before.slot]
+        if self.weighted:
+            start, digits = self.slots + self.slot * SAMPLE_DIGITS, before.slots + before.slot * SAMPLE_DIGITS
+            found[start : start + SAMPLE_DIGITS] = elements[digits : digits + SAMPLE_DIGITS]
+        return found
+
     def read(self, sums: Sequence[float], scale: float) -> Tally:
         """Return what sums of such elements x ``scale`` tell."""
         whole = [round(element / scale) for element in sums]
@@ -114,6 +125,11 @@ def last(vector: Vector, count: int) -> list[float]:
     return [float(vector[place]) for place in range(-count, 0)]
 
 
+def recounted(vector: Vector, count: int, elements: Sequence[float]) -> Vector:
+    """The NumPy vector with these elements in place of its last ``count``."""
+    return np.concatenate([vector[:-count], np.asarray(elements, vector.dtype)])
+
+
 @dataclass(frozen=True)
 class GradientFormat:
     """How a binding's vectors look and travel.
@@ -126,6 +142,7 @@ class GradientFormat:
             ``narrow``; ``decode`` takes it back, given the bucket.
         narrow: whether gradients x samples may be out of the range in which they travel (float16).
         peek: the last so many elements of a sum that has come, in order.
+        recount: returns a vector with other counting elements, given how many it has.
         sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
         release: gives memory back that is kept for later steps' vectors.
         scale: what the collectives multiply sums by, counts included.
@@ -141,6 +158,7 @@ class GradientFormat:
     decode: Callable[[Vector, int], Vector] = same_bucket
     narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = last
+    recount: Callable[[Vector, int, Sequence[float]], Vector] = recounted
     sent: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
     scale: float = 1.0

@@ -51,6 +51,8 @@ class _Flight:
     counts: list[int]
     weights: list[float]
     started: float
+    taken: list[_Pending]
+    """This rank's gradients in it, by bucket; empty unless the engine is elastic."""
     hyper: Hyper | None = None
     whole: int | None = None
     """``ReducedRound.whole``: the least of the buckets that have gone."""
@@ -149,6 +151,14 @@ class RoundsInFlight:
         """Return gradients that no round has carried yet and that may go, by bucket; all after an end."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
+    def unfinished(self) -> dict[int, list[PendingGradient]]:
+        """Return this rank's gradients in rounds that are not whole here, by round, then by bucket; of an elastic
+        engine that has ended."""
+        return {
+            number: [PendingGradient(taken.vector, list(taken.versions)) for taken in flight.taken]
+            for number, flight in self._flights.items()
+        }
+
     def keep_for_cut(self) -> None:
         """Keep a copy of the pending gradients, as the state to save after a cut; not of those that a round will carry
         which has started, and waits for its name."""
@@ -185,6 +195,9 @@ class RoundsInFlight:
             self.release(go.bucket, whole)
             flight.whole = whole if flight.whole is None else min(flight.whole, whole)
         late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
+        keep = self._engine.elastic
+        if keep:
+            flight.taken[go.bucket] = self._pending[go.bucket]
         taken = self._take(go.bucket, go.firing, late_by)
         vector = self._wire.zeros(go.bucket) if taken is None else taken
         unit = self._units.get(name, self._wire.first_unit)
@@ -205,7 +218,7 @@ class RoundsInFlight:
             for late in held:
                 self.go(late)
 
-        wire, keep = self._wire, taken is None
+        wire, keep = self._wire, keep or taken is None
         self._engine.submit(
             lambda: self._engine.collectives.allreduce_sum(
                 wire.encode(vector, unit), name, wire.process_set, keep, wire.scale
@@ -231,8 +244,8 @@ class RoundsInFlight:
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
         if flight is None:
-            none = [0] * self._buckets
-            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], time.monotonic())
+            none, taken = [0] * self._buckets, [_Pending() for _ in range(self._buckets)]
+            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], time.monotonic(), taken)
         return flight
 
     def _pass_on(self) -> None:

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from hvd_async.algorithms.eager.counters import Counters, GradientLedger
+from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
+from hvd_async.algorithms.eager.hand_over import HandOver
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
     EndStep,
@@ -24,6 +25,7 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
+from hvd_async.algorithms.eager.remains import Remains
 from hvd_async.algorithms.eager.round_inbox import RoundInbox
 from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
 from hvd_async.errors import ReplicaStateError
@@ -73,10 +75,11 @@ class EagerWorker(Worker):
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
         # Training thread's:
         self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
-        self._handed: set[int] = set()  # buckets of the step after this that have been handed over
+        self._hand_over = HandOver(wire.nbytes, self._counters)
+        self._half_applied = False
         self.whole = Uninterrupted()
         self.version = 0
-        self.ledger = GradientLedger(config.buckets)
+        self.ledger = self._hand_over.ledger
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of this one's host have handed over, as far as this one has waited for
         self.mend: int | None = None
@@ -102,12 +105,12 @@ class EagerWorker(Worker):
     @property
     def gone(self) -> frozenset[int]:
         """Buckets of the step that is under way that have been handed over."""
-        return frozenset(self._handed)
+        return frozenset(self._hand_over.handed)
 
     @property
     def settled(self) -> bool:
         """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
-        return self._steps == self._settled_at and not self._handed
+        return self._steps == self._settled_at and not self._hand_over.handed
 
     def _check_able(self) -> None:
         """Raise, if this rank can neither hand over nor apply."""
@@ -126,13 +129,11 @@ class EagerWorker(Worker):
         """
         number = self._registered_number()
         self._check_able()
-        if bucket in self._handed:
-            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
+        self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
-            version, step = self.version, self._steps + 1 + self._base
-            self._prepare(bucket, vector)
-            self.engine.call_soon(lambda: self._arrive(number, bucket, vector, version, step))
-            self._handed.add(bucket)
+            step = self._steps + 1 + self._base
+            self._hand_over.give(bucket, vector, self.version)
+            self.engine.call_soon(lambda: self._arrive(number, step))
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
@@ -168,9 +169,8 @@ class EagerWorker(Worker):
             )
         if self._broken_off:
             warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
-        elif sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
-            raise ReplicaStateError(f"step() lacks buckets: {sorted(self._handed)} and {sorted(vectors)} are there")
         else:
+            self._hand_over.check_whole(vectors)
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
         self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
@@ -198,27 +198,20 @@ class EagerWorker(Worker):
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
         """Hand over what is left of this step."""
-        version, step = self.version, self._steps + 1 + self._base
+        step = self._steps + 1 + self._base
         for bucket, vector in vectors.items():
-            self._prepare(bucket, vector)
+            self._hand_over.give(bucket, vector, self.version)
         self._in_flight.forget_cut()
         self._steps += 1
-        self.ledger.end_step()
-        self._handed.clear()
+        self._hand_over.end_step()
         told, self._told = None if hyper == self._told else hyper, hyper
 
         def hand_over() -> None:
             self.engine.send(StepEntered(number, step, told))
-            for bucket, vector in vectors.items():
-                self._arrive(number, bucket, vector, version, step)
+            for _ in vectors:
+                self._arrive(number, step)
 
         self.engine.call_soon(hand_over)
-
-    def _prepare(self, bucket: int, vector: Vector | None) -> None:
-        """Count what is about to be handed over."""
-        self.ledger.hand_over(bucket, vector is None)
-        if vector is not None:
-            self._counters.add_held_bytes(self.wire.nbytes[bucket])
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
@@ -242,6 +235,7 @@ class EagerWorker(Worker):
     def begin(self, round_: ReducedRound) -> None:
         """Begin to apply a round, as ``applying`` does where it can be a block of code. ``end`` follows."""
         self.whole.begin(f"round {round_.index} could not be applied")
+        self._half_applied = True
 
     def end(self) -> None:
         """The round that is next has been applied."""
@@ -251,6 +245,7 @@ class EagerWorker(Worker):
         self.version = round_.index
         self.ledger.apply(round_)
         self._counters.add_held_bytes(-sum(self.wire.nbytes))
+        self._half_applied = False
         self.whole.end()
 
     # -- draining (training thread) ---------------------------------------------------------------------------
@@ -263,7 +258,7 @@ class EagerWorker(Worker):
                 broken off half-way.
         """
         self.whole.check()
-        if self._handed:
+        if self._hand_over.handed:
             raise ReplicaStateError(
                 f"{self.label}: backward() has handed gradients over and no step() has followed: call "
                 f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
@@ -288,7 +283,7 @@ class EagerWorker(Worker):
 
     def announce_finished(self, flush: bool) -> None:
         """Announce that this rank has finished: at the process's end also between backward() and step()."""
-        if self._handed:
+        if self._hand_over.handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
                 f"were handed over to the last round"
@@ -341,13 +336,44 @@ class EagerWorker(Worker):
         for bucket, (_, versions) in enumerate(held):
             self.ledger.restore(bucket, len(versions))
 
+    # -- elastic training (training thread) ---------------------------------------------------------------------
+
+    def remains(self) -> Remains:
+        """Apply the rounds that have come, and return what is in none of them; after the engine's end."""
+        fit = not self._half_applied
+        if fit:
+            self.whole = Uninterrupted()  # (all that was handed over is here)
+            self._apply_all(list(self._inbox.ready), self.apply)
+        for one in self._hand_over.take_rest():
+            self._in_flight.arrive(*one)
+        for bucket in range(self.config.buckets):
+            self._in_flight.release(bucket, None)
+        self.ledger.take_back(self._emptied())
+        step = self._hand_over
+        return Remains(
+            version=self.version,
+            in_rounds=self._in_flight.unfinished(),
+            pending=self._in_flight.pending(),
+            begun=self._steps + step.all_brought,
+            ended=self._steps - self._broken_off,
+            handed=frozenset() if step.all_brought else step.brought | step.handed,
+            fit=fit,
+            tail=self.wire.tail,
+        )
+
+    def take_over(self, remains: Remains) -> None:
+        """Begin with this rank's gradients of before a reset, before ``connect``; versions from that of now as 0."""
+        self.restore(remains.pending_in(self.wire))
+        self._hand_over.brought = remains.brought
+
     def stats(self) -> Stats:
         """Return a snapshot of the counts."""
         return self._counters.stats(steps=self._steps, rounds=self.version, wait_s=self._wait_s, **self.ledger.stats())
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def _arrive(self, number: int, bucket: int, vector: Vector | None, version: int, step: int) -> None:
+    def _arrive(self, number: int, step: int) -> None:
+        bucket, vector, version = self._hand_over.take()
         self._in_flight.arrive(bucket, vector, version)
         self.engine.send(GradientReady(number, bucket, step, self._in_flight.complete))
 

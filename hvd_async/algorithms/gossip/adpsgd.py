@@ -20,6 +20,7 @@ from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, St
 from hvd_async.algorithms.gossip.pairing import Pairing
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
+from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
@@ -120,6 +121,9 @@ class ADPSGDWorker(GossipWorker):
                     self.log.append(("drained",))
         self._pairing.ended()
         return z
+
+    def leave(self, weights: Vector) -> Kept:
+        return Kept(on_step(self._state, weights, self._post.add, self._post.times).model)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 

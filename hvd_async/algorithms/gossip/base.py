@@ -15,6 +15,7 @@ from hvd_async.algorithms.gossip.messages import GossipConfig, RankFinished, Sta
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.receive_buffer import ReceiveBuffer
+from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -199,6 +200,13 @@ class GossipWorker(Worker):
                 )
             weight = size
         return self.sum(x, MEAN).vector * (1.0 / weight)
+
+    def leave(self, weights: Vector) -> Kept:
+        """Return what this rank keeps, whose model has these weights, now that the ranks will be others.
+
+        Messages on their way are gone, and their share of the push-sum weight: each rank begins anew with weight 1.
+        """
+        return Kept(weights)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.algorithms.gossip.neighbour_average import NeighbourAverageWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
+from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
@@ -89,6 +90,9 @@ class NoLoCoWorker(NeighbourAverageWorker):
         if flush:
             self._state = self._begun(weights)
         return weights
+
+    def leave(self, weights: Vector) -> Kept:
+        return Kept(weights, {SLOW: self._state.slow, MOMENTUM: self._state.momentum})
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from hvd_async.algorithms.gossip.difference_average import Average, DifferenceAv
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -152,6 +153,23 @@ class OuterWorker(GossipWorker):
         self._averages.discard()
         super().discard_results()
 
+    def leave(self, weights: Vector) -> Kept:
+        while self._averages.is_complete(self._next):
+            self._take(weights, self._base + self._step)
+        taken, sent = self._averagings, dict(self._sent)
+        places = {average: self._averages.slice_of(self._rhythm.fragment(average)) for average in sent}
+        first = self._next
+
+        def catch_up(shared: Mapping[str, Vector], version: int) -> Vector:
+            for average, own in sent.items():
+                if average - first < version - taken:  # others have taken it: what this rank had sent is in the anchor
+                    where = places[average]
+                    weights[where] = outer.merged(shared[ANCHOR][where], weights[where], own)
+            return weights
+
+        shared = {ANCHOR: self._state.anchor, **self.common_state()}
+        return Kept(weights, {ERROR: self._averages.error * 0.0}, shared, taken, catch_up)
+
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def common_state(self) -> dict[str, Vector]:
@@ -192,7 +210,8 @@ class OuterWorker(GossipWorker):
                 f"under way: go on with those of {name} that it was saved with, or save after drain()"
             )
         results = {average: Average(mean, float(copies[f"{NUMBER}{average}"][0])) for average, mean in means.items()}
-        self._averages.restore(copies[ERROR] + 0, results, first)
+        error = copies[ERROR] if ERROR in copies else copies[ANCHOR] * 0.0
+        self._averages.restore(error + 0, results, first)
         self._next = min(means, default=first)
         self._state = self._state._replace(anchor=copies[ANCHOR] + 0)
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}

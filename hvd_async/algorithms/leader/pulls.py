@@ -216,6 +216,10 @@ class PullExecutor:
         """EASGD's center, which stands for all ranks; None if a leader does."""
         return self._rule.consensus(self._state)
 
+    def moved(self, weights: Vector) -> Vector:
+        """Return these weights, those after the last step, moved by EASGD's pulls since."""
+        return self._rule.position(self._state, weights)
+
     def pending_results(self) -> PullResults:
         """Return the results that no step has taken, and the rule's state, for a checkpoint."""
         with self._lock:

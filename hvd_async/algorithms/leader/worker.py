@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.options import ALGORITHMS
 from hvd_async.algorithms.leader.pulls import Clip, PullExecutor, PullResults, group_of
@@ -23,6 +24,8 @@ from hvd_async.runtime.messages import Drained, OptimizerCommand
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import LeaderStats
+
+CENTER_NAME = "center"
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,12 @@ class LeaderWorker(Worker):
         if self._has_center:
             return self._consensus
         return self.broadcast(weights, self._leader, "the leader's weights")
+
+    def leave(self, weights: Vector) -> Kept:
+        """Return what this rank keeps, whose model has these weights, now that the ranks will be others."""
+        center = self.executor.consensus
+        shared = {} if center is None else {CENTER_NAME: center}
+        return Kept(self.executor.moved(weights), {"losses": self._losses.recorded}, shared, self.version)
 
     def discard_results(self) -> None:
         """Go on with pulls for the other ranks; they move nothing here."""

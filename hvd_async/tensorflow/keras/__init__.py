@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 from horovod.tensorflow.keras import *  # noqa: F403
-from horovod.tensorflow.keras import elastic  # noqa: F401
 
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
@@ -17,6 +16,7 @@ from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
+elastic = import_module("hvd_async.tensorflow.keras.elastic")
 
 
 def load_model(
@@ -51,6 +51,7 @@ _ours = (
     LeaderOptimizer,
     broadcast_variables,
     callbacks,
+    elastic,
     join,
     shutdown,
 )

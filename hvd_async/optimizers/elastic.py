@@ -1,0 +1,223 @@
+"""Elastic training: ranks are lost and gained, and those that are left go on from where they are, without roll-back.
+
+When the ranks change, each keeps what it has (``leave``), Horovod starts again, and every optimizer gets a driver for
+the ranks that there are then (``rejoin``). Before they train on, all say how far they are: weights come from the rank
+that has seen most rounds, or stay each rank's own, and the position in the data comes from the rank that has ended most
+steps.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.driver import Standing
+from hvd_async.optimizers.local import LocalDriver
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.lifecycle import Lifecycle, drivers
+
+
+class Report(NamedTuple):
+    """A rank's report when the ranks have changed.
+
+    Attributes:
+        survivor: whether it has trained in this job before; else it is new, and has nothing.
+        optimizers: how far each of its optimizers is.
+    """
+
+    survivor: bool
+    optimizers: list[Standing]
+
+
+class Agreed(NamedTuple):
+    """An optimizer's state that all ranks go on from.
+
+    Attributes:
+        source: the rank whose weights, optimizer state and shared vectors are taken by those that lack them.
+        takers: these ranks: new ones, and, where ranks share their weights, those that have seen fewer rounds.
+        rounds: that the source has seen.
+        ended: steps that the rank which is furthest has ended.
+        apart: whether ranks have weights of their own.
+        shared: names of vectors that all take from the source.
+    """
+
+    source: int
+    takers: frozenset[int]
+    rounds: int
+    ended: int
+    apart: bool
+    shared: tuple[str, ...]
+
+
+class Plan(NamedTuple):
+    """The state that all ranks go on from.
+
+    Attributes:
+        position: the rank whose position in the data, and other attributes, all take.
+        newcomers: ranks that have nothing.
+        optimizers: of each.
+    """
+
+    position: int
+    newcomers: frozenset[int]
+    optimizers: list[Agreed]
+
+
+def plan(reports: Sequence[Report]) -> Plan:
+    """Return the state that all ranks go on from, by all ranks' reports, in order. Pure: the same on each.
+
+    Raises:
+        ReplicaStateError: the ranks have different optimizers, or no rank has weights that can be gone on from.
+    """
+    counts = {len(report.optimizers) for report in reports}
+    if len(counts) > 1:
+        raise ReplicaStateError(
+            f"the ranks' elastic states have {sorted(counts)} optimizers: give each rank's state the same"
+        )
+    old = [rank for rank, report in enumerate(reports) if report.survivor] or [0]
+    newcomers = frozenset(range(len(reports))) - {*old}
+    position = max(old, key=lambda rank: (sum(one.ended for one in reports[rank].optimizers), -rank))
+    found = []
+    for number, own in enumerate(reports[position].optimizers):
+        standings = {rank: reports[rank].optimizers[number] for rank in old}
+        apart = any(standing.apart for standing in standings.values())
+        fit = [rank for rank, standing in standings.items() if standing.fit]
+        if not fit:
+            raise ReplicaStateError("a round was half applied on every rank that is left: restart from a checkpoint")
+        source = max(fit, key=lambda rank: (standings[rank].apart, standings[rank].rounds, -rank))
+        rounds = standings[source].rounds
+        behind = {rank for rank, one in standings.items() if not (one.fit and (apart or one.rounds == rounds))}
+        shared = standings[source].shared
+        found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared))
+    return Plan(position, newcomers, found)
+
+
+class Exchange(abc.ABC):
+    """A binding's way to give one rank's state to others. Tensors are in the same order on all ranks."""
+
+    rank: int
+
+    @abc.abstractmethod
+    def everyones(self, value: Any, name: str) -> list[Any]:
+        """Return all ranks' values, which can be pickled, in order. A collective."""
+
+    @abc.abstractmethod
+    def object_of(self, root: int, value: Any, name: str) -> Any:
+        """Return a rank's value, which can be pickled. A collective."""
+
+    @abc.abstractmethod
+    def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
+        """Return a rank's values of tensors, or variables, which are not changed. A collective."""
+
+    @abc.abstractmethod
+    def vector_of(self, root: int, vector: Vector, name: str) -> Vector:
+        """Return a rank's vector. A collective."""
+
+    @abc.abstractmethod
+    def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give tensors, or variables, these values."""
+
+    @abc.abstractmethod
+    def weights(self, optimizer: Any) -> list[Any]:
+        """Return the tensors that an optimizer trains."""
+
+    @abc.abstractmethod
+    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
+        """Return the state of a rank's wrapped optimizer, apart from ours. A collective."""
+
+    @abc.abstractmethod
+    def put_state(self, optimizer: Any, state: Any) -> None:
+        """Give the wrapped optimizer this state."""
+
+
+class Received:
+    """An optimizer's state as it has come from its source, for those that take it. Making it is a collective.
+
+    Args:
+        exchange: the binding's.
+        optimizer: one of ours.
+        agreed: what all ranks go on from.
+        name: of the collectives.
+    """
+
+    def __init__(self, exchange: Exchange, optimizer: Any, agreed: Agreed, name: str) -> None:
+        self._exchange, self._optimizer, self._agreed = exchange, optimizer, agreed
+        self._weights: list[Any] = []
+        self._state: Any = None
+        if agreed.takers:
+            self._weights = exchange.tensors_of(agreed.source, exchange.weights(optimizer), f"{name}.weights")
+            self._state = exchange.state_of(agreed.source, optimizer, f"{name}.state")
+        self._shared: dict[str, Vector] = {}
+        if agreed.shared:
+            driver: LocalDriver = optimizer._async
+            known = {} if driver.kept is None else driver.kept.shared
+            for place, one in enumerate(agreed.shared):
+                own = known[one] if one in known else driver.replica.read()
+                self._shared[one] = exchange.vector_of(agreed.source, own, f"{name}.shared.{place}")
+
+    def take(self) -> None:
+        """Go on from it, if this rank is one of those that take it. Does not communicate."""
+        agreed, driver = self._agreed, self._optimizer._async
+        if self._exchange.rank in agreed.takers:
+            self._exchange.put(self._exchange.weights(self._optimizer), self._weights)
+            self._exchange.put_state(self._optimizer, self._state)
+        if agreed.shared:
+            driver.share_vectors(self._shared, agreed.rounds)
+        driver.go_on(agreed.rounds, agreed.ended, agreed.apart)
+
+
+def sync(
+    exchange: Exchange, survivor: bool, optimizers: Sequence[Any], others: Sequence[Any], attributes: Any
+) -> tuple[Any, Callable[[], None]]:
+    """Agree with all ranks on what to go on from. A collective.
+
+    Args:
+        exchange: the binding's.
+        survivor: whether this rank has trained in this job before.
+        optimizers: ours.
+        others: tensors or variables that no optimizer of ours trains: ranks that have nothing take them.
+        attributes: that all ranks take from the one that has ended most steps; they can be pickled.
+
+    Returns:
+        The attributes to go on with, and a function that takes the rest. It does not communicate: so a rank that is
+        lost in the middle leaves nothing half taken.
+
+    Raises:
+        ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+    """
+    report = Report(survivor, [optimizer._async.standing() for optimizer in optimizers])
+    found = plan(exchange.everyones(report, "hvd_async.elastic.reports"))
+    received = [
+        Received(exchange, optimizer, agreed, f"hvd_async.elastic.{number}")
+        for number, (optimizer, agreed) in enumerate(zip(optimizers, found.optimizers, strict=True))
+    ]
+    values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
+    attributes = exchange.object_of(found.position, attributes, "hvd_async.elastic.attributes")
+
+    def take() -> None:
+        for one in received:
+            one.take()
+        if exchange.rank in found.newcomers:
+            exchange.put(others, values)
+
+    return attributes, take
+
+
+def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[], object]) -> None:
+    """Go on among the ranks that there are now: Horovod and the engine end and start again, and each optimizer keeps
+    what it has on this rank.
+
+    Args:
+        lifecycle: the binding's.
+        shutdown, init: Horovod's.
+    """
+    lifecycle.leave()
+    optimizers = lifecycle.wrapped()
+    for driver in drivers(optimizers):
+        driver.leave()
+    shutdown()
+    init()
+    for driver in drivers(optimizers):
+        driver.rejoin()

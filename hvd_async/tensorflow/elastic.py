@@ -1,0 +1,141 @@
+"""``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that go on from where they are.
+
+``run`` is Horovod's. ``TensorFlowKerasState`` takes the place of Horovod's, which does not work on Keras 3, and whose
+``restore()`` goes back to the last commit: ours goes back to nothing. ``TensorFlowState`` is Horovod's, with roll-back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.common.elastic import ObjectState
+from horovod.tensorflow import elastic as horovods
+from horovod.tensorflow.elastic import TensorFlowState, run
+from horovod.tensorflow.functions import allgather_object, broadcast_object
+
+from hvd_async.optimizers import elastic
+from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime.lifecycle import LOST
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.functions import BROADCASTABLE
+from hvd_async.tensorflow.variables import raw
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class TensorFlowKerasState(ObjectState):
+    """A Keras model, its optimizer and other attributes that ranks go on with when others are lost or join.
+
+    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
+    that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor. All
+    ranks take the other attributes from the rank that has ended most steps: so change them right after a step, as the
+    callbacks of ``hvd.elastic`` do.
+
+    Functions that were traced for other ranks are of no use: ``fit()`` traces its step again by itself; make a
+    ``tf.function`` of your own in the function that ``run`` decorates.
+
+    Args:
+        model: built.
+        optimizer: one of ours; None: the one that the model was compiled with.
+        backend: as in Horovod; it has no effect here.
+        kwargs: attributes that can be pickled.
+
+    Raises:
+        ValueError: the model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("the model is not built: call model.build(input_shape) before")
+        LIFECYCLE.elastic = True
+        self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
+        self._survivor = False
+        self._saved_state: dict[str, Any] = {}
+        super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
+
+    def save(self) -> None:
+        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
+
+    def restore(self) -> None:
+        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
+        LIFECYCLE.abandon(f"{LOST}, and training goes on without them")
+
+    def sync(self) -> None:
+        """Agree with the ranks that there are now on what to go on from. A collective.
+
+        Raises:
+            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+        """
+        exchange, ours = _Exchange(), self._ours()
+        trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}
+        every = [*self.model.variables, *([] if ours else self.optimizer.variables)]
+        others = [v for v in map(raw, every) if id(v) not in trained and v.dtype.name in BROADCASTABLE]
+        own = {name: getattr(self, name) for name in self._saved_state}
+        own, take = elastic.sync(exchange, self._survivor, ours, others, own)
+        take()
+        self._saved_state = own
+        self._set_attrs()
+        for name in ("train_function", "test_function", "predict_function"):  # (traced for other ranks)
+            setattr(self.model, name, None)
+        self._survivor = True
+
+    def _ours(self) -> list[Any]:
+        """Return the optimizer if it is one of ours, built; a ``LossScaleOptimizer`` may be around it."""
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if not isinstance(inner, OptimizerMethods):
+            return []
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.trainable_variables)
+        return [inner]
+
+
+class _Exchange(elastic.Exchange):
+    """Gives one rank's variables to others."""
+
+    def __init__(self) -> None:
+        self.rank = hvd.rank()
+
+    def everyones(self, value: Any, name: str) -> list[Any]:
+        every: list[Any] = allgather_object(value, name=name)
+        return every
+
+    def object_of(self, root: int, value: Any, name: str) -> Any:
+        return broadcast_object(value, root, name=name)
+
+    def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
+        # (in a graph of its own: an eager op of Horovod's ignores its name)
+        values = tf.function(
+            lambda: [hvd.broadcast(one, root, name=f"{name}.{place}") for place, one in enumerate(tensors)],
+            autograph=False,
+        )()
+        return list(values)
+
+    def vector_of(self, root: int, vector: Any, name: str) -> Any:
+        (value,) = self.tensors_of(root, [tf.convert_to_tensor(vector)], name)
+        return value.numpy()
+
+    def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(tensors, values, strict=True):
+            variable.assign(value)
+
+    def weights(self, optimizer: Any) -> list[Any]:
+        return [raw(variable) for variable in optimizer._trainable_variables]
+
+    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
+        return self.tensors_of(root, [raw(variable) for variable in optimizer.variables], name)
+
+    def put_state(self, optimizer: Any, state: Any) -> None:
+        self.put([raw(variable) for variable in optimizer.variables], state)
+
+
+def _reset() -> None:
+    """What ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
+
+
+def install() -> None:
+    """Have Horovod's ``run`` go on with our optimizers."""
+    horovods._reset = _reset

@@ -1,0 +1,77 @@
+"""``hvd.elastic`` for Keras: the state of ``hvd_async.tensorflow.elastic``, and callbacks as Horovod's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvd_async.tensorflow.elastic import TensorFlowKerasState, run
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+class KerasState(TensorFlowKerasState):
+    """``TensorFlowKerasState``, by Horovod's name for Keras."""
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commit the state after every so many batches, and at the end of each epoch: all ranks look there whether hosts
+    have come or gone.
+
+    Args:
+        state: the elastic state.
+        batches_per_commit: all ranks wait for each other in a commit.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self._state, self._each, self._batches = state, batches_per_commit, 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches += 1
+        if self._batches == self._each:
+            self._batches = 0
+            self._state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keep the number of batches of the epoch that are done in ``state.batch``; give it before the one that commits.
+
+    Horovod's keeps the last batch's number, so that it is done again. Skip those that are done by yourself:
+    ``fit(data.skip(state.batch))``.
+
+    Args:
+        state: the elastic state.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.batch += 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keep the number of epochs that are done in ``state.epoch``; give it before the one that commits.
+
+    Args:
+        state: the elastic state.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.epoch += 1

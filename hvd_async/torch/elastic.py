@@ -1,0 +1,123 @@
+"""``hvd.elastic`` for torch: Horovod's idiom, and survivors that go on from where they are.
+
+``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` takes the place of Horovod's, whose ``restore()`` goes back
+to the last commit: ours goes back to nothing, since every survivor has weights that the others can go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.elastic import ObjectState
+from horovod.torch.elastic import ElasticSampler, run
+
+from hvd_async.optimizers import elastic
+from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime.lifecycle import LOST
+from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.functions import receive_state
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+class TorchState(ObjectState):
+    """Models, optimizers, samplers and other attributes that ranks go on with when others are lost or join.
+
+    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
+    that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor. All ranks
+    take the other attributes, the samplers' positions too, from the rank that has ended most steps: so change them
+    right after ``optimizer.step()``.
+
+    Args:
+        model: a module.
+        optimizer: wrapped by one of ours.
+        kwargs: more of these, samplers (``ElasticSampler``), and what has ``state_dict()`` and ``load_state_dict()``,
+            such as learning rate schedules; anything else must be fit to be pickled. All become attributes.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
+        LIFECYCLE.elastic = True
+        given = {"model": model, "optimizer": optimizer, **kwargs}
+        self._models = [value for value in given.values() if isinstance(value, torch.nn.Module)]
+        self._optimizers = [value for value in given.values() if isinstance(value, OptimizerMethods)]
+        known = {id(value) for value in (*self._models, *self._optimizers)}
+        self._stateful = {
+            name: value
+            for name, value in given.items()
+            if id(value) not in known and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        }
+        known |= {id(value) for value in self._stateful.values()}
+        self._survivor = False
+        self._saved_state: dict[str, Any] = {}
+        for name, value in given.items():
+            if id(value) in known:
+                setattr(self, name, value)
+        plain = {name: value for name, value in given.items() if id(value) not in known}
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **plain)
+
+    def save(self) -> None:
+        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
+
+    def restore(self) -> None:
+        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
+        LIFECYCLE.abandon(f"{LOST}, and training goes on without them")
+
+    def sync(self) -> None:
+        """Agree with the ranks that there are now on what to go on from. A collective.
+
+        Raises:
+            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+        """
+        exchange = _Exchange()
+        ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}
+        tensors = [t for model in self._models for t in model.state_dict(keep_vars=True).values()]
+        others = [tensor for tensor in tensors if id(tensor) not in ours]
+        own = {name: getattr(self, name) for name in self._saved_state}
+        states = {name: value.state_dict() for name, value in self._stateful.items()}
+        (own, states), take = elastic.sync(exchange, self._survivor, self._optimizers, others, (own, states))
+        take()
+        self._saved_state = own
+        self._set_attrs()
+        for name, state in states.items():
+            self._stateful[name].load_state_dict(state)
+        self._survivor = True
+
+
+class _Exchange(elastic.Exchange):
+    """Gives one rank's torch tensors to others."""
+
+    def __init__(self) -> None:
+        self.rank = hvd.rank()
+
+    def everyones(self, value: Any, name: str) -> list[Any]:
+        every: list[Any] = hvd.allgather_object(value, name=name)
+        return every
+
+    def object_of(self, root: int, value: Any, name: str) -> Any:
+        return hvd.broadcast_object(value, root, name=name)
+
+    def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        handles = [hvd.broadcast_async_(copy, root, name=f"{name}.{number}") for number, copy in enumerate(copies)]
+        return [hvd.synchronize(handle) for handle in handles]
+
+    def vector_of(self, root: int, vector: torch.Tensor, name: str) -> torch.Tensor:
+        received: torch.Tensor = hvd.broadcast(vector, root, name=name)
+        return received
+
+    @torch.no_grad()
+    def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+    def weights(self, optimizer: Any) -> list[Any]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
+        return receive_state(optimizer, root, name)
+
+    def put_state(self, optimizer: Any, state: Any) -> None:
+        optimizer.load_state_dict(state)

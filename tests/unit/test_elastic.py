@@ -1,0 +1,146 @@
+"""Elastic training, the pure half: whose state ranks go on from, and which gradients are pending then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_async.algorithms.eager.gradient_format import PendingGradient, Tail
+from hvd_async.algorithms.eager.remains import Remains
+from hvd_async.errors import ReplicaStateError
+from hvd_async.optimizers.driver import Standing
+from hvd_async.optimizers.elastic import Report, plan
+
+BUCKETS = 2
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[Remains], np.ndarray, list[int]]:
+    """Survivors of a job of eager ranks; which round took each of their gradients [rank, bucket, step], 0 for none; how
+    many rounds each has seen."""
+    ranks, steps, rounds = draw(st.integers(1, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 5))
+    took = np.zeros((ranks, BUCKETS, steps), int)
+    seen = draw(st.lists(st.integers(0, rounds), min_size=ranks, max_size=ranks))
+    remains = []
+    for rank in range(ranks):
+        in_rounds: dict[int, list[PendingGradient]] = {}
+        pending = [PendingGradient(None, []) for _ in range(BUCKETS)]
+        for bucket in range(BUCKETS):
+            for step in range(steps):
+                took[rank, bucket, step] = round_ = draw(st.integers(0, rounds))
+                one = np.zeros(ranks * steps)
+                one[rank * steps + step] = 1.0
+                if round_ == 0:
+                    own = pending
+                elif round_ > seen[rank]:
+                    own = in_rounds.setdefault(round_, [PendingGradient(None, []) for _ in range(BUCKETS)])
+                else:
+                    continue
+                vector, versions = own[bucket]
+                own[bucket] = PendingGradient(one if vector is None else vector + one, [*versions, step])
+        remains.append(Remains(seen[rank], in_rounds, pending, begun=steps, ended=steps))
+    return remains, took, seen
+
+
+@given(jobs())
+def test_each_gradient_of_a_survivor_is_in_the_weights_or_pending_and_never_both(job):
+    """Whatever rounds each survivor has seen: those that only others saw count as well."""
+    remains, took, seen = job
+    version = max(seen)
+    ranks, _, steps = took.shape
+    for bucket in range(BUCKETS):
+        counted = np.zeros(ranks * steps)
+        for rank, own in enumerate(remains):
+            after = own.after(version, own.ended)
+            assert not after.in_rounds
+            assert after.version == version
+            vector, versions = after.pending[bucket]
+            counted += 0.0 if vector is None else vector
+            assert len(versions) == (0 if vector is None else vector.sum())
+            in_weights = (took[rank, bucket] > 0) & (took[rank, bucket] <= version)
+            counted[rank * steps : (rank + 1) * steps] += in_weights
+        np.testing.assert_array_equal(counted, 1.0)
+
+
+@given(jobs(), st.integers(0, 3), st.integers(0, 3))
+def test_counting_from_an_earlier_round_changes_no_gradient(job, rounds, steps):
+    for own in job[0]:
+        moved = own.counted_from(rounds, steps)
+        assert moved.version == own.version + rounds
+        assert moved.begun == own.begun + steps
+        assert moved.counted_from(-rounds, -steps) == own or not own.pending
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "handed", "furthest", "brought"),
+    [
+        (5, 5, set(), 5, set()),  # between two steps
+        (6, 5, set(), 5, {0, 1}),  # a step was broken off, and nobody has ended it: its gradient is there
+        (6, 5, set(), 6, set()),  # another rank has ended it: the next step is a new one
+        (5, 5, {1}, 5, {1}),  # broken off in backward: one bucket had left
+        (5, 5, {1}, 6, set()),  # another rank is a step further
+        (4, 4, set(), 7, set()),  # a slow rank goes on where the furthest is
+    ],
+)
+def test_a_gradient_that_is_there_is_not_brought_again(begun, ended, handed, furthest, brought):
+    none = [PendingGradient(None, []) for _ in range(BUCKETS)]
+    remains = Remains(3, {}, none, begun, ended, frozenset(handed))
+    after = remains.after(3, furthest)
+    assert after.brought == frozenset(brought)
+    again = after.after(3, furthest)  # ranks are lost once more, before the first step
+    assert again.brought == frozenset(brought)
+    assert (again.begun, again.ended) == (after.begun, furthest)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("before", "now"), [((1, 0), (3, 2)), ((4, 3), (1, 0)), ((2, 1), (2, 0))])
+def test_counting_elements_say_the_same_among_other_ranks(before, now, weighted):
+    old, new = Tail(*before, weighted), Tail(*now, weighted)
+    elements = (np.array(old.of(5)) + np.array(old.of(9))).tolist()
+    moved = new.moved(elements, old)
+    assert len(moved) == len(new)
+    assert new.read(moved, 1.0) == old.read(elements, 1.0)
+
+
+# -- whose state ---------------------------------------------------------------------------------------------------
+
+
+def eager(rounds: int, begun: int, ended: int, fit: bool = True) -> Report:
+    return Report(True, [Standing(rounds, begun, ended, fit)])
+
+
+def own_weights(version: int, ended: int) -> Report:
+    return Report(True, [Standing(version, ended, ended, apart=True, shared=("anchor",))])
+
+
+NEW = Report(False, [Standing(0, 0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("reports", "position", "source", "takers"),
+    [
+        ([NEW, NEW, NEW], 0, 0, {1, 2}),  # a job begins
+        ([eager(4, 4, 4), eager(4, 4, 4)], 0, 0, set()),
+        ([eager(4, 5, 4), eager(5, 5, 5), eager(5, 5, 4)], 1, 1, {0}),
+        ([NEW, eager(4, 4, 4), eager(3, 4, 3)], 1, 1, {0, 2}),  # a new rank is rank 0
+        ([eager(6, 5, 5, fit=False), eager(5, 5, 5)], 0, 1, {0}),  # a round was half applied there
+        ([eager(7, 3, 3), eager(6, 5, 5)], 1, 0, {1}),  # pace="rounds": the furthest is not the one with most rounds
+        ([own_weights(2, 5), own_weights(3, 4), NEW], 0, 1, {2}),  # weights of their own; the anchor is the newest
+    ],
+)
+def test_ranks_go_on_from_the_one_that_is_furthest(reports, position, source, takers):
+    found = plan(reports)
+    (agreed,) = found.optimizers
+    assert (found.position, agreed.source, agreed.takers) == (position, source, frozenset(takers))
+    assert agreed.ended == reports[position].optimizers[0].ended
+    assert agreed.rounds == reports[source].optimizers[0].rounds
+    assert found.newcomers == frozenset(rank for rank, report in enumerate(reports) if report is NEW) - {found.position}
+
+
+def test_a_state_that_cannot_be_gone_on_from_is_refused():
+    with pytest.raises(ReplicaStateError, match="half applied on every rank"):
+        plan([eager(6, 5, 5, fit=False), NEW])
+    with pytest.raises(ReplicaStateError, match=r"\[1, 2\] optimizers"):
+        plan([eager(1, 1, 1), Report(True, [Standing(1, 1, 1)] * 2)])
