@@ -19,6 +19,7 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.lifecycle import LOST
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import receive_state
+from hvd_async.torch.objects import gather_objects, object_of, tensors_of
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -56,7 +57,7 @@ class TorchState(ObjectState):
             if id(value) in known:
                 setattr(self, name, value)
         plain = {name: value for name, value in given.items() if id(value) not in known}
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **plain)
+        super().__init__(bcast_object=_of_rank_0, get_rank=hvd.rank, **plain)
 
     def save(self) -> None:
         """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
@@ -86,6 +87,10 @@ class TorchState(ObjectState):
         self._survivor = True
 
 
+def _of_rank_0(value: Any) -> Any:
+    return object_of(0, value, "hvd_async.elastic.commit")
+
+
 class _Exchange(elastic.Exchange):
     """Gives one rank's torch tensors to others."""
 
@@ -93,19 +98,16 @@ class _Exchange(elastic.Exchange):
         self.rank = hvd.rank()
 
     def everyones(self, value: Any, name: str) -> list[Any]:
-        every: list[Any] = hvd.allgather_object(value, name=name)
-        return every
+        return gather_objects(value, name)
 
     def object_of(self, root: int, value: Any, name: str) -> Any:
-        return hvd.broadcast_object(value, root, name=name)
+        return object_of(root, value, name)
 
     def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
-        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        handles = [hvd.broadcast_async_(copy, root, name=f"{name}.{number}") for number, copy in enumerate(copies)]
-        return [hvd.synchronize(handle) for handle in handles]
+        return list(tensors_of(root, list(tensors), name))
 
     def vector_of(self, root: int, vector: torch.Tensor, name: str) -> torch.Tensor:
-        received: torch.Tensor = hvd.broadcast(vector, root, name=name)
+        (received,) = tensors_of(root, [vector], name)
         return received
 
     @torch.no_grad()

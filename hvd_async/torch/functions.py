@@ -11,6 +11,7 @@ from hvd_async.algorithms.eager import timeline
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.objects import object_of, tensors_of
 
 timeline.watch_exit(hvd.shutdown)
 
@@ -35,7 +36,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     if optimizer._async.worker is not None:
         optimizer.drain()  # no round may be on its way
-    rounds = hvd.broadcast_object(optimizer.rounds, root_rank, name="hvd_async.optimizer_rounds")
+    rounds = object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
     optimizer.load_state_dict(receive_state(optimizer, root_rank, "hvd_async.optimizer_state"))
     optimizer._async.count_from(rounds)
 
@@ -57,7 +58,7 @@ def receive_state(optimizer: Any, root_rank: int, name: str) -> dict[str, Any]:
             return _Shape((tuple(value.shape), value.dtype))
         return _map(value, hollow)
 
-    skeleton = hvd.broadcast_object(hollow(state), root_rank, name=name)
+    skeleton = object_of(root_rank, hollow(state), name)
     on_root = iter(list(tensors))
     received: list[torch.Tensor] = []
 
@@ -68,7 +69,7 @@ def receive_state(optimizer: Any, root_rank: int, name: str) -> dict[str, Any]:
                 sent = next(on_root).cpu().clone(memory_format=torch.contiguous_format)
             else:
                 sent = torch.zeros(shape, dtype=dtype)
-            received.append(hvd.broadcast(sent, root_rank, name=f"{name}.{len(received)}"))
+            received.extend(tensors_of(root_rank, [sent], f"{name}.{len(received)}"))
             return received[-1]
         return _map(value, fill)
 

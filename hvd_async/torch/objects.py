@@ -1,0 +1,43 @@
+"""Collectives of objects and single tensors that are waited for asleep.
+
+Horovod's own ask without end whether they are done. Where ranks share cores this keeps the threads that they wait for
+from running, for many seconds at times.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import torch
+
+from hvd_async.runtime.interfaces import Handle
+from hvd_async.torch.collectives import FINEST_POLL, HorovodCollectives
+
+
+def gather_objects(value: Any, name: str) -> list[Any]:
+    """Return all ranks' values, which can be pickled, in order. A collective."""
+    every = HorovodCollectives().allgather_bytes(pickle.dumps(value), name)
+    return [pickle.loads(one) for one in every]
+
+
+def object_of(root: int, value: Any, name: str) -> Any:
+    """Return a rank's value, which can be pickled. A collective."""
+    own = value if HorovodCollectives().rank == root else None
+    return gather_objects(own, name)[root]
+
+
+def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Return a rank's tensors; those of this rank are not changed. A collective."""
+    collectives = HorovodCollectives()
+    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
+    return [_result(handle) for handle in handles]
+
+
+def _result(handle: Handle) -> torch.Tensor:
+    while not handle.done():
+        time.sleep(handle.seconds_to_poll() or FINEST_POLL)
+    result: torch.Tensor = handle.result()
+    return result
