@@ -119,7 +119,7 @@ class _Exchange(elastic.Exchange):
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return receive_state(optimizer, root, name)
+        return receive_state(optimizer, root, name, object_of, tensors_of)
 
     def put_state(self, optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)

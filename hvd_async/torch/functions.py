@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,7 +12,6 @@ from hvd_async.algorithms.eager import timeline
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.objects import object_of, tensors_of
 
 timeline.watch_exit(hvd.shutdown)
 
@@ -36,18 +36,34 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     if optimizer._async.worker is not None:
         optimizer.drain()  # no round may be on its way
-    rounds = object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
-    optimizer.load_state_dict(receive_state(optimizer, root_rank, "hvd_async.optimizer_state"))
+    rounds = _object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
+    state = receive_state(optimizer, root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
+    optimizer.load_state_dict(state)
     optimizer._async.count_from(rounds)
 
 
-def receive_state(optimizer: Any, root_rank: int, name: str) -> dict[str, Any]:
+def _object_of(root_rank: int, value: Any, name: str) -> Any:
+    return hvd.broadcast_object(value, root_rank, name=name)
+
+
+def _tensors_of(root_rank: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    return [hvd.broadcast(tensor, root_rank, name=name) for tensor in tensors]
+
+
+def receive_state(
+    optimizer: Any,
+    root_rank: int,
+    name: str,
+    object_of: Callable[[int, Any, str], Any],
+    tensors_of: Callable[[int, list[torch.Tensor], str], list[torch.Tensor]],
+) -> dict[str, Any]:
     """Return the state of ``root_rank``'s optimizer, of which each rank has its own wrapped one. A collective.
 
     Args:
         optimizer: one of ours; it is not changed.
         root_rank: whose state.
         name: of the collectives.
+        object_of, tensors_of: return a rank's value, and its tensors; collectives.
     """
     state = optimizer._wrapped_class.state_dict(optimizer)
     tensors: list[torch.Tensor] = []
