@@ -139,7 +139,7 @@ def _attached(make: Callable[[Lifecycle, Weights], Any]) -> Any:
 
 def test_a_step_has_two_halves():
     optimizer, driver, weights = gossip()
-    assert driver.begin_step() == (0.5, False)
+    assert driver.begin_step() == (0.5, False, True)
     end = driver.end_step(None, weights.read())
     assert end.weights.tolist() == [11.0, 12.0]
     assert end.statistics is None

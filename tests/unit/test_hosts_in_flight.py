@@ -24,7 +24,7 @@ class Bench:
         self.taken: list[float] = []
         self.landing: list[Callable[[], None]] = []
         self.delivered: list[ReducedRound] = []
-        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self)
+        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self, elastic=False)
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
         self.counters = Counters(range(4))
         self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, self.counters, 1)

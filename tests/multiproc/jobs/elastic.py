@@ -79,8 +79,9 @@ class KerasRank:
 
     def state(self, kind: str, **attributes: Any) -> Any:
         keras = self.keras
-        layer = keras.layers.Dense(SIZE, use_bias=False, kernel_initializer="zeros")
-        self.model = keras.Sequential([keras.Input((1,)), layer])
+        # (named: Keras numbers layers by how many a process has made, and a new one has made fewer)
+        layer = keras.layers.Dense(SIZE, use_bias=False, kernel_initializer="zeros", name="layer")
+        self.model = keras.Sequential([keras.Input((1,)), layer], name="model")
         self.optimizer = wrapped(self.hvd, keras.optimizers.SGD(LR, momentum=MOMENTUM), kind)
         return self.hvd.elastic.KerasState(self.model, self.optimizer, **attributes)
 
