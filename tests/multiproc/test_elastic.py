@@ -69,11 +69,6 @@ def newcomer(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def every_batch_but_that_of_the_death(batches: int) -> list[int]:
-    """Batches whose steps a survivor has ended that was broken off in one which another has ended."""
-    return [batch for batch in range(batches) if batch != DEATH]
-
-
 def test_the_others_go_on_and_a_new_rank_joins(cases):
     for case in cases:
         assert len(case["ranks"]) == RANKS, (case["case"], str(case["job"]))
@@ -85,15 +80,13 @@ def test_the_others_go_on_and_a_new_rank_joins(cases):
 
 
 def test_no_survivor_goes_back_or_leaves_a_step_out(cases):
-    """Of a step that was broken off the gradient, or the update, is there: it is given again, and left out. Where another
-    survivor has ended that step, the next one follows."""
+    """Of a step that was broken off the gradient, or the update, is there: it is given again, and left out. Where
+    another survivor has ended that step, the next one follows."""
     for case in cases:
         for seen in survivors(case):
-            batches = [batch for batch, *_ in seen["steps"]]
-            assert batches in (list(range(seen["batch"])), every_batch_but_that_of_the_death(seen["batch"])), case[
-                "case"
-            ]
-            assert seen["steps_counted"] == len(batches), case["case"]
+            batches, every = [batch for batch, *_ in seen["steps"]], list(range(seen["batch"]))
+            assert batches in (every, [batch for batch in every if batch != DEATH]), case["case"]
+            assert seen["steps_counted"] in (len(batches), len(every)), case["case"]
         joined = newcomer(case)
         first = joined["generations"][0][2]
         assert first >= DEATH + ALONE, case["case"]
