@@ -31,8 +31,6 @@ OUT_VARIABLE = "HVD_ASYNC_TEST_OUT"
 DEVICE_VARIABLE = "HVD_ASYNC_TEST_DEVICE"
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 """Where the torch jobs of gpu_check.sh have their tensors: one rank on NCCL, several by way of the CPU."""
-GLOO_LIMIT = "10"
-"""Seconds after which ranks of an elastic job no longer wait for one that has given up without a word."""
 GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
 
@@ -263,8 +261,7 @@ def run_elastic(script: str, ranks: int, *, args: Sequence[str] = (), timeout: f
     discovery.chmod(0o755)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), "--min-np", "1"]
     command += ["--max-np", str(2 * ranks), "--host-discovery-script", str(discovery), "--network-interfaces", "lo"]
-    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_LIMIT}
-    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, env, timeout)
+    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, None, timeout)
 
 
 class ForkServer:
