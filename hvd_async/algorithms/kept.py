@@ -1,4 +1,4 @@
-"""What a rank with weights of its own keeps when its job has lost other ranks, or gained some."""
+"""State that a rank with weights of its own keeps when its job has lost other ranks, or gained some."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import Standing
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.lifecycle import Lifecycle, drivers
+from hvd_async.runtime.lifecycle import LOST, Lifecycle, drivers
 
 
 class Report(NamedTuple):
@@ -92,6 +92,19 @@ def plan(reports: Sequence[Report]) -> Plan:
         shared = standings[source].shared
         found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared))
     return Plan(position, newcomers, found)
+
+
+class WithoutRollBack:
+    """The part of an elastic state, over Horovod's, in which ours differs whatever the framework."""
+
+    _lifecycle: Lifecycle
+
+    def save(self) -> None:
+        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
+
+    def restore(self) -> None:
+        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
+        self._lifecycle.abandon(f"{LOST}, and training goes on without them")
 
 
 class Exchange(abc.ABC):

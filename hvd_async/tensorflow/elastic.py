@@ -18,7 +18,6 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.runtime.lifecycle import LOST
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.functions import BROADCASTABLE
 from hvd_async.tensorflow.variables import raw
@@ -26,7 +25,7 @@ from hvd_async.tensorflow.variables import raw
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
-class TensorFlowKerasState(ObjectState):
+class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
     """A Keras model, its optimizer and other attributes that ranks go on with when others are lost or join.
 
     Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
@@ -52,16 +51,9 @@ class TensorFlowKerasState(ObjectState):
             raise ValueError("the model is not built: call model.build(input_shape) before")
         LIFECYCLE.elastic = True
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
-        self._survivor = False
+        self._lifecycle, self._survivor = LIFECYCLE, False
         self._saved_state: dict[str, Any] = {}
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
-
-    def save(self) -> None:
-        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
-
-    def restore(self) -> None:
-        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
-        LIFECYCLE.abandon(f"{LOST}, and training goes on without them")
 
     def sync(self) -> None:
         """Agree with the ranks that there are now on what to go on from. A collective.
@@ -132,7 +124,7 @@ class _Exchange(elastic.Exchange):
 
 
 def _reset() -> None:
-    """What ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    """Do what ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 

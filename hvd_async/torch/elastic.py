@@ -16,7 +16,6 @@ from horovod.torch.elastic import ElasticSampler, run
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.runtime.lifecycle import LOST
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import receive_state
 from hvd_async.torch.objects import gather_objects, object_of, tensors_of
@@ -24,7 +23,7 @@ from hvd_async.torch.objects import gather_objects, object_of, tensors_of
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
-class TorchState(ObjectState):
+class TorchState(elastic.WithoutRollBack, ObjectState):
     """Models, optimizers, samplers and other attributes that ranks go on with when others are lost or join.
 
     Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
@@ -51,20 +50,13 @@ class TorchState(ObjectState):
             if id(value) not in known and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         }
         known |= {id(value) for value in self._stateful.values()}
-        self._survivor = False
+        self._lifecycle, self._survivor = LIFECYCLE, False
         self._saved_state: dict[str, Any] = {}
         for name, value in given.items():
             if id(value) in known:
                 setattr(self, name, value)
         plain = {name: value for name, value in given.items() if id(value) not in known}
         super().__init__(bcast_object=_of_rank_0, get_rank=hvd.rank, **plain)
-
-    def save(self) -> None:
-        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
-
-    def restore(self) -> None:
-        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
-        LIFECYCLE.abandon(f"{LOST}, and training goes on without them")
 
     def sync(self) -> None:
         """Agree with the ranks that there are now on what to go on from. A collective.

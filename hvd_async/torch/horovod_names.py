@@ -89,7 +89,7 @@ def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    """What ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    """Do what ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 

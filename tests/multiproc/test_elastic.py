@@ -32,7 +32,7 @@ def table(framework: str) -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
 def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the processes of each case have seen, by host; and its name."""
+    """Return each case's name, and its processes' reports by host."""
     wanted = table(request.param)
     told = ",".join(":".join(case) for case in wanted)
     job = run_elastic(
@@ -51,7 +51,7 @@ def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def of_case(job: Job, number: int) -> dict[str, dict[str, Any]]:
-    """What those processes have seen of a case that came to its end."""
+    """Return what those processes have seen of a case that came to its end."""
     every = {host: json.loads(text) for host, text in job.kept.items() if not host.startswith("dead.")}
     return {
         host: seen for host, cases in every.items() for seen in cases if seen["case"] == number and "weights" in seen
@@ -80,7 +80,7 @@ def test_the_others_go_on_and_a_new_rank_joins(cases):
 
 
 def test_no_survivor_goes_back_or_leaves_a_step_out(cases):
-    """Of a step that was broken off the gradient, or the update, is there: it is given again, and left out. Where
+    """The gradient, or the update, of a step that was broken off is there: it is given again, and left out. Where
     another survivor has ended that step, the next one follows."""
     for case in cases:
         for seen in survivors(case):

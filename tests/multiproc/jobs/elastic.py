@@ -111,7 +111,7 @@ def wrapped(hvd: Any, plain: Any, kind: str) -> Any:
 
 
 def die() -> NoReturn:
-    """As the kernel would have it when memory is short."""
+    """Die at once, as by the kernel when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
