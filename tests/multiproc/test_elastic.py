@@ -119,6 +119,10 @@ def test_synchronous_rounds_are_those_of_the_ranks_that_there_were(cases):
             hosts += [case["dead"][0]] if batch < DEATH else []
             momentum = MOMENTUM * momentum + np.mean([gradient(weights, batch, host) for host in hosts], axis=0)
             weights = weights - LR * momentum
+            for seen in survivors(case):  # (at once: a quadratic forgets in a few steps)
+                early = dict(seen["early"])
+                if batch in early:
+                    np.testing.assert_allclose(early[batch], weights, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(survivors(case)[0]["weights"], weights, rtol=1e-4, atol=1e-4)
 
 

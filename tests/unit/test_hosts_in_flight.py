@@ -20,19 +20,21 @@ FIRED = RoundTrigger("why", 0, 2, 0.0, 0.0, 0.0)
 class Bench:
     """Rank 2, the first of host 1 of two, whose collectives bring back what it gives when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, elastic: bool = False) -> None:
         self.taken: list[float] = []
         self.landing: list[Callable[[], None]] = []
         self.delivered: list[ReducedRound] = []
-        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self, elastic=False)
+        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self, elastic=elastic)
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
         self.counters = Counters(range(4))
         self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, self.counters, 1)
 
-    def allreduce_sum(self, vector: Any, *_: Any) -> Any:
-        """Take what the rank gives."""
+    def allreduce_sum(self, vector: Any, name: str, process_set: Any, keep: bool, *_: Any) -> Any:
+        """Take what the rank gives; the sum of all takes its place, unless it is to be kept."""
         self.taken.append(float(vector[0]))
-        return vector
+        sums = vector + 0 if keep else vector
+        sums += 1000.0
+        return sums
 
     def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any) -> None:
         given = start()
@@ -127,3 +129,15 @@ def test_what_no_round_will_carry_is_saved_by_a_cut(bench: Bench) -> None:
     bench.rounds.end()
     bench.rounds.keep_for_cut()
     assert [vector.tolist() for vector, _ in bench.rounds.at_cut or []] == [[7.0, 1.0]]
+
+
+def test_where_training_goes_on_without_lost_ranks_gradients_are_kept_until_their_round_is_there() -> None:
+    bench = Bench(elastic=True)
+    for value in (1.0, 10.0):
+        bench.arrive(value)
+    bench.go(1, 1)
+    bench.go(2, 2)
+    bench.landing[0]()
+    assert list(bench.rounds.unfinished()) == [2]
+    (kept,) = bench.rounds.unfinished()[2]
+    assert (float(kept.vector[0]), kept.versions) == (10.0, [0])

@@ -150,7 +150,7 @@ class Process:
         kind, point, victim = self.cases[number]
         hvd, own = self.own.hvd, self.own
         state = own.state(kind, batch=0, alone=0, together=0)
-        seen: dict[str, Any] = {"case": number, "generations": [], "steps": []}
+        seen: dict[str, Any] = {"case": number, "generations": [], "steps": [], "early": []}
         self.seen.append(seen)
         dead = OUT / f"keep.dead.{number}"
 
@@ -170,6 +170,8 @@ class Process:
                         die()
                 own.step(state.batch, point if deadly else None)
                 seen["steps"].append([state.batch, hvd.size(), hvd.rank()])
+                if state.batch <= DEATH + ALONE:
+                    seen["early"].append([state.batch, own.weights().tolist()])
                 state.batch += 1
                 state.together += dead.exists() and hvd.size() == RANKS and state.alone > 0
                 if dead.exists() and hvd.size() < RANKS:
