@@ -76,7 +76,7 @@ if [ -n "$nccl" ]; then
   capability=$(py -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=",")' 2>/dev/null || true)
   release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 fi
-key="horovod-$HOROVOD-p2-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
+key="horovod-$HOROVOD-p3-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -113,11 +113,22 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
 \
   for (int i = 1; i < worldSize; i++) {' "$alltoallv"
   [ "$(grep -c 'for (int i = 1; i < worldSize; i++)' "$alltoallv")" = 3 ] || die "Gloo's alltoallv is not as expected"
-  # When a rank of an elastic job gives up, its process sets keep Gloo's connections until it has met the others again, for
-  # whom these look alive: they wait in their last operation until Gloo's limit of 30 s. Here they are closed.
-  gloo_context=$src/horovod/common/gloo/gloo_context.cc
-  sed -i 's/^  global_ctx = global_context\.ctx;$/&\n  enabled_ = std::getenv("HOROVOD_ELASTIC") != nullptr;/' "$gloo_context"
-  grep -q 'enabled_ = std::getenv("HOROVOD_ELASTIC")' "$gloo_context" || die "Horovod's gloo_context.cc is not as expected"
+  # In elastic jobs: when a rank gives up, its process sets keep Gloo's connections until it has met the others again, for
+  # whom these look alive: they wait in their last operation until Gloo's limit of 30 s. Here they are closed. Operations
+  # have a limit of their own; that of meeting has to bear how long a new rank takes to begin.
+  gloo_context=$src/horovod/common/gloo/gloo_context.cc operations=$src/horovod/common/operations.cc
+  limit='std::chrono::seconds(GetIntEnvOrDefault("HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", timeout.count() / 1000))'
+  sed -i -e 's/^  global_ctx = global_context\.ctx;$/&\n  enabled_ = std::getenv("HOROVOD_ELASTIC") != nullptr;/' \
+    -e "s|^  store->Finalize();\$|&\n  context->setTimeout($limit);|" \
+    -e 's/^      std::ostringstream out;$/      SetEnv(HOROVOD_RANK, "-1");\n&/' "$gloo_context"
+  # A rank that dies while the others meet would end these too: they abort. Here init() fails, and can be called again.
+  failed='catch (const std::exception\& ex) {\n      LOG(ERROR) << "Horovod: " << ex.what();\n      state.process_set_table.Get(0).gloo_context.Finalize();\n      global_gloo_context.Finalize();\n      state.initialization_failed = true;\n      return;\n    }'
+  sed -i -e "s/^    global_gloo_context\.Initialize(ParseGlooIface());\$/    try {\n  &\n    } $failed/" \
+    -e "s/^    state\.process_set_table\.Initialize(global_gloo_context);\$/    try {\n  &\n    } $failed/" \
+    -e '/^    \/\/ Reset initialization flag$/a\    horovod_global.initialization_failed = false;' "$operations"
+  [ "$(grep -cE 'enabled_ = std::getenv|OPERATION_TIMEOUT|SetEnv\(HOROVOD_RANK, "-1"' "$gloo_context")" = 3 ] \
+    && [ "$(grep -cE 'LOG\(ERROR\) << "Horovod: "|^    horovod_global.initialization_failed = false' "$operations")" = 3 ] \
+    || die "Horovod's gloo_context.cc and operations.cc are not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")

@@ -9,6 +9,9 @@ steps.
 from __future__ import annotations
 
 import abc
+import contextlib
+import ctypes
+import queue
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +20,10 @@ from hvd_async.optimizers.driver import Standing
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import LOST, Lifecycle, drivers
+from hvd_async.runtime.log import warn
+
+MEETINGS = 20
+"""How often ranks try to meet: each failure is another loss."""
 
 
 class Report(NamedTuple):
@@ -98,6 +105,14 @@ class WithoutRollBack:
     """The part of an elastic state, over Horovod's, in which ours differs whatever the framework."""
 
     _lifecycle: Lifecycle
+    _host_messages: queue.Queue[Any]
+    _reset_callbacks: list[Callable[[], None]]
+    _interrupt: Callable[[bool], Exception]
+    """Horovod's HostsUpdatedInterrupt."""
+
+    @abc.abstractmethod
+    def _ours(self) -> list[Any]:
+        """Return the state's optimizers that are ours."""
 
     def save(self) -> None:
         """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
@@ -105,6 +120,34 @@ class WithoutRollBack:
     def restore(self) -> None:
         """Ranks were lost: stop what is on its way. Nothing is rolled back."""
         self._lifecycle.abandon(f"{LOST}, and training goes on without them")
+        self._hosts_changed()
+
+    def on_reset(self) -> None:
+        """The ranks are others now. (Horovod's forgets here what it was told of hosts while they met, and then nobody
+        asks for these hosts again.)"""
+        for callback in self._reset_callbacks:
+            callback()
+
+    def check_host_updates(self) -> None:
+        """Have all ranks stop at the same commit, if hosts have come or gone. Ranks do not wait for each other here,
+        unless the state has no optimizer of ours.
+
+        Raises:
+            HostsUpdatedInterrupt: this is that commit.
+        """
+        if not self._ours():
+            super().check_host_updates()  # type: ignore[misc]
+        elif self._lifecycle.commit(self._hosts_changed):
+            raise self._interrupt(False)
+
+    def _hosts_changed(self) -> bool:
+        """Whether Horovod has told so (on rank 0), since the last call."""
+        changed = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._host_messages.get_nowait()
+                changed = True
+        return changed
 
 
 class Exchange(abc.ABC):
@@ -165,6 +208,7 @@ class Received:
         self._shared: dict[str, Vector] = {}
         if agreed.shared:
             driver: LocalDriver = optimizer._async
+            driver.replica.prepare()
             known = {} if driver.kept is None else driver.kept.shared
             for place, one in enumerate(agreed.shared):
                 own = known[one] if one in known else driver.replica.read()
@@ -225,12 +269,40 @@ def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[
     Args:
         lifecycle: the binding's.
         shutdown, init: Horovod's.
+
+    Raises:
+        SystemExit: this rank's host has left the job.
     """
     lifecycle.leave()
     optimizers = lifecycle.wrapped()
     for driver in drivers(optimizers):
         driver.leave()
     shutdown()
-    init()
+    _meet(shutdown, init)
     for driver in drivers(optimizers):
         driver.rejoin()
+
+
+def _meet(shutdown: Callable[[], object], init: Callable[[], object]) -> None:
+    """Have Horovod meet the ranks that there are now; again, if one of them dies meanwhile."""
+    for left in reversed(range(MEETINGS)):
+        try:
+            init()
+        except ValueError as error:  # Horovod's: its initialization has failed
+            if _horovods_rank() == "-1":
+                warn("this rank's host has left the job: the others go on without it")
+                raise SystemExit(0) from None
+            if not left:
+                raise
+            warn(f"the ranks could not meet, as some are lost again, and meet anew ({error})")
+            shutdown()
+        else:
+            return
+
+
+def _horovods_rank() -> str:
+    """The rank that Horovod was given last, as its library has put it into the environment (Python has read that at its
+    start); "-1": none, in Horovod as ``scripts/install_horovod.sh`` builds it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return bytes(getenv(b"HOROVOD_RANK") or b"").decode()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.runtime.commits import CommitCounts
 from hvd_async.runtime.compatibility import fault_of
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Gone, Hub
@@ -20,10 +21,12 @@ from hvd_async.runtime.messages import (
     CallRoll,
     Close,
     Command,
+    CommitsMade,
     Event,
     Failed,
     Finished,
     Hello,
+    HostsChanged,
     JobFailed,
     Leaving,
     NoSuchOptimizer,
@@ -72,6 +75,8 @@ class Coordinator:
         self._hub, self._hosts, self._size = hub, [printable(host) for host in hosts], len(hosts)
         self._warn_after, self._connect_timeout, self._clock = warn_after, connect_timeout, clock
         self._dead_after = dead_after
+        self._commits = CommitCounts(self._size)
+        self._hosts_changed = False
         self._connected: set[int] = set()
         self._started = clock()
         self._left: set[int] = set()
@@ -150,6 +155,16 @@ class Coordinator:
                 self._connected.add(rank)
                 if len(self._connected) == self._size:
                     self._send_all([Welcome()])
+                    self._count_commits()
+            case HostsChanged():
+                self._hosts_changed = True
+                self._count_commits()
+            case CommitsMade(made):
+                commands = self._commits.count(rank, made)
+                if commands is None:
+                    self._lose(rank, "broke the protocol: it told of commits, and nobody has asked it")
+                else:
+                    self._send_all(commands)
             case Leaving():
                 self._left.add(rank)
                 self._check_left()
@@ -162,6 +177,11 @@ class Coordinator:
                 self._lose(rank, f"broke the protocol: {fault}")
             case _:
                 self._on_optimizer_event(rank, event, now)
+
+    def _count_commits(self) -> None:
+        """Ask all ranks for their commits, when all are there to be asked, and hosts have come or gone."""
+        if self._hosts_changed and len(self._connected) == self._size:
+            self._send_all(self._commits.ask())
 
     def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event of one of the optimizers; its first one says who shares it, and what it is."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
+from hvd_async.runtime.commits import Commits
 from hvd_async.runtime.drain import Participant, drain
 from hvd_async.runtime.failure_causes import cause_of, error_of
 from hvd_async.runtime.forking import release_connections
@@ -24,6 +25,7 @@ from hvd_async.runtime.messages import (
     CallRoll,
     Close,
     Command,
+    CountCommits,
     Event,
     Failed,
     JobFailed,
@@ -32,6 +34,7 @@ from hvd_async.runtime.messages import (
     Present,
     RankLost,
     RegisterOptimizer,
+    StopAtCommit,
     Unregister,
     Welcome,
 )
@@ -71,6 +74,8 @@ class Engine:
         """Opt-in limit (s) on every wait for other ranks."""
         self.elastic = False
         """Whether training goes on without ranks that are lost: gradients are kept until their round is there."""
+        self.commits = Commits()
+        """Of elastic training."""
         self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None
@@ -331,6 +336,13 @@ class Engine:
                 raise error_of(message)
             case CallRoll():
                 self.send(Present())
+            case CountCommits():
+                with self.changed:
+                    self.send(self.commits.answer())
+            case StopAtCommit(commit):
+                with self.changed:
+                    self.commits.stop_at = commit
+                    self.changed.notify_all()
             case RegisterOptimizer():
                 if message.rank == self.rank:
                     with self.changed:

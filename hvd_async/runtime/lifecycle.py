@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
+from hvd_async.runtime.commits import Commits
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.drain import Participant
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives
-from hvd_async.runtime.messages import RegisterOptimizer
+from hvd_async.runtime.messages import HostsChanged, RegisterOptimizer
 from hvd_async.runtime.rendezvous import rendezvous
 
 LOST = "HorovodInternalError: ranks were lost"
@@ -76,6 +77,7 @@ class Lifecycle:
 
     Attributes:
         elastic: whether training goes on without ranks that are lost.
+        commits: of elastic training.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Lifecycle:
         self._numbers = itertools.count()
         self._hooked = self._forked = False
         self.elastic = False
+        self.commits = Commits()
 
     def world(self) -> tuple[int, int]:
         """This rank, and the number of ranks in the job; does not communicate.
@@ -143,7 +146,7 @@ class Lifecycle:
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
         self._engine = Engine(collectives, connect)
-        self._engine.elastic = self.elastic
+        self._engine.elastic, self._engine.commits = self.elastic, self.commits
         self._engine.start()
 
     def _after_fork(self) -> None:
@@ -235,6 +238,18 @@ class Lifecycle:
             with contextlib.suppress(engine.collectives.failure):
                 self.shutdown()
         self.abandon(f"{LOST}, and training goes on without them")
+
+    def commit(self, hosts_changed: Callable[[], bool]) -> bool:
+        """Count a commit of elastic training; returns whether all ranks stop at it. Not a meeting of the ranks.
+
+        Args:
+            hosts_changed: tells, once, whether hosts have come or gone; asked for when the others can be told.
+        """
+        engine = local_engine() or self._engine
+        if engine is not None and hosts_changed():
+            to_all = engine
+            engine.call_soon(lambda: to_all.send(HostsChanged()))
+        return self.commits.commit(engine)
 
     def roll_back(self) -> None:
         """If a rank is lost, stop the engine and forget what is on its way."""

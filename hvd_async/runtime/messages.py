@@ -119,6 +119,16 @@ class Present(msgspec.Struct, frozen=True, tag=True):
     """The answer to ``CallRoll``."""
 
 
+class HostsChanged(msgspec.Struct, frozen=True, tag=True):
+    """Hosts of an elastic job have come or gone, as Horovod has told this rank."""
+
+
+class CommitsMade(msgspec.Struct, frozen=True, tag=True):
+    """The answer to ``CountCommits``: this rank's elastic state was committed so often; the next waits to be told."""
+
+    made: int
+
+
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """This rank's engine is about to stop, with nothing left to do."""
 
@@ -199,6 +209,16 @@ class CallRoll(msgspec.Struct, frozen=True, tag=True):
     """Horovod has failed on some rank: say that you are ``Present``."""
 
 
+class CountCommits(msgspec.Struct, frozen=True, tag=True):
+    """Hosts have come or gone: say how many commits this rank has made."""
+
+
+class StopAtCommit(msgspec.Struct, frozen=True, tag=True):
+    """All ranks stop at their commit of this number, and go on with the hosts that there are then."""
+
+    commit: int
+
+
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """Horovod has failed, and the job cannot go on, although no rank is known to be lost. ``problem`` says why."""
 
@@ -209,13 +229,13 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """Every rank is leaving: close."""
 
 
-JOB_EVENTS = (Hello, Failed, Present, Leaving)
+JOB_EVENTS = (Hello, Failed, Present, HostsChanged, CommitsMade, Leaving)
 """About the rank as a whole."""
 OPTIMIZER_EVENTS = (Finished, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
 """About any optimizer, beside ``Registered``, which has a family's configuration."""
-JOB_COMMANDS = (Welcome, RankLost, CallRoll, JobFailed, Close)
+JOB_COMMANDS = (Welcome, RankLost, CallRoll, CountCommits, StopAtCommit, JobFailed, Close)
 OPTIMIZER_COMMANDS = (Accepted, Rejected, RunCollective, RegisterOptimizer, Unregister)
 """For any optimizer, beside ``Drained``, which has a family's details."""
 
-Event: TypeAlias = Hello | Failed | Present | Leaving | OptimizerEvent
-Command: TypeAlias = Welcome | RankLost | CallRoll | JobFailed | Close | OptimizerCommand
+Event: TypeAlias = Hello | Failed | Present | HostsChanged | CommitsMade | Leaving | OptimizerEvent
+Command: TypeAlias = Welcome | RankLost | CallRoll | CountCommits | StopAtCommit | JobFailed | Close | OptimizerCommand

@@ -40,6 +40,22 @@ def connect_timeout() -> float:
 def dead_after() -> float:
     """Seconds of silence on a connection after which the other end counts as dead.
 
-    Less than the 30 s after which Gloo gives up on a silent peer, without knowing which one it is.
+    Less than the 30 s after which Gloo gives up on a silent peer, without knowing which one it is; and little in an
+    elastic job, where a rank that was only slow joins the others again.
     """
-    return seconds("HVD_ASYNC_DEAD_AFTER", 25.0)
+    return seconds("HVD_ASYNC_DEAD_AFTER", 7.0 if in_elastic_job() else 25.0)
+
+
+def in_elastic_job() -> bool:
+    """Whether ``horovodrun`` has a host discovery script, and lets ranks go on without others."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def limit_gloo() -> None:
+    """In an elastic job: have Gloo give up on a silent rank soon after the coordinator has named it.
+
+    The variable is read by Horovod as ``scripts/install_horovod.sh`` builds it: Horovod's own limit is that of meeting,
+    too, which has to bear how long a new rank takes to begin.
+    """
+    if in_elastic_job() and "HOROVOD_GLOO_TIMEOUT_SECONDS" not in os.environ:
+        os.environ.setdefault("HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", str(math.ceil(dead_after()) + 2))

@@ -12,12 +12,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.tensorflow import elastic as horovods
 from horovod.tensorflow.elastic import TensorFlowState, run
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime import time_limits
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.functions import BROADCASTABLE
 from hvd_async.tensorflow.variables import raw
@@ -46,6 +48,8 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         ValueError: the model is not built.
     """
 
+    _interrupt = HostsUpdatedInterrupt
+
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
             raise ValueError("the model is not built: call model.build(input_shape) before")
@@ -61,6 +65,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         Raises:
             ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
         """
+        self._lifecycle.commits.begin()
         exchange, ours = _Exchange(), self._ours()
         trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}
         every = [*self.model.variables, *([] if ours else self.optimizer.variables)]
@@ -130,4 +135,5 @@ def _reset() -> None:
 
 def install() -> None:
     """Have Horovod's ``run`` go on with our optimizers."""
+    time_limits.limit_gloo()
     horovods._reset = _reset

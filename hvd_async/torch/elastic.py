@@ -12,6 +12,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler, run
 
 from hvd_async.optimizers import elastic
@@ -37,6 +38,8 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         kwargs: more of these, samplers (``ElasticSampler``), and what has ``state_dict()`` and ``load_state_dict()``,
             such as learning rate schedules; anything else must be fit to be pickled. All become attributes.
     """
+
+    _interrupt = HostsUpdatedInterrupt
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
         LIFECYCLE.elastic = True
@@ -64,6 +67,7 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         Raises:
             ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
         """
+        self._lifecycle.commits.begin()
         exchange = _Exchange()
         ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}
         tensors = [t for model in self._models for t in model.state_dict(keep_vars=True).values()]
@@ -77,6 +81,9 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         for name, state in states.items():
             self._stateful[name].load_state_dict(state)
         self._survivor = True
+
+    def _ours(self) -> list[Any]:
+        return self._optimizers
 
 
 def _of_rank_0(value: Any) -> Any:

@@ -23,6 +23,7 @@ from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
 from hvd_async.optimizers import elastic
+from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import broadcast_optimizer_state
 
@@ -116,3 +117,4 @@ def install() -> None:
         setattr(state, name, _settled(getattr(state, name)))
     state.restore = _rolling_back(state.restore)
     horovods_elastic._reset = _reset
+    time_limits.limit_gloo()

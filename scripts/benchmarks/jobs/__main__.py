@@ -1,7 +1,7 @@
 """A rank's program: ``python -m benchmarks.jobs JOB``, started by ``support/launch.py`` under horovodrun.
 
 A job is a module here. It has ``run_block(job, block)``, which is called for one block of the plan after the other, or
-``work(job)``, which does all of it. Those of TensorFlow end in ``_keras``.
+``work(job)``, which does all of it; ``main()`` is a program of its own. Those of TensorFlow end in ``_keras``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import sys
 def main(name: str) -> None:
     """Run a job's program on this rank."""
     module = importlib.import_module(f".{name}", __package__)
+    if hasattr(module, "main"):
+        module.main()
+        return
     framework = "keras" if name.endswith("_keras") else "torch"
     ranks = importlib.import_module(f".shared.{framework}_ranks", __package__)
     ranks.run(module.work if hasattr(module, "work") else lambda job: job.each_block(module.run_block))

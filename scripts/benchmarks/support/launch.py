@@ -65,6 +65,7 @@ def run(
     mbit: float | None = None,
     virtual: bool = False,
     per_host: int = 1,
+    elastic: bool = False,
 ) -> list[Block]:
     """Run a job to its end.
 
@@ -79,6 +80,7 @@ def run(
         mbit: ranks are on virtual hosts, each of whose links has so many Mbit/s; None: no limit.
         virtual: ranks are on virtual hosts also without a limit; else all are on this machine.
         per_host: ranks of a virtual host.
+        elastic: hosts are lines of the file ``hosts`` in the job's folder: at first a name of this machine a rank.
 
     Returns:
         All blocks.
@@ -94,10 +96,11 @@ def run(
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         digits.leave(folder)
+        starts = _elastic(folder, ranks) if elastic else _launcher(ranks, virtual, mbit, per_host)
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
-                [*_launcher(ranks, virtual, mbit, per_host), sys.executable, "-m", "benchmarks.jobs", job],
+                [*starts, sys.executable, "-m", "benchmarks.jobs", job],
                 cwd=ROOT,
                 env=_environment(mark, folder, env or {}),
                 stdin=subprocess.DEVNULL,
@@ -121,6 +124,16 @@ def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> l
         return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
     limited = [] if mbit is None else [f"--mbit={mbit:g}"]
     return [sys.executable, str(VIRTUAL), f"--hosts={ranks // per_host}", f"--per-host={per_host}", *limited, "--"]
+
+
+def _elastic(folder: Path, ranks: int) -> list[str]:
+    """The command that starts what follows it on the hosts that a file names; others come and go with its lines."""
+    (folder / "hosts").write_text("".join(f"127.{'0' * rank}1:1\n" for rank in range(ranks)))
+    discovery = folder / "discover"
+    discovery.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
+    discovery.chmod(0o755)
+    fixed = ["--min-np", "1", "--max-np", str(4 * ranks), "--network-interfaces", "lo", "--gloo"]
+    return [*_launcher(ranks, False, None, 1)[:1], "-np", str(ranks), *fixed, "--host-discovery-script", str(discovery)]
 
 
 def _check_virtual_hosts() -> None:

@@ -134,8 +134,8 @@ class Hosts:
 
 
 def alias(number: int) -> str:
-    """One of many names of this machine."""
-    return f"0x7f.0x{'0' * number}1"
+    """One of many names of this machine. (A label has 63 letters at the most.)"""
+    return f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1"
 
 
 class Process:

@@ -1,0 +1,274 @@
+"""Elastic training with trouble in it: each process does what its schedules say, and writes down what it sees.
+
+Every host is this machine, by another name of 127.0.0.1: Horovod lets no host in again on which a process has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..support.digits import FOLDER
+from ..support.nemesis import (
+    COLUMNS,
+    EAGER,
+    FAST,
+    IN_A_RESET,
+    SLOTS,
+    SOMETIMES,
+    START,
+    Schedule,
+    Trouble,
+    points_of,
+)
+from .shared.elastic_ranks import MODELS
+from .shared.rank import counted
+
+LIMIT = 120.0
+"""Seconds after which a process that is still in the same schedule prints where it is, and ends."""
+WAITING = 0.2
+"""Seconds of a batch in which ranks only wait for hosts."""
+AGREE = 5
+"""Batches between two meetings over whether the schedule has come to its end."""
+
+
+class Hosts:
+    """The hosts that Horovod finds: lines of a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / "hosts"
+
+    def change(self, gone: str | None = None, more: int = 0) -> None:
+        """Take a host away, or add new ones."""
+        lines = [line for line in self._file.read_text().split() if line != f"{gone}:1"]
+        lines += [f"{self._new()}:1" for _ in range(more)]
+        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text("".join(f"{line}\n" for line in lines))
+        unfinished.replace(self._file)
+
+    def alive(self) -> list[str]:
+        """Return those on which no process has died."""
+        names = [line.partition(":")[0] for line in self._file.read_text().split()]
+        return [name for name in names if not (self._folder / f"dead.{name}").exists()]
+
+    def _new(self) -> str:
+        """One more name of this machine. (A label has 63 letters at the most.)"""
+        number = claim(self._folder, "host")
+        return f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1"
+
+
+def claim(folder: Path, name: str) -> int:
+    """Return the first number that no process has had by this name."""
+    number = 0
+    while True:
+        with contextlib.suppress(FileExistsError), (folder / f"{name}.{number}").open("x"):
+            return number
+        number += 1
+
+
+class Rank:
+    """This process, in one schedule.
+
+    Args:
+        model: a new one.
+        schedule: to go through.
+        number: of the schedule, in the job.
+        folder: the job's.
+    """
+
+    def __init__(self, model: Any, schedule: Schedule, number: int, folder: Path) -> None:
+        self._model, self._schedule, self._number, self._folder = model, schedule, number, folder
+        self._host = os.environ["HOROVOD_HOSTNAME"]
+        self._hosts = Hosts(folder)
+        self._slot = claim(folder, f"slot.{number}")
+        self._records = (folder / f"history.{number}.{self._host}").open("a", buffering=1)
+        self._pauses = random.Random(f"{schedule.seed} {self._host}")
+        self._disk = 0.0
+        self.state = model.state(schedule.kind, batch=0)
+        for point, name in (("meeting", "restore"), ("sync", "sync")):
+            setattr(self.state, name, self._in_reset(point, getattr(self.state, name)))
+
+    def write(self, what: str, **more: Any) -> None:
+        """Write a record down. (It outlives the process: the kernel has it.)"""
+        self._records.write(json.dumps({"what": what, "at": time.time(), **more}) + "\n")
+
+    # -- trouble ----------------------------------------------------------------------------------------------
+
+    def _in_reset(self, point: str, function: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            self._trouble(point, 0 if not hasattr(self.state, "batch") else self.state.batch)
+            function()
+
+        return call
+
+    def _trouble(self, point: str, batch: int) -> None:
+        """Make the trouble that is due here, if it is this rank's."""
+        hvd = self._model.hvd
+        for trouble in self._schedule.troubles:
+            done = self._folder / f"done.{self._number}.{trouble.number}"
+            mine = trouble.point == point and batch >= trouble.batch and trouble.victim % hvd.size() == hvd.rank()
+            if mine and not done.exists():
+                with contextlib.suppress(FileExistsError), done.open("x"):
+                    if hvd.size() > 1 or trouble.action == "join":  # (the last rank is spared)
+                        self.write("trouble", action=trouble.action, point=point, batch=batch)
+                        self._make(trouble)
+
+    def _make(self, trouble: Trouble) -> None:
+        match trouble.action:
+            case "kill":
+                (self._folder / f"dead.{self._host}").touch()
+                if trouble.point in ("step", *SOMETIMES, *IN_A_RESET):
+                    threading.Timer(trouble.seconds, die).start()
+                else:
+                    die()
+            case "stop":
+                subprocess.Popen(
+                    ["sh", "-c", f"sleep {trouble.seconds}; kill -CONT {os.getpid()}"], start_new_session=True
+                )
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "cut":
+                cut_off()
+            case "join":
+                self._hosts.change(more=1)
+            case "leave":
+                self._hosts.change(gone=self._host)
+            case "slow disk":
+                self._disk = trouble.seconds
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether all trouble is over: not that which waits for a loss that never comes."""
+        ever = [one for one in self._schedule.troubles if one.point not in IN_A_RESET]
+        return all((self._folder / f"done.{self._number}.{one.number}").exists() for one in ever)
+
+    # -- training ---------------------------------------------------------------------------------------------
+
+    def train(self, state: Any) -> None:
+        """Train until all trouble is over and as many ranks are there as at the beginning."""
+        model, hvd = self._model, self._model.hvd
+        model.set_rate(hvd.size() if self._schedule.kind in EAGER else 1)
+        self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, weights=model.weights().tolist())
+        while True:
+            batch = state.batch
+            if batch == COLUMNS:
+                raise RuntimeError("the hosts that were asked for have not come")
+            self._trouble("between", batch)
+            index = self._slot * COLUMNS + batch
+            self.write("step", batch=batch)
+            model.step(index, lambda point, batch=batch: self._trouble(point, batch))
+            self.write("stepped", batch=batch, own=float(model.weights()[index]))
+            state.batch += 1
+            self._occasions(batch)
+            if batch % AGREE == AGREE - 1 and model.agreed(batch >= FAST and self._settled()):
+                break
+            time.sleep(self._pauses.uniform(0.0, 0.01) if batch < FAST else WAITING)
+        model.optimizer.drain()
+
+    def _occasions(self, batch: int) -> None:
+        """Do what only some batches have."""
+        points = points_of(batch)
+        if "drain" in points:
+            self._trouble("drain", batch)
+            self._model.optimizer.drain()
+        if "checkpoint" in points:
+            self._trouble("checkpoint", batch)
+            self._model.optimizer.cut()
+            saved = self._folder / f"saved.{self._host}"
+            self._model.save(saved)
+            time.sleep(self._disk)
+            self._disk = 0.0
+        if "commit" in points:
+            if batch >= FAST:
+                self._restore_size()
+            self._trouble("commit", batch)
+            self.state.commit()
+
+    def _restore_size(self) -> None:
+        """Have as many hosts as at the beginning, once all trouble is over (rank 0)."""
+        if self._model.hvd.rank() == 0 and self._quiet:
+            alive = self._hosts.alive()
+            if len(alive) < START:
+                self._hosts.change(more=START - len(alive))
+            elif len(alive) > START:
+                self._hosts.change(gone=alive[-1])
+
+    def _settled(self) -> bool:
+        return self._quiet and self._model.hvd.size() == START == len(self._hosts.alive())
+
+    def run(self) -> None:
+        """Go through the schedule to its end."""
+        self.write("begin", host=self._host, slot=self._slot, pid=os.getpid())
+        self._model.hvd.elastic.run(self.train)(self.state)
+        stats = counted(self._model.optimizer.stats())
+        bound = self._model.optimizer._async.settings.get("max_staleness", 0)
+        self.write("end", drained=True, weights=self._model.weights().tolist(), stats=stats, max_staleness=bound)
+        self._records.close()
+        if self._model.hvd.rank() == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Give the schedule's history to the launcher, when all have ended."""
+        deadline = time.monotonic() + LIMIT / 2
+        while True:
+            files = self._folder.glob(f"history.{self._number}.*")
+            by_host = {file.name.split(".", 2)[2]: read(file) for file in files}
+            if sum(records[-1]["what"] == "end" for records in by_host.values() if records) >= START:
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError("the other ranks have not ended this schedule")
+            time.sleep(0.02)
+        block = {"schedule": self._schedule.content(), "history": by_host}
+        with (self._folder / "blocks.jsonl").open("a") as blocks:
+            blocks.write(json.dumps(block) + "\n")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return a history's records; the last line of a process that was killed may lack its end."""
+    return [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
+
+
+def die() -> None:
+    """Die at once, as by the kernel when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut_off() -> None:
+    """End all of this process's connections, as when a link is cut and its ends are told."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_ESTABLISHED:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def main() -> None:
+    """Go through all schedules that are left when this process begins."""
+    folder = Path(os.environ[FOLDER])
+    plan = json.loads((folder / "plan.json").read_text())
+    model_of, turn = MODELS[plan["framework"]], folder / "turn"
+    meet = model_of.begin()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    first = int(turn.read_text()) if turn.exists() else 0
+    for number in range(first, len(plan["schedules"])):
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        if meet.rank() == 0:
+            turn.write_text(str(number))
+            (folder / "unfinished").touch()
+        Rank(model_of(SLOTS * COLUMNS), Schedule.of(plan["schedules"][number]), number, folder).run()
+        gc.collect()
+    faulthandler.cancel_dump_traceback_later()
+    if meet.rank() == 0:
+        (folder / "unfinished").unlink()

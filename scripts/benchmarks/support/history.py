@@ -1,0 +1,165 @@
+"""Reads the history of a training with trouble in it, and tells what should not have been. Pure.
+
+The model has a weight for each batch of each host, and a batch's gradient is 1 at its own. So weights count how often a
+gradient was applied: the learning rate is the number of ranks where gradients are averaged over the ranks, else 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .nemesis import COLUMNS, EAGER, LEADERS, MEAN_KEPT, START, Schedule
+
+Record = Mapping[str, Any]
+"""What a process has written: ``what`` is "begin", "generation", "step", "stepped", "trouble" or "end"."""
+TOLERANCE = 1e-3
+LEAST_WEIGHT = {"osgp": 0.25}
+"""Push-sum weights of ranks whose messages are on their way, by kind: an update made then moves the weights by so many
+times itself, and stays so if the ranks are others before the messages come."""
+
+
+class History:
+    """What the processes of one schedule have written.
+
+    Args:
+        schedule: that they went through.
+        by_host: each host's records, in order.
+    """
+
+    def __init__(self, schedule: Schedule, by_host: Mapping[str, Sequence[Record]]) -> None:
+        self._schedule, self._by_host = schedule, {host: list(records) for host, records in by_host.items()}
+        self._slots = {host: self._all(host, "begin")[0]["slot"] for host in self._by_host if self._by_host[host]}
+        self._ends = {host: ends[0] for host in self._slots if (ends := self._all(host, "end"))}
+
+    def violations(self) -> list[str]:
+        """Return what should not have been."""
+        return [*self._not_ended(), *self._steps_again(), *(self._weights() if len(self._ends) == START else ())]
+
+    @property
+    def resets(self) -> int:
+        """How often ranks were others."""
+        return max((len(self._all(host, "generation")) for host in self._slots), default=1) - 1
+
+    @property
+    def lost(self) -> int:
+        """Steps of ranks that are gone whose gradients were applied nowhere (of partial allreduce)."""
+        if self._schedule.kind not in EAGER or len(self._ends) < START:
+            return 0
+        counts = self._counts()
+        gone = [host for host in self._slots if host not in self._ends]
+        return sum(int(counts[self._slots[host], batch] < 0.5) for host in gone for batch in self._batches(host))
+
+    def recoveries(self) -> list[float]:
+        """Seconds from a process's death until the last of those that were there before trains on, by death."""
+        deaths = [one["at"] for host in self._slots for one in self._all(host, "trouble") if one["action"] == "kill"]
+        found = []
+        for at in deaths:
+            later = [
+                min((one["at"] for one in self._all(host, "generation") if one["at"] > at), default=None)
+                for host in self._ends
+                if self._all(host, "begin")[0]["at"] < at
+            ]
+            found += [max(one - at for one in later if one is not None)] if any(later) else []
+        return found
+
+    @property
+    def _most(self) -> float:
+        """How often an update may count, of gossip and leaders."""
+        return 1 / LEAST_WEIGHT.get(self._schedule.kind, 1)
+
+    def _all(self, host: str, what: str) -> list[Record]:
+        return [record for record in self._by_host[host] if record["what"] == what]
+
+    def _batches(self, host: str, what: str = "step") -> list[int]:
+        return sorted({record["batch"] for record in self._all(host, what)})
+
+    def _not_ended(self) -> Iterator[str]:
+        if len(self._ends) != START:
+            yield f"{len(self._ends)} ranks have come to the end, and not {START}: {sorted(self._ends)}"
+        for host, end in self._ends.items():
+            if self._all(host, "generation")[-1]["size"] != START or not end["drained"]:
+                yield f"{host} has not ended among {START} ranks"
+
+    def _steps_again(self) -> Iterator[str]:
+        """A step that has come to its end is not taken again, and batches follow each other."""
+        for host in self._slots:
+            ended = [record["batch"] for record in self._all(host, "stepped")]
+            if any(later <= earlier for earlier, later in itertools.pairwise(ended)):
+                yield f"{host} has ended steps in this order: {ended}"
+
+    def _counts(self) -> np.ndarray:
+        weights = np.array(next(iter(self._ends.values()))["weights"], np.float64)
+        return -weights.reshape(-1, COLUMNS)
+
+    def _weights(self) -> Iterator[str]:
+        every = [end["weights"] for end in self._ends.values()]
+        if any(weights != every[0] for weights in every):
+            yield "replicas differ at the end"
+        counts = self._counts()
+        if not np.isfinite(counts).all():
+            yield "weights are not finite"
+            return
+        if self._schedule.kind in EAGER:
+            yield from self._each_once(counts)
+        else:
+            if counts.min() < -TOLERANCE or counts.max() > self._most + TOLERANCE:
+                yield f"an update counts {counts.min():.4f} to {counts.max():.4f} times"
+            if self._schedule.kind not in LEADERS:
+                yield from self._no_update_lost()
+            if self._schedule.kind in MEAN_KEPT:
+                yield from self._mean_kept(counts)
+
+    def _each_once(self, counts: np.ndarray) -> Iterator[str]:
+        """Partial allreduce: each gradient is applied once; a dead rank's once at the most."""
+        for host, slot in self._slots.items():
+            begun, wrong = self._batches(host), []
+            must = begun if host in self._ends else self._batches(host, "stepped") if self._carried(host) else []
+            for batch in range(COLUMNS):
+                count = counts[slot, batch]
+                fine = abs(count - 1) < TOLERANCE or (abs(count) < TOLERANCE and batch not in must)
+                if (batch in begun and not fine) or (batch not in begun and abs(count) > TOLERANCE):
+                    wrong.append(f"batch {batch} counts {count:.3f} times")
+            if wrong:
+                yield f"{host}{'' if host in self._ends else ' (gone)'}: {', '.join(wrong)}"
+        for host, end in self._ends.items():
+            own = len(self._batches(host))
+            if end["stats"]["gradients_produced"] != own:
+                yield f"{host} has begun {own} steps and counts {end['stats']['gradients_produced']} gradients"
+            late = max((int(rounds) for rounds in end["stats"]["staleness"]), default=0)
+            if late > end["max_staleness"]:
+                yield f"{host}: a gradient was {late} rounds stale, and the bound is {end['max_staleness']}"
+
+    def _carried(self, host: str) -> bool:
+        """Whether all steps that a rank which is gone has ended are sure to be in the weights."""
+        left = any(one["action"] == "leave" for one in self._all(host, "trouble"))
+        killed = any(one["action"] == "kill" for one in self._all(host, "trouble"))
+        return self._schedule.kind == "all" or (left and not killed)
+
+    def _no_update_lost(self) -> Iterator[str]:
+        """Gossip: the update of each step of a rank that is there is in its own weights right after the step."""
+        for host in self._ends:
+            least = -self._most - TOLERANCE
+            wrong = [one["batch"] for one in self._all(host, "stepped") if not least <= one["own"] < 0]
+            if wrong:
+                yield f"{host}: the updates of batches {wrong} are not in its weights"
+
+    def _mean_kept(self, counts: np.ndarray) -> Iterator[str]:
+        """Gossip: among ranks that stay the same, the mean of the weights changes by their updates alone."""
+        mean = np.zeros_like(counts)
+        for host in self._ends:
+            records = self._by_host[host]
+            begin = max(place for place, record in enumerate(records) if record["what"] == "generation")
+            start = -np.array(records[begin]["weights"], np.float64).reshape(-1, COLUMNS)
+            updates = np.zeros_like(mean)
+            for record in records[begin:]:
+                if record["what"] == "stepped" and abs(start[self._slots[host], record["batch"]]) < 1e-9:
+                    updates[self._slots[host], record["batch"]] = 1
+            mean += (start + updates) / START
+        off = np.abs(mean - counts)
+        if off.max() > TOLERANCE:
+            slot, batch = np.unravel_index(off.argmax(), off.shape)
+            yield f"the mean is off by {off.max():.4f} (slot {slot}, batch {batch}): {counts[slot, batch]:.4f}"
