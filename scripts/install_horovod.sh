@@ -129,6 +129,18 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   [ "$(grep -cE 'enabled_ = std::getenv|OPERATION_TIMEOUT|SetEnv\(HOROVOD_RANK, "-1"' "$gloo_context")" = 3 ] \
     && [ "$(grep -cE 'LOG\(ERROR\) << "Horovod: "|^    horovod_global.initialization_failed = false' "$operations")" = 3 ] \
     || die "Horovod's gloo_context.cc and operations.cc are not as expected"
+  # Gloo tells nobody who waits for a message that is half sent or half received that its connection has ended.
+  pair=$src/third_party/gloo/gloo/transport/tcp/pair.cc
+  sed -i -e '/Loop through posted send operations/,/Loop through pending send/ s/^    if (op.buf != nullptr) {$/    NonOwningPtr<UnboundBuffer> ubuf(op.ubuf);\
+    if (ubuf) {\
+      ubuf->signalException(ex);\
+    }\
+&/' -e 's|^  // Loop through posted send operations.$|  NonOwningPtr<UnboundBuffer> half(rx_.ubuf);\
+  if (half) {\
+    half->signalException(ex);\
+  }\
+&|' "$pair"
+  [ "$(grep -cE 'half->signalException|ubuf->signalException' "$pair")" = 2 ] || die "Gloo's pair.cc is not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import Standing
 from hvd_async.optimizers.local import LocalDriver
+from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import LOST, Lifecycle, drivers
 from hvd_async.runtime.log import warn
 
 MEETINGS = 20
 """How often ranks try to meet: each failure is another loss."""
+INIT_FAILED = "Horovod initialization failed"
+"""The beginning of what Horovod's ``init()`` raises then, a ValueError."""
 
 
 class Report(NamedTuple):
@@ -278,17 +281,27 @@ def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[
     for driver in drivers(optimizers):
         driver.leave()
     shutdown()
-    _meet(shutdown, init)
+    meet(shutdown, init)
     for driver in drivers(optimizers):
         driver.rejoin()
 
 
-def _meet(shutdown: Callable[[], object], init: Callable[[], object]) -> None:
-    """Have Horovod meet the ranks that there are now; again, if one of them dies meanwhile."""
-    for left in reversed(range(MEETINGS)):
+def meet(shutdown: Callable[[], object], init: Callable[[], object]) -> None:
+    """Have Horovod meet the ranks that there are now; in an elastic job again, if one of them dies meanwhile.
+
+    Args:
+        shutdown, init: Horovod's.
+
+    Raises:
+        SystemExit: this rank's host has left the job.
+        ValueError: Horovod's, if it cannot be initialized.
+    """
+    for left in reversed(range(MEETINGS if time_limits.in_elastic_job() else 1)):
         try:
             init()
-        except ValueError as error:  # Horovod's: its initialization has failed
+        except ValueError as error:
+            if INIT_FAILED not in str(error):
+                raise
             if _horovods_rank() == "-1":
                 warn("this rank's host has left the job: the others go on without it")
                 raise SystemExit(0) from None

@@ -134,12 +134,17 @@ class _Endpoint:
             told = recv_monitor_message(self._monitor)
             yield told["event"], told["value"]
 
-    def _close(self) -> None:
+    def _close(self, linger: int | None = None) -> None:
+        """Close it all.
+
+        Args:
+            linger: milliseconds that what was not sent yet may take; None: as it was set.
+        """
         if not self._closed:
             self._closed = True
             self._socket.disable_monitor()
             self._monitor.close(0)
-            self._socket.close()
+            self._socket.close(linger)
             self._waker.close()
             self._context.term()
 
@@ -352,4 +357,4 @@ class ZmqChannel(_Endpoint):
             return Gone(f"sent a message that cannot be read ({error})", self._host)
 
     def close(self) -> None:
-        self._close()
+        self._close(None if self._gone is None else 0)  # (whom should it reach?)

@@ -6,7 +6,7 @@ from horovod.tensorflow import *  # noqa: F403
 
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
-from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, join, shutdown
+from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.horovod_names import mend
 from hvd_async.tensorflow.leader import LeaderOptimizer
@@ -26,6 +26,7 @@ _ours = (
     LeaderOptimizer,
     broadcast_variables,
     elastic,
+    init,
     join,
     shutdown,
 )

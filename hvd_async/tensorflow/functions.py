@@ -12,11 +12,16 @@ from horovod.tensorflow.functions import allgather_object
 
 from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.optimizers import elastic
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.variables import raw
 from hvd_async.tensorflow.wait_notices import told_if_long
 
-_horovods_join, _horovods_shutdown = hvd.join, hvd.shutdown  # (what ``swapped`` puts in their place calls them)
+_horovods_init, _horovods_join, _horovods_shutdown = (
+    hvd.init,
+    hvd.join,
+    hvd.shutdown,
+)  # (what ``swapped`` puts in their place calls them)
 timeline.watch_exit(_horovods_shutdown)
 
 BROADCASTABLE = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
@@ -91,6 +96,15 @@ def join() -> int:
     """
     last = LIFECYCLE.join()
     return int(_horovods_join()) if last is None else last
+
+
+def init(*arguments: Any, **options: Any) -> None:
+    """Horovod's ``init``. In an elastic job it meets the others again where one of them dies meanwhile.
+
+    Raises:
+        ValueError: as Horovod's.
+    """
+    elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
 
 
 def shutdown() -> None:

@@ -11,7 +11,7 @@ from horovod.torch import HorovodInternalError  # noqa: F401
 from hvd_async.torch import horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
-from hvd_async.torch.functions import broadcast_optimizer_state, join, shutdown
+from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 
@@ -26,6 +26,7 @@ _ours = (
     LeaderOptimizer,
     broadcast_optimizer_state,
     elastic,
+    init,
     join,
     shutdown,
 )

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.eager import timeline
+from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.collectives import LIFECYCLE
@@ -111,6 +112,15 @@ def join(device: int = -1) -> int:
     """
     last = LIFECYCLE.join()
     return int(hvd.join(device)) if last is None else last
+
+
+def init(*arguments: Any, **options: Any) -> None:
+    """Horovod's ``init``. In an elastic job it meets the others again where one of them dies meanwhile.
+
+    Raises:
+        ValueError: as Horovod's.
+    """
+    elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
 
 
 def shutdown() -> None:

@@ -113,10 +113,16 @@ class EagerWorker(Worker):
         return self._steps == self._settled_at and not self._hand_over.handed
 
     def _check_able(self) -> None:
-        """Raise, if this rank can neither hand over nor apply."""
+        """Raise, if this rank can neither hand over nor apply. (Where training goes on after a loss, a gradient that
+        comes after it is kept like those before; the wait that follows raises.)"""
         self.whole.check()
-        self.engine.check()
+        if not self.engine.elastic:
+            self.engine.check()
         self._check_drained()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have the engine thread run this; of an engine that has ended ``remains`` takes the gradients."""
+        (self.engine.notify if self.engine.elastic else self.engine.call_soon)(action)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -133,7 +139,7 @@ class EagerWorker(Worker):
         with self.whole(f"bucket {bucket} could not be handed over"):
             step = self._steps + 1 + self._base
             self._hand_over.give(bucket, vector, self.version)
-            self.engine.call_soon(lambda: self._arrive(number, step))
+            self._post(lambda: self._arrive(number, step))
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
@@ -211,7 +217,7 @@ class EagerWorker(Worker):
             for _ in vectors:
                 self._arrive(number, step)
 
-        self.engine.call_soon(hand_over)
+        self._post(hand_over)
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.eager_methods import EagerMethods
-from hvd_async.tensorflow.functions import broadcast_variables, join, shutdown
+from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.keras.fit import our_optimizer
 from hvd_async.tensorflow.leader import LeaderOptimizer
@@ -52,6 +52,7 @@ _ours = (
     broadcast_variables,
     callbacks,
     elastic,
+    init,
     join,
     shutdown,
 )

@@ -30,7 +30,6 @@ from ..support.nemesis import (
     IN_A_RESET,
     SLOTS,
     SOMETIMES,
-    START,
     Schedule,
     Trouble,
     points_of,
@@ -98,8 +97,9 @@ class Rank:
         self._records = (folder / f"history.{number}.{self._host}").open("a", buffering=1)
         self._pauses = random.Random(f"{schedule.seed} {self._host}")
         self._disk = 0.0
+        self._process = psutil.Process()
         self.state = model.state(schedule.kind, batch=0)
-        for point, name in (("meeting", "restore"), ("sync", "sync")):
+        for point, name in (("meeting", "restore"), ("reset", "on_reset"), ("sync", "sync")):
             setattr(self.state, name, self._in_reset(point, getattr(self.state, name)))
 
     def write(self, what: str, **more: Any) -> None:
@@ -110,6 +110,7 @@ class Rank:
 
     def _in_reset(self, point: str, function: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
+            self.write(point)
             self._trouble(point, 0 if not hasattr(self.state, "batch") else self.state.batch)
             function()
 
@@ -161,7 +162,9 @@ class Rank:
         """Train until all trouble is over and as many ranks are there as at the beginning."""
         model, hvd = self._model, self._model.hvd
         model.set_rate(hvd.size() if self._schedule.kind in EAGER else 1)
-        self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, weights=model.weights().tolist())
+        held = {"threads": self._process.num_threads(), "files": self._process.num_fds()}
+        weights = model.weights().tolist()
+        self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, weights=weights, **held)
         while True:
             batch = state.batch
             if batch == COLUMNS:
@@ -201,13 +204,13 @@ class Rank:
         """Have as many hosts as at the beginning, once all trouble is over (rank 0)."""
         if self._model.hvd.rank() == 0 and self._quiet:
             alive = self._hosts.alive()
-            if len(alive) < START:
-                self._hosts.change(more=START - len(alive))
-            elif len(alive) > START:
+            if len(alive) < self._schedule.start:
+                self._hosts.change(more=self._schedule.start - len(alive))
+            elif len(alive) > self._schedule.start:
                 self._hosts.change(gone=alive[-1])
 
     def _settled(self) -> bool:
-        return self._quiet and self._model.hvd.size() == START == len(self._hosts.alive())
+        return self._quiet and self._model.hvd.size() == self._schedule.start == len(self._hosts.alive())
 
     def run(self) -> None:
         """Go through the schedule to its end."""
@@ -226,7 +229,7 @@ class Rank:
         while True:
             files = self._folder.glob(f"history.{self._number}.*")
             by_host = {file.name.split(".", 2)[2]: read(file) for file in files}
-            if sum(records[-1]["what"] == "end" for records in by_host.values() if records) >= START:
+            if sum(records[-1]["what"] == "end" for records in by_host.values() if records) >= self._schedule.start:
                 break
             if time.monotonic() > deadline:
                 raise RuntimeError("the other ranks have not ended this schedule")

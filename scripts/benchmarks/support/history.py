@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .nemesis import COLUMNS, EAGER, LEADERS, MEAN_KEPT, START, Schedule
+from .nemesis import COLUMNS, EAGER, LEADERS, MEAN_KEPT, Schedule
 
 Record = Mapping[str, Any]
 """What a process has written: ``what`` is "begin", "generation", "step", "stepped", "trouble" or "end"."""
@@ -37,7 +37,11 @@ class History:
 
     def violations(self) -> list[str]:
         """Return what should not have been."""
-        return [*self._not_ended(), *self._steps_again(), *(self._weights() if len(self._ends) == START else ())]
+        return [
+            *self._not_ended(),
+            *self._steps_again(),
+            *(self._weights() if len(self._ends) == self._schedule.start else ()),
+        ]
 
     @property
     def resets(self) -> int:
@@ -47,7 +51,7 @@ class History:
     @property
     def lost(self) -> int:
         """Steps of ranks that are gone whose gradients were applied nowhere (of partial allreduce)."""
-        if self._schedule.kind not in EAGER or len(self._ends) < START:
+        if self._schedule.kind not in EAGER or len(self._ends) < self._schedule.start:
             return 0
         counts = self._counts()
         gone = [host for host in self._slots if host not in self._ends]
@@ -78,11 +82,11 @@ class History:
         return sorted({record["batch"] for record in self._all(host, what)})
 
     def _not_ended(self) -> Iterator[str]:
-        if len(self._ends) != START:
-            yield f"{len(self._ends)} ranks have come to the end, and not {START}: {sorted(self._ends)}"
+        if len(self._ends) != self._schedule.start:
+            yield f"{len(self._ends)} ranks have come to the end, and not {self._schedule.start}: {sorted(self._ends)}"
         for host, end in self._ends.items():
-            if self._all(host, "generation")[-1]["size"] != START or not end["drained"]:
-                yield f"{host} has not ended among {START} ranks"
+            if self._all(host, "generation")[-1]["size"] != self._schedule.start or not end["drained"]:
+                yield f"{host} has not ended among {self._schedule.start} ranks"
 
     def _steps_again(self) -> Iterator[str]:
         """A step that has come to its end is not taken again, and batches follow each other."""
@@ -114,10 +118,11 @@ class History:
                 yield from self._mean_kept(counts)
 
     def _each_once(self, counts: np.ndarray) -> Iterator[str]:
-        """Partial allreduce: each gradient is applied once; a dead rank's once at the most."""
+        """Partial allreduce: each gradient is applied once; a dead rank's once at the most, and so that of a step which
+        was broken off: where others have ended it, all go on after it."""
         for host, slot in self._slots.items():
             begun, wrong = self._batches(host), []
-            must = begun if host in self._ends else self._batches(host, "stepped") if self._carried(host) else []
+            must = self._batches(host, "stepped") if host in self._ends or self._carried(host) else []
             for batch in range(COLUMNS):
                 count = counts[slot, batch]
                 fine = abs(count - 1) < TOLERANCE or (abs(count) < TOLERANCE and batch not in must)
@@ -126,9 +131,9 @@ class History:
             if wrong:
                 yield f"{host}{'' if host in self._ends else ' (gone)'}: {', '.join(wrong)}"
         for host, end in self._ends.items():
-            own = len(self._batches(host))
-            if end["stats"]["gradients_produced"] != own:
-                yield f"{host} has begun {own} steps and counts {end['stats']['gradients_produced']} gradients"
+            own, produced = counts[self._slots[host]].sum(), end["stats"]["gradients_produced"]
+            if abs(own - produced) > TOLERANCE:
+                yield f"{host} counts {produced} gradients, and {own:.3f} were applied"
             late = max((int(rounds) for rounds in end["stats"]["staleness"]), default=0)
             if late > end["max_staleness"]:
                 yield f"{host}: a gradient was {late} rounds stale, and the bound is {end['max_staleness']}"
@@ -158,7 +163,7 @@ class History:
             for record in records[begin:]:
                 if record["what"] == "stepped" and abs(start[self._slots[host], record["batch"]]) < 1e-9:
                     updates[self._slots[host], record["batch"]] = 1
-            mean += (start + updates) / START
+            mean += (start + updates) / self._schedule.start
         off = np.abs(mean - counts)
         if off.max() > TOLERANCE:
             slot, batch = np.unravel_index(off.argmax(), off.shape)

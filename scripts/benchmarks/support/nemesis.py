@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 START = 3
-"""Ranks with which a schedule begins and ends."""
+"""Ranks with which drawn schedules begin and end."""
 SLOTS, COLUMNS = 12, 256
 """Hosts of one schedule, and batches of one host, at the most."""
 FAST = 30
@@ -58,20 +58,22 @@ class Schedule:
         seed: it was drawn from.
         kind: of the optimizer, one of ``KINDS``.
         troubles: in order of their batches.
+        start: ranks with which it begins and ends.
     """
 
     seed: int
     kind: str
     troubles: tuple[Trouble, ...]
+    start: int = START
 
     def content(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return {"seed": self.seed, "kind": self.kind, "troubles": [asdict(trouble) for trouble in self.troubles]}
+        return asdict(self)
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Schedule:
         """Return what ``content`` gave."""
-        return cls(content["seed"], content["kind"], tuple(Trouble(**one) for one in content["troubles"]))
+        return cls(**{**content, "troubles": tuple(Trouble(**one) for one in content["troubles"])})
 
     def __str__(self) -> str:
         told = [f"{one.action} rank {one.victim} at {one.point} from batch {one.batch}" for one in self.troubles]
