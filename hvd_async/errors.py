@@ -5,7 +5,7 @@ A leaf module: it imports nothing of the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class HvdAsyncError(RuntimeError):
@@ -46,10 +46,19 @@ class RankLostError(HvdAsyncError):
         rank: the lost rank.
         host: the name of its host.
         reason: what is known of why.
+        handed_over: by optimizer, how many gradients each of its ranks had handed over since the ranks were last
+            others, as far as the coordinator knows; None where it was lost itself.
     """
 
-    def __init__(self, rank: int, host: str, reason: str, context: str = "") -> None:
-        self.rank, self.host, self.reason = rank, host, reason
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        reason: str,
+        context: str = "",
+        handed_over: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.rank, self.host, self.reason, self.handed_over = rank, host, reason, handed_over
         super().__init__(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
 
 

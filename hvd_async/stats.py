@@ -29,6 +29,9 @@ class Stats:
         latency_max_s: the longest.
         held_bytes: bytes of gradients that are held now, apart from the framework's own.
         peak_bytes: the most that were.
+        resets: how often the ranks became others (elastic training).
+        gradients_lost: of ranks that were lost, in no round that was applied, as far as is known: not those of a loss
+            of rank 0, whose coordinator counts them. (They had been produced by others, and are in no other count.)
     """
 
     steps: int = 0
@@ -47,6 +50,8 @@ class Stats:
     latency_max_s: float = 0.0
     held_bytes: int = 0
     peak_bytes: int = 0
+    resets: int = 0
+    gradients_lost: int = 0
 
     def __add__(self, later: Stats) -> Stats:
         """Add the counts of a later run among other ranks; ``held_s`` is of these."""
@@ -69,6 +74,8 @@ class Stats:
             latency_max_s=max(self.latency_max_s, later.latency_max_s),
             held_bytes=later.held_bytes,
             peak_bytes=max(self.peak_bytes, later.peak_bytes),
+            resets=self.resets + later.resets,
+            gradients_lost=self.gradients_lost + later.gradients_lost,
         )
 
 
@@ -93,6 +100,7 @@ class GossipStats:
         bytes_sent: what this rank has given to collectives for others.
         latency_s: mean seconds of an exchange on this rank, from the command until all of it was there.
         push_sum_weight: SGP's w of this rank now; 1 where all send and get as much.
+        resets: how often the ranks became others (elastic training).
     """
 
     steps: int = 0
@@ -107,6 +115,7 @@ class GossipStats:
     bytes_sent: int = 0
     latency_s: float = 0.0
     push_sum_weight: float = 1.0
+    resets: int = 0
 
     def __add__(self, later: GossipStats) -> GossipStats:
         """Add the counts of a later run."""
@@ -126,6 +135,7 @@ class GossipStats:
             bytes_sent=self.bytes_sent + later.bytes_sent,
             latency_s=seconds / exchanges if exchanges else 0.0,
             push_sum_weight=later.push_sum_weight,
+            resets=self.resets + later.resets,
         )
 
 
@@ -145,6 +155,7 @@ class LeaderStats:
         wait_s: seconds this rank's training thread waited, in ends.
         mean_loss: of the last losses; None before there is one.
         history: (Unix time in s, group or -1 for all, leader) of each of the last 10,000 pulls.
+        resets: how often the ranks became others (elastic training).
     """
 
     steps: int = 0
@@ -158,6 +169,7 @@ class LeaderStats:
     mean_loss: float | None = None
     history: tuple[tuple[float, int, int], ...] = ()
     distances: int = 0
+    resets: int = 0
 
     def __add__(self, later: LeaderStats) -> LeaderStats:
         """Add the counts of a later run."""
@@ -177,4 +189,5 @@ class LeaderStats:
             mean_loss=later.mean_loss,
             history=self.history + later.history,
             distances=distances,
+            resets=self.resets + later.resets,
         )

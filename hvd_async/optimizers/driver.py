@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaStateError
@@ -21,6 +21,27 @@ from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.messages import RegisterOptimizer
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.worker import Worker
+
+
+class GradientCounts(NamedTuple):
+    """One rank's counts of gradients since the ranks were last others.
+
+    Attributes:
+        place: of the rank among those that shared the optimizer, ``size`` of them.
+        applied: of all ranks, in the rounds that this one's weights have seen.
+        produced: by this rank.
+        in_rounds: of these, by round, those in rounds that its weights have not seen.
+        pending: those in no round.
+        handed_over: by each rank, as far as the coordinator knew; None where it was lost itself.
+    """
+
+    place: int
+    size: int
+    applied: int
+    produced: int
+    in_rounds: Mapping[int, int]
+    pending: int
+    handed_over: tuple[int, ...] | None
 
 
 class Standing(NamedTuple):
@@ -33,6 +54,7 @@ class Standing(NamedTuple):
         fit: whether others may go on from its weights.
         apart: whether its weights are its own.
         shared: names of vectors that all ranks have, beside the weights.
+        gradients: where they are averaged, and the rank has trained since the ranks were last others.
     """
 
     rounds: int
@@ -41,6 +63,7 @@ class Standing(NamedTuple):
     fit: bool = True
     apart: bool = False
     shared: tuple[str, ...] = ()
+    gradients: GradientCounts | None = None
 
 
 class Driver(abc.ABC):
@@ -105,6 +128,9 @@ class Driver(abc.ABC):
         self.rounds_before, self.steps_ended = before.rounds, before.steps_ended
         self.discarded = before.discarded
         self.replica.continue_from(before.replica)
+
+    def count_lost(self, gradients: int) -> None:  # noqa: B027  most have none
+        """Count so many gradients of ranks that are gone as lost."""
 
     @abc.abstractmethod
     def standing(self) -> Standing:

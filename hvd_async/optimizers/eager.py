@@ -15,9 +15,9 @@ from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, PendingGra
 from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.remains import Remains
 from hvd_async.algorithms.eager.worker import EagerWorker
-from hvd_async.errors import ReplicaStateError
+from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
-from hvd_async.optimizers.driver import Driver, Standing
+from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.log import warn
@@ -105,6 +105,8 @@ class EagerDriver(Driver):
         self.restored: list[PendingGradient] | None = None
         self.remains: Remains | None = None
         self.stats_before = Stats()
+        self._gradients: GradientCounts | None = None
+        """Of before a reset, until the ranks have agreed."""
         self._late_cap_mb, self._said = late_cap_mb, False
         self._auto_prediction = auto_prediction
 
@@ -249,7 +251,21 @@ class EagerDriver(Driver):
         worker = self.worker
         if worker is not None and worker.agreed and not self.discarded:
             self.remains = worker.remains().counted_from(self.rounds_before, self.steps_ended)
+            self._gradients = self._counts(worker, self.remains)
             self.replica.end_prediction()
+
+    def _counts(self, worker: EagerWorker, remains: Remains) -> GradientCounts:
+        failure = worker.engine.failure
+        known = None if not isinstance(failure, RankLostError) else failure.handed_over
+        return GradientCounts(
+            place=self.index,
+            size=self.size,
+            applied=worker.ledger.applied[0],
+            produced=worker.ledger.produced[0],
+            in_rounds={number: len(gradients[0].versions) for number, gradients in remains.in_rounds.items()},
+            pending=len(remains.pending[0].versions),
+            handed_over=None if known is None else tuple(known.get(worker.number, ())) or None,
+        )
 
     def roll_back(self) -> None:
         super().roll_back()
@@ -257,19 +273,24 @@ class EagerDriver(Driver):
 
     def standing(self) -> Standing:
         remains = self.remains or Remains(begun=self.steps_ended, ended=self.steps_ended)
-        return Standing(self.rounds, remains.begun, remains.ended, remains.fit)
+        return Standing(self.rounds, remains.begun, remains.ended, remains.fit, gradients=self._gradients)
 
     def go_on_from(self, before: EagerDriver) -> None:
         super().go_on_from(before)
-        self.remains, self.restored, self.stats_before = before.remains, before.restored, before.stats()
+        self.remains, self.restored, self._gradients = before.remains, before.restored, before._gradients
+        self.stats_before = before.stats() + Stats(resets=1)
 
     def go_on(self, rounds: int, ended: int, apart: bool) -> None:
         super().go_on(rounds, ended, apart)
+        self._gradients = None
         if self.remains is not None:
             self.remains = self.remains.after(rounds, ended)
             again = self.remains.begun > ended, max(len(one.versions) for one in self.remains.pending)
             steps, produced = self.stats_before.steps - again[0], self.stats_before.gradients_produced - again[1]
             self.stats_before = dataclasses.replace(self.stats_before, steps=steps, gradients_produced=produced)
+
+    def count_lost(self, gradients: int) -> None:
+        self.stats_before += Stats(gradients_lost=gradients)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.optimizers.driver import Standing
+from hvd_async.optimizers.driver import GradientCounts, Standing
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Vector
@@ -51,6 +51,7 @@ class Agreed(NamedTuple):
         ended: steps that the rank which is furthest has ended.
         apart: whether ranks have weights of their own.
         shared: names of vectors that all take from the source.
+        lost: gradients of ranks that are gone, which are in no round that the source has seen; None: nobody knows.
     """
 
     source: int
@@ -59,6 +60,7 @@ class Agreed(NamedTuple):
     ended: int
     apart: bool
     shared: tuple[str, ...]
+    lost: int | None = 0
 
 
 class Plan(NamedTuple):
@@ -100,8 +102,25 @@ def plan(reports: Sequence[Report]) -> Plan:
         rounds = standings[source].rounds
         behind = {rank for rank, one in standings.items() if not (one.fit and (apart or one.rounds == rounds))}
         shared = standings[source].shared
-        found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared))
+        lost = _lost([standing.gradients for standing in standings.values()], standings[source].gradients, rounds)
+        found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared, lost))
     return Plan(position, newcomers, found)
+
+
+def _lost(survivors: Sequence[GradientCounts | None], source: GradientCounts | None, rounds: int) -> int | None:
+    """Return how many gradients of ranks that are gone are in none of so many rounds, which the source has seen: those
+    that they had handed over, less those in these rounds that are not survivors'. None: nobody knows."""
+    counts = [own for own in survivors if own is not None]
+    if source is None or len(counts) == source.size:
+        return 0
+    handed_over = next((own.handed_over for own in counts if own.handed_over is not None), None)
+    if handed_over is None or len(counts) < len(survivors):
+        return None
+    later = sum(held for own in counts for number, held in own.in_rounds.items() if number > rounds)
+    applied = source.applied - sum(own.produced - own.pending for own in counts) + later
+    gone = {*range(source.size)} - {own.place for own in counts}
+    held: int = sum(handed_over[place] for place in gone) - applied
+    return max(0, held)
 
 
 class WithoutRollBack:
@@ -157,6 +176,7 @@ class Exchange(abc.ABC):
     """A binding's way to give one rank's state to others. Tensors are in the same order on all ranks."""
 
     rank: int
+    size: int
 
     @abc.abstractmethod
     def everyones(self, value: Any, name: str) -> list[Any]:
@@ -226,6 +246,7 @@ class Received:
         if agreed.shared:
             driver.share_vectors(self._shared, agreed.rounds)
         driver.go_on(agreed.rounds, agreed.ended, agreed.apart)
+        driver.count_lost(agreed.lost or 0)
 
 
 def sync(
@@ -255,6 +276,8 @@ def sync(
     ]
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
     attributes = exchange.object_of(found.position, attributes, "hvd_async.elastic.attributes")
+    if exchange.rank == 0:
+        _tell(found, exchange.size)
 
     def take() -> None:
         for one in received:
@@ -263,6 +286,20 @@ def sync(
             exchange.put(others, values)
 
     return attributes, take
+
+
+def _tell(found: Plan, size: int) -> None:
+    """Tell people that training goes on with others, if it does."""
+    new = len(found.newcomers)
+    if new == size:
+        return
+    lost = [agreed.lost for agreed in found.optimizers]
+    rounds = ", ".join(str(agreed.rounds) for agreed in found.optimizers)
+    what = f"training goes on with {size} rank(s), {new} of them new, after round {rounds}"
+    if None in lost:
+        warn(f"{what}; how many gradients the lost ranks held is not known: their coordinator was one of them")
+    else:
+        warn(f"{what}; {sum(filter(None, lost))} gradient(s) of lost ranks are in none")
 
 
 def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[], object]) -> None:

@@ -328,7 +328,8 @@ class LocalDriver(Driver):
         super().go_on_from(before)
         self.kept, self.begun, self._shared_before = before.kept, before.begun, before._shared_before
         self._begun, self._ended, self._own_steps = before._begun, before._ended, before._own_steps
-        self.stats_before = dataclasses.replace(before.stats(), steps=before._own_steps)
+        stats = before.stats()
+        self.stats_before = dataclasses.replace(stats, steps=before._own_steps, resets=stats.resets + 1)
 
     def share_vectors(self, shared: Mapping[str, Vector], version: int) -> None:
         """Take vectors that all ranks are to have after so many averages or pulls, and what follows from them."""

@@ -306,7 +306,8 @@ class Coordinator:
         )
         host = self._hosts[rank]
         warn(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
-        self._send_all([RankLost(rank, host, reason, context)])
+        handed_over = {number: machine.handed_over() for number, machine in self._machines.items()}
+        self._send_all([RankLost(rank, host, reason, context, handed_over)])
         self._over = True
 
     # -- warnings ---------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ CAUSE_WAIT = 10.0
 def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
     """Return the error that a rank raises for this command, or for the end of its connection to the coordinator."""
     match message:
-        case RankLost(rank, host, reason, context):
-            return RankLostError(rank, host, reason, context)
+        case RankLost(rank, host, reason, context, handed_over):
+            return RankLostError(rank, host, reason, context, handed_over)
         case JobFailed(problem):
             return CollectiveFailedError(problem)
         case Gone(reason, host):

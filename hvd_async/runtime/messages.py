@@ -57,15 +57,15 @@ class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
     """This rank's optimizer is about to step (or drain) for the first time.
 
     ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
-    share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: this rank brings gradients from
-    an earlier run that no round has carried yet; ``hyper`` is what it would apply them with, should nobody step.
+    share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: gradients of an earlier run that
+    this rank brings, and no round has carried; ``hyper`` is what it would apply them with, should nobody step.
     """
 
     config: C
     names: list[str]
     checksums: list[int]
     members: list[int] = []
-    loaded: bool = False
+    loaded: int = 0
     hyper: Hyper = []
 
 
@@ -197,12 +197,13 @@ class Unregister(OptimizerCommand, frozen=True, tag=True):
 
 
 class RankLost(msgspec.Struct, frozen=True, tag=True):
-    """A rank is gone; the job cannot go on."""
+    """A rank is gone; the job cannot go on. ``handed_over``: as of ``RankLostError``."""
 
     rank: int
     host: str
     reason: str
     context: str
+    handed_over: dict[int, list[int]] = msgspec.field(default_factory=dict)
 
 
 class CallRoll(msgspec.Struct, frozen=True, tag=True):

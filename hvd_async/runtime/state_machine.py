@@ -71,6 +71,10 @@ class StateMachine(abc.ABC, Generic[C]):
 
     # -- what the coordinator calls ---------------------------------------------------------------------------
 
+    def handed_over(self) -> list[int]:
+        """Return how many gradients each rank has handed over, in order; empty where none are averaged."""
+        return []
+
     def handle(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Take in one event of ``rank`` at time ``now`` (s, any origin).
 

@@ -63,8 +63,8 @@ class Worker(abc.ABC):
         self._announced = False
         self._told: Hyper = []
         """The hyperparameters that the coordinator knows of."""
-        self._restored = False
-        """Whether something of an earlier run was brought along."""
+        self._restored = 0
+        """Whether something of an earlier run was brought along; of gradients, how many."""
         self._wait_s = 0.0
         self._calls = CollectiveCalls(engine, process_set, self._await)
         self.last_done = -1
@@ -99,10 +99,8 @@ class Worker(abc.ABC):
         if self._number is None:
             self._told = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
-            event = Registered(
-                self._number, self._common, names, checksums, list(self._members), self._restored, hyper or []
-            )
-            self.send(event)
+            restored, members = int(self._restored), list(self._members)
+            self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper or []))
 
     def await_registration(self) -> None:
         """The second half of ``connect``: wait until every rank has registered.
@@ -122,6 +120,11 @@ class Worker(abc.ABC):
     def label(self) -> str:
         """Which optimizer it is, for people."""
         return self.kind if self._number is None else f"{self.kind} (optimizer {self._number})"
+
+    @property
+    def number(self) -> int:
+        """Of the optimizer, the same on all its ranks."""
+        return self._registered_number()
 
     def _registered_number(self) -> int:
         if self._number is None:

@@ -93,7 +93,7 @@ class _Exchange(elastic.Exchange):
     """Gives one rank's variables to others."""
 
     def __init__(self) -> None:
-        self.rank = hvd.rank()
+        self.rank, self.size = hvd.rank(), hvd.size()
 
     def everyones(self, value: Any, name: str) -> list[Any]:
         every: list[Any] = allgather_object(value, name=name)

@@ -94,7 +94,7 @@ class _Exchange(elastic.Exchange):
     """Gives one rank's torch tensors to others."""
 
     def __init__(self) -> None:
-        self.rank = hvd.rank()
+        self.rank, self.size = hvd.rank(), hvd.size()
 
     def everyones(self, value: Any, name: str) -> list[Any]:
         return gather_objects(value, name)

@@ -79,7 +79,8 @@ KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, e
          messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
          str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
-         list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9))}  # fmt: skip
+         list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
+         dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
 
 
 def any_message(union: object, kinds: Mapping[Any, Any] | None = None) -> st.SearchStrategy[Any]:

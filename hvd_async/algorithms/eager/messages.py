@@ -47,11 +47,13 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True):
-    """The gradient of ``bucket`` of this rank's step is with its engine, where so many rounds have landed."""
+    """The gradient of ``bucket`` of this rank's step (``empty``: none) is with its engine, where so many rounds have
+    landed."""
 
     bucket: int
     step: int
     landed: int = 0
+    empty: bool = False
 
 
 class VersionTaken(OptimizerEvent, frozen=True, tag=True):

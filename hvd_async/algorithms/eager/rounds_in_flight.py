@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -115,6 +115,13 @@ class RoundsInFlight:
             vector, version = held.gradients.popleft()
             if vector is not None:
                 self.add(bucket, vector, version)
+
+    def take_in(self, rest: Iterable[tuple[int, Vector | None, int]]) -> None:
+        """Make all gradients pending that are here, and ``rest`` (as of ``arrive``): the engine has ended."""
+        for one in rest:
+            self.arrive(*one)
+        for bucket in range(self._buckets):
+            self.release(bucket, None)
 
     def end_step(self, whole: int) -> None:
         """Add a late step of the host to what is pending, unless a round that started before has yet to take that."""

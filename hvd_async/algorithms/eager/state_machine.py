@@ -72,6 +72,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._last_hyper: Hyper = []
         self._calls = 0
         """Rolls that were called."""
+        self._handed_over = dict.fromkeys(ranks, 0)
+        """Gradients of the first bucket that each rank has handed over, or brought along."""
 
     def tick(self, now: float) -> list[Command]:
         """Start rounds that only waited for their grace to end."""
@@ -80,6 +82,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def deadline(self) -> float | None:
         """Return the earliest end of a grace."""
         return min((b.wake_at for b in self._buckets if b.wake_at is not None), default=None)
+
+    def handed_over(self) -> list[int]:
+        return list(self._handed_over.values())
 
     def roll_call(self, fired_before: float) -> list[Command]:
         """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
@@ -120,6 +125,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         # a rank outside of a process set is alone, with the quorum of the others
         check_quorum(config.quorum, max(hosts, config.quorum) if isinstance(config.quorum, int) else hosts)
         self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
+        self._handed_over = {rank: self._opened[rank].loaded for rank in self.ranks}
         self._last_hyper = self._told[self.ranks[0]]
         self._grace = Grace(config.grace)
         if config.quorum == "auto":
@@ -180,6 +186,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
         held[rank] = event.step
         bucket.loaded = True
+        self._handed_over[rank] += event.bucket == 0 and not event.empty
         for each in self._buckets:  # a rank in its next step has seen the round of the one before
             each.landed = max(each.landed, event.step - 1, event.landed)
         return [*self._gather(host, bucket, now), *self._advance(rank, now, event.bucket)]

@@ -113,15 +113,14 @@ class EagerWorker(Worker):
         return self._steps == self._settled_at and not self._hand_over.handed
 
     def _check_able(self) -> None:
-        """Raise, if this rank can neither hand over nor apply. (Where training goes on after a loss, a gradient that
-        comes after it is kept like those before; the wait that follows raises.)"""
+        """Raise, if this rank can neither hand over nor apply. (An elastic one keeps what comes after a loss, too.)"""
         self.whole.check()
         if not self.engine.elastic:
             self.engine.check()
         self._check_drained()
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have the engine thread run this; of an engine that has ended ``remains`` takes the gradients."""
+        """Have the engine thread run this; ``remains`` takes the gradients of one that has ended."""
         (self.engine.notify if self.engine.elastic else self.engine.call_soon)(action)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
@@ -137,9 +136,8 @@ class EagerWorker(Worker):
         self._check_able()
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
-            step = self._steps + 1 + self._base
             self._hand_over.give(bucket, vector, self.version)
-            self._post(lambda: self._arrive(number, step))
+            self._post(lambda step=self._steps + 1 + self._base: self._arrive(number, step))  # type: ignore[misc]
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
@@ -313,7 +311,6 @@ class EagerWorker(Worker):
         self._end(drained.flushed)
 
     def discard_results(self) -> None:
-        """Apply no round from now on."""
         self._inbox.discard()
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
@@ -338,7 +335,7 @@ class EagerWorker(Worker):
     def restore(self, held: list[PendingGradient]) -> None:
         """Begin with an earlier run's pending gradients, before ``connect``; versions as they were at its cut."""
         self._in_flight.restore(held)
-        self._restored = any(vector is not None for vector, _ in held)
+        self._restored = max((len(versions) for _, versions in held), default=0)
         for bucket, (_, versions) in enumerate(held):
             self.ledger.restore(bucket, len(versions))
 
@@ -346,14 +343,11 @@ class EagerWorker(Worker):
 
     def remains(self) -> Remains:
         """Apply the rounds that have come, and return what is in none of them; after the engine's end."""
-        fit = not self._half_applied
+        fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code has seen it)
         if fit:
             self.whole = Uninterrupted()  # (all that was handed over is here)
             self._apply_all(list(self._inbox.ready), self.apply)
-        for one in self._hand_over.take_rest():
-            self._in_flight.arrive(*one)
-        for bucket in range(self.config.buckets):
-            self._in_flight.release(bucket, None)
+        self._in_flight.take_in(self._hand_over.take_rest())
         self.ledger.take_back(self._emptied())
         step = self._hand_over
         return Remains(
@@ -361,19 +355,18 @@ class EagerWorker(Worker):
             in_rounds=self._in_flight.unfinished(),
             pending=self._in_flight.pending(),
             begun=self._steps + step.all_brought,
-            ended=self._steps - self._broken_off,
+            ended=ended,
             handed=frozenset() if step.all_brought else step.brought | step.handed,
             fit=fit,
             tail=self.wire.tail,
         )
 
     def take_over(self, remains: Remains) -> None:
-        """Begin with this rank's gradients of before a reset, before ``connect``; versions from that of now as 0."""
+        """Begin with gradients of before a reset, before ``connect``; versions from that of now as 0."""
         self.restore(remains.pending_in(self.wire))
         self._hand_over.brought = remains.brought
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counts."""
         return self._counters.stats(steps=self._steps, rounds=self.version, wait_s=self._wait_s, **self.ledger.stats())
 
     # -- engine thread ----------------------------------------------------------------------------------------
@@ -381,7 +374,7 @@ class EagerWorker(Worker):
     def _arrive(self, number: int, step: int) -> None:
         bucket, vector, version = self._hand_over.take()
         self._in_flight.arrive(bucket, vector, version)
-        self.engine.send(GradientReady(number, bucket, step, self._in_flight.complete))
+        self.engine.send(GradientReady(number, bucket, step, self._in_flight.complete, vector is None))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""

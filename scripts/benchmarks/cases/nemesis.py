@@ -17,7 +17,8 @@ from ..support import launch, plot
 from ..support.history import History
 from ..support.intervals import spread
 from ..support.launch import Block, JobError, Say
-from ..support.nemesis import KINDS, START, Schedule, drawn
+from ..support.nemesis import COLUMNS as BATCHES
+from ..support.nemesis import KINDS, SLOTS, START, Schedule, drawn
 from ..support.report import Column, Report, Row, row
 
 HELP = (
@@ -104,7 +105,7 @@ def one_job(
         last.clear()
         last.update((file.name, file.read_text()) for file in folder.glob(f"history.{len(done)}.*"))
 
-    plan = {"framework": args.framework, "schedules": [schedule.content() for schedule in schedules]}
+    plan = {"framework": args.framework, "weights": SLOTS * BATCHES, "schedules": [one.content() for one in schedules]}
     limit = args.limit * 60 if args.limit else 60 + SECONDS * len(schedules)
     started = time.monotonic()
     try:
@@ -133,7 +134,7 @@ def report_of(args: argparse.Namespace, found: list[tuple[Schedule, History | No
     for kind in dict.fromkeys(schedule.kind for schedule, *_ in found):
         own = [(schedule, history, wrong) for schedule, history, wrong in found if schedule.kind == kind]
         histories = [history for _, history, _ in own if history is not None]
-        recoveries = [seconds for history in histories for seconds in history.recoveries()]
+        recoveries = [one.seconds for history in histories for one in history.recoveries()]
         made = Counter(one.action for schedule, *_ in own for one in schedule.troubles)
         setting = {"framework": args.framework, "seeds": [schedule.seed for schedule, *_ in own]}
         report.rows.append(

@@ -35,7 +35,6 @@ from ..support.nemesis import (
     points_of,
 )
 from .shared.elastic_ranks import MODELS
-from .shared.rank import counted
 
 LIMIT = 120.0
 """Seconds after which a process that is still in the same schedule prints where it is, and ends."""
@@ -101,6 +100,20 @@ class Rank:
         self.state = model.state(schedule.kind, batch=0)
         for point, name in (("meeting", "restore"), ("reset", "on_reset"), ("sync", "sync")):
             setattr(self.state, name, self._in_reset(point, getattr(self.state, name)))
+        for name, function in model.horovods.items():
+            setattr(model.horovod, name, self.timed(name, function))
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is written down with how long it took."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.write(name, seconds=time.time() - started)
+
+        return call
 
     def write(self, what: str, **more: Any) -> None:
         """Write a record down. (It outlives the process: the kernel has it.)"""
@@ -163,8 +176,8 @@ class Rank:
         model, hvd = self._model, self._model.hvd
         model.set_rate(hvd.size() if self._schedule.kind in EAGER else 1)
         held = {"threads": self._process.num_threads(), "files": self._process.num_fds()}
-        weights = model.weights().tolist()
-        self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, weights=weights, **held)
+        held["weights"] = self._weights()
+        self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, **held)
         while True:
             batch = state.batch
             if batch == COLUMNS:
@@ -179,17 +192,22 @@ class Rank:
             if batch % AGREE == AGREE - 1 and model.agreed(batch >= FAST and self._settled()):
                 break
             time.sleep(self._pauses.uniform(0.0, 0.01) if batch < FAST else WAITING)
-        model.optimizer.drain()
+        model.drain()
+
+    def _weights(self) -> list[float]:
+        """Return those that are looked at: not of a model that is large to be slow."""
+        weights = self._model.weights()
+        return list(map(float, weights)) if len(weights) == SLOTS * COLUMNS else []
 
     def _occasions(self, batch: int) -> None:
         """Do what only some batches have."""
         points = points_of(batch)
         if "drain" in points:
             self._trouble("drain", batch)
-            self._model.optimizer.drain()
+            self._model.drain()
         if "checkpoint" in points:
             self._trouble("checkpoint", batch)
-            self._model.optimizer.cut()
+            self._model.cut()
             saved = self._folder / f"saved.{self._host}"
             self._model.save(saved)
             time.sleep(self._disk)
@@ -216,9 +234,7 @@ class Rank:
         """Go through the schedule to its end."""
         self.write("begin", host=self._host, slot=self._slot, pid=os.getpid())
         self._model.hvd.elastic.run(self.train)(self.state)
-        stats = counted(self._model.optimizer.stats())
-        bound = self._model.optimizer._async.settings.get("max_staleness", 0)
-        self.write("end", drained=True, weights=self._model.weights().tolist(), stats=stats, max_staleness=bound)
+        self.write("end", drained=True, weights=self._weights(), **self._model.counts())
         self._records.close()
         if self._model.hvd.rank() == 0:
             self._tell()
@@ -270,7 +286,7 @@ def main() -> None:
         if meet.rank() == 0:
             turn.write_text(str(number))
             (folder / "unfinished").touch()
-        Rank(model_of(SLOTS * COLUMNS), Schedule.of(plan["schedules"][number]), number, folder).run()
+        Rank(model_of(plan["weights"]), Schedule.of(plan["schedules"][number]), number, folder).run()
         gc.collect()
     faulthandler.cancel_dump_traceback_later()
     if meet.rank() == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +22,37 @@ LEAST_WEIGHT = {"osgp": 0.25}
 times itself, and stays so if the ranks are others before the messages come."""
 
 
+class Recovery(NamedTuple):
+    """Seconds after a process's death, of the survivor that took longest.
+
+    Attributes:
+        seconds: until it trained on.
+        found_out: until its training loop was told.
+        restart: of Horovod's shutdown and its new start.
+        state: the rest, in which the ranks agree on what to go on from.
+        again: steps that a survivor had ended and took again, mean.
+    """
+
+    seconds: float
+    found_out: float
+    restart: float
+    state: float
+    again: float
+
+
 class History:
     """What the processes of one schedule have written.
 
     Args:
         schedule: that they went through.
         by_host: each host's records, in order.
+
+    Attributes:
+        schedule: as above.
     """
 
     def __init__(self, schedule: Schedule, by_host: Mapping[str, Sequence[Record]]) -> None:
-        self._schedule, self._by_host = schedule, {host: list(records) for host, records in by_host.items()}
+        self.schedule, self._by_host = schedule, {host: list(records) for host, records in by_host.items()}
         self._slots = {host: self._all(host, "begin")[0]["slot"] for host in self._by_host if self._by_host[host]}
         self._ends = {host: ends[0] for host in self._slots if (ends := self._all(host, "end"))}
 
@@ -40,7 +61,7 @@ class History:
         return [
             *self._not_ended(),
             *self._steps_again(),
-            *(self._weights() if len(self._ends) == self._schedule.start else ()),
+            *(self._weights() if len(self._ends) == self.schedule.start else ()),
         ]
 
     @property
@@ -51,29 +72,45 @@ class History:
     @property
     def lost(self) -> int:
         """Steps of ranks that are gone whose gradients were applied nowhere (of partial allreduce)."""
-        if self._schedule.kind not in EAGER or len(self._ends) < self._schedule.start:
+        if self.schedule.kind not in EAGER or len(self._ends) < self.schedule.start:
             return 0
         counts = self._counts()
         gone = [host for host in self._slots if host not in self._ends]
         return sum(int(counts[self._slots[host], batch] < 0.5) for host in gone for batch in self._batches(host))
 
-    def recoveries(self) -> list[float]:
-        """Seconds from a process's death until the last of those that were there before trains on, by death."""
+    def recoveries(self) -> list[Recovery]:
+        """Return what followed each process's death."""
         deaths = [one["at"] for host in self._slots for one in self._all(host, "trouble") if one["action"] == "kill"]
         found = []
-        for at in deaths:
-            later = [
-                min((one["at"] for one in self._all(host, "generation") if one["at"] > at), default=None)
-                for host in self._ends
-                if self._all(host, "begin")[0]["at"] < at
-            ]
-            found += [max(one - at for one in later if one is not None)] if any(later) else []
+        for at in sorted(deaths):
+            stayed = [host for host in self._ends if self._all(host, "begin")[0]["at"] < at]
+            times = {what: [self._first(host, what, at) for host in stayed] for what in ("meeting", "generation")}
+            if stayed and all(None not in each for each in times.values()):
+                heard, train = max(times["meeting"]), max(times["generation"])
+                restart = max(self._restart(host, at, train) for host in stayed)
+                again = sum(self._again(host, train) for host in stayed) / len(stayed)
+                found.append(Recovery(train - at, heard - at, restart, max(0.0, train - heard - restart), again))
         return found
+
+    def _first(self, host: str, what: str, after: float) -> Any:
+        """When a host first wrote this down after a time; None if it never did."""
+        return min((one["at"] for one in self._all(host, what) if one["at"] > after), default=None)
+
+    def _restart(self, host: str, begin: float, end: float) -> float:
+        """Seconds that Horovod took to end and to begin again on a host, between these times."""
+        own = [*self._all(host, "shutdown"), *self._all(host, "init")]
+        return sum(float(one["seconds"]) for one in own if begin < one["at"] <= end)
+
+    def _again(self, host: str, begin: float) -> int:
+        """How many steps a host had ended before it trained on and took again."""
+        before = [one["batch"] for one in self._all(host, "stepped") if one["at"] < begin]
+        after = [one["batch"] for one in self._all(host, "stepped") if one["at"] > begin]
+        return len({*before} & {*after})
 
     @property
     def _most(self) -> float:
         """How often an update may count, of gossip and leaders."""
-        return 1 / LEAST_WEIGHT.get(self._schedule.kind, 1)
+        return 1 / LEAST_WEIGHT.get(self.schedule.kind, 1)
 
     def _all(self, host: str, what: str) -> list[Record]:
         return [record for record in self._by_host[host] if record["what"] == what]
@@ -82,11 +119,11 @@ class History:
         return sorted({record["batch"] for record in self._all(host, what)})
 
     def _not_ended(self) -> Iterator[str]:
-        if len(self._ends) != self._schedule.start:
-            yield f"{len(self._ends)} ranks have come to the end, and not {self._schedule.start}: {sorted(self._ends)}"
+        if len(self._ends) != self.schedule.start:
+            yield f"{len(self._ends)} ranks have come to the end, and not {self.schedule.start}: {sorted(self._ends)}"
         for host, end in self._ends.items():
-            if self._all(host, "generation")[-1]["size"] != self._schedule.start or not end["drained"]:
-                yield f"{host} has not ended among {self._schedule.start} ranks"
+            if self._all(host, "generation")[-1]["size"] != self.schedule.start or not end["drained"]:
+                yield f"{host} has not ended among {self.schedule.start} ranks"
 
     def _steps_again(self) -> Iterator[str]:
         """A step that has come to its end is not taken again, and batches follow each other."""
@@ -107,14 +144,14 @@ class History:
         if not np.isfinite(counts).all():
             yield "weights are not finite"
             return
-        if self._schedule.kind in EAGER:
+        if self.schedule.kind in EAGER:
             yield from self._each_once(counts)
         else:
             if counts.min() < -TOLERANCE or counts.max() > self._most + TOLERANCE:
                 yield f"an update counts {counts.min():.4f} to {counts.max():.4f} times"
-            if self._schedule.kind not in LEADERS:
+            if self.schedule.kind not in LEADERS:
                 yield from self._no_update_lost()
-            if self._schedule.kind in MEAN_KEPT:
+            if self.schedule.kind in MEAN_KEPT:
                 yield from self._mean_kept(counts)
 
     def _each_once(self, counts: np.ndarray) -> Iterator[str]:
@@ -142,7 +179,7 @@ class History:
         """Whether all steps that a rank which is gone has ended are sure to be in the weights."""
         left = any(one["action"] == "leave" for one in self._all(host, "trouble"))
         killed = any(one["action"] == "kill" for one in self._all(host, "trouble"))
-        return self._schedule.kind == "all" or (left and not killed)
+        return self.schedule.kind == "all" or (left and not killed)
 
     def _no_update_lost(self) -> Iterator[str]:
         """Gossip: the update of each step of a rank that is there is in its own weights right after the step."""
@@ -163,7 +200,7 @@ class History:
             for record in records[begin:]:
                 if record["what"] == "stepped" and abs(start[self._slots[host], record["batch"]]) < 1e-9:
                     updates[self._slots[host], record["batch"]] = 1
-            mean += (start + updates) / self._schedule.start
+            mean += (start + updates) / self.schedule.start
         off = np.abs(mean - counts)
         if off.max() > TOLERANCE:
             slot, batch = np.unravel_index(off.argmax(), off.shape)

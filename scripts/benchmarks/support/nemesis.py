@@ -17,6 +17,8 @@ LEADERS = ("lsgd", "easgd")
 MEAN_KEPT = ("sgp", "osgp", "dpsgd", "adpsgd", "local")
 """Gossip whose messages keep the mean of the ranks' weights."""
 KINDS = (*EAGER, *MEAN_KEPT, *LEADERS)
+HOROVOD = "horovod"
+"""Not drawn: Horovod's own optimizer and elastic state, to compare with."""
 EVERY_BATCH = ("between", "backward", "before step", "step", "apply")
 SOMETIMES = {"drain": 7, "checkpoint": 11, "commit": 2}
 """Points that only every so many batches have."""
@@ -56,7 +58,7 @@ class Schedule:
 
     Attributes:
         seed: it was drawn from.
-        kind: of the optimizer, one of ``KINDS``.
+        kind: of the optimizer, one of ``KINDS``, or ``HOROVOD``.
         troubles: in order of their batches.
         start: ranks with which it begins and ends.
     """

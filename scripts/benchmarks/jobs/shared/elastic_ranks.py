@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...support.nemesis import EAGER, LEADERS
+from ...support.nemesis import EAGER, HOROVOD, LEADERS
+from .rank import counted
 
 At = Callable[[str], None]
 """Called with the point that is reached."""
@@ -29,14 +30,38 @@ class _Model:
     Attributes:
         hvd: the binding's module.
         optimizer: the wrapped one.
+        ours: whether it is one of ours.
+        horovod: Horovod's module, and what ``horovods`` of it a reset calls.
     """
 
     hvd: Any
+    horovod: Any
+    horovods: dict[str, Callable[..., Any]]
     optimizer: Any
+    ours = True
     _at: At
+
+    def drain(self) -> None:
+        """Drain an optimizer of ours."""
+        if self.ours:
+            self.optimizer.drain()
+
+    def cut(self) -> None:
+        """Cut an optimizer of ours."""
+        if self.ours:
+            self.optimizer.cut()
+
+    def counts(self) -> dict[str, Any]:
+        """Return what an optimizer of ours has counted, and the staleness that it allows."""
+        if not self.ours:
+            return {}
+        bound = self.optimizer._async.settings.get("max_staleness", 0)
+        return {"stats": counted(self.optimizer.stats()), "max_staleness": bound}
 
     def _before_applying(self, at: At) -> None:
         """Have ``at("apply")`` called between the end of this step's waiting and what follows it."""
+        if not self.ours:
+            return
         self._at, driver = at, self.optimizer._async
         owner, name = (driver, "end_step") if hasattr(driver, "end_step") else (driver.worker, "begin")
         if owner is None or name in vars(owner):
@@ -66,20 +91,27 @@ class TorchModel(_Model):
     @classmethod
     def begin(cls) -> Any:
         """Initialise; returns the binding's module."""
+        import horovod.torch
         import torch
 
         import hvd_async.torch as hvd
 
         torch.set_num_threads(1)
         hvd.init()
-        cls.hvd = hvd
+        cls.hvd, cls.horovod = hvd, horovod.torch
+        cls.horovods = {"shutdown": horovod.torch.shutdown, "init": horovod.torch.init}
         return hvd
 
     def state(self, kind: str, **attributes: Any) -> Any:
         """Return the elastic state, with a new optimizer."""
         import torch
+        from horovod.torch.elastic import TorchState
 
-        self.optimizer = wrapped(self.hvd, torch.optim.SGD(self.model.parameters(), lr=1.0), kind)
+        plain, self.ours = torch.optim.SGD(self.model.parameters(), lr=1.0), kind != HOROVOD
+        if not self.ours:
+            self.optimizer = self.hvd.DistributedOptimizer(plain, named_parameters=self.model.named_parameters())
+            return TorchState(model=self.model, optimizer=self.optimizer, **attributes)
+        self.optimizer = wrapped(self.hvd, plain, kind)
         return self.hvd.elastic.TorchState(model=self.model, optimizer=self.optimizer, **attributes)
 
     def set_rate(self, rate: float) -> None:
@@ -135,13 +167,15 @@ class KerasModel(_Model):
     @classmethod
     def begin(cls) -> Any:
         """Initialise; returns the binding's module."""
+        import horovod.tensorflow
         import tensorflow as tf
 
         import hvd_async.tensorflow.keras as hvd
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
         hvd.init()
-        cls.hvd = hvd
+        cls.hvd, cls.horovod = hvd, horovod.tensorflow
+        cls.horovods = {"shutdown": horovod.tensorflow.shutdown, "init": horovod.tensorflow.init}
         return hvd
 
     def state(self, kind: str, **attributes: Any) -> Any:
