@@ -141,6 +141,11 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   }\
 &|' "$pair"
   [ "$(grep -cE 'half->signalException|ubuf->signalException' "$pair")" = 2 ] || die "Gloo's pair.cc is not as expected"
+  # torch's functions keep Python's lock while they wait for Horovod's, and Horovod's thread its own while it waits for
+  # Python's, to let go of tensors when it ends after an error: the process stands still for ever.
+  ops=$src/horovod/torch/mpi_ops_v2.cc
+  sed -i 's/&\(Do[A-Za-z]*\));$/\&\1, py::call_guard<py::gil_scoped_release>());/' "$ops"
+  [ "$(grep -c 'Do.*call_guard<py::gil_scoped_release>' "$ops")" -gt 100 ] || die "Horovod's mpi_ops_v2.cc is not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
             HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")

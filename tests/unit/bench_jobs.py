@@ -7,12 +7,15 @@ that a table can be checked in the head: it is fixed in ``tests/fixtures/benchma
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from scripts.benchmarks.support.arms import LEADERS, MUTANT, gossip_of, read_name
+from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
+from tests.unit.nemesis_history import history_of
 
 Block = dict[str, Any]
 Own = dict[str, Any]
@@ -36,6 +39,9 @@ OPTIONS = {
     "race": "--ranks 4 --fewer 0 --delay 0 0.1 --repetitions 2",
     "time_to_accuracy": "--kinds slow-rank network --arms horovod,ddp,solo,osgp-bf16 --length 0.2 --repetitions 2",
     "soak": "--arms solo,adpsgd,sgp --rounds 1000",
+    "elastic": "--arms horovod,solo,dpsgd --weights 3072 5000 --repetitions 2",
+    "deaths": "--arms solo,dpsgd --repetitions 3",
+    "nemesis": "--first 10 --schedules 10",
     "gpu": "--arms plain,horovod,all,solo,sgp,lsgd",
     "profile": "--arms horovod,solo,dpsgd --steps 5 --repetitions 2",
 }
@@ -308,6 +314,27 @@ def cycles(plan: Block, size: int, well: bool) -> list[Block]:
     return found + [{"arm": arm, "cycle": None, "by_rank": [traces]} for arm in plan["arms"] if "traces" in plan]
 
 
+def deaths(block: Block, rank: int, size: int, well: bool) -> Own:
+    """Deaths cost a tenth of a point, or two points; of those that were to be one does not come to be."""
+    died = block["deaths"] and block["deaths"] - (not well)
+    lost = bool(died) * (0.001 if well else 0.02) * (1 + block["seed"] % 2)
+    return {"accuracy": 0.98 - lost, "deaths_seen": died, "ranks": 4 - 0.1 * died, "stats": {}}
+
+
+def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
+    """A schedule with a death; or one in which that is known late, and a step is taken again."""
+    troubles = schedule.troubles or (Trouble(0, "kill", "step", 3, 0, 0.0),)
+    told = history_of(dataclasses.replace(schedule, troubles=troubles), weights)
+    for records in told.values() if not well and schedule.kind != HOROVOD else ():
+        late = 0.5 if any(record["what"] == "meeting" for record in records) else 0.0
+        records.sort(key=lambda record: record["at"])
+        for record in records:
+            record["at"] += late * (record["what"] in ("meeting", "generation") and record["at"] > 1)
+        ended = [record for record in records if record["what"] == "stepped"]
+        ended[-1]["batch"] = ended[-2]["batch"]
+    return {"schedule": schedule.content(), "history": told}
+
+
 ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "timed": timed,
     "accuracy": accuracy,
@@ -325,13 +352,16 @@ ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "pull_cost": pull_cost,
     "race": race,
     "time_to_accuracy": time_to_accuracy,
+    "deaths": deaths,
 }
 """By job: what a rank finds in a block."""
 
 
 def blocks_of(job: str, size: int, plan: Block, well: bool) -> list[Block]:
     """The blocks that a job writes, as they are read."""
-    if job.startswith("soak"):
+    if job == "nemesis":
+        found = [nemesis(Schedule.of(schedule), plan["weights"], well) for schedule in plan["schedules"]]
+    elif job.startswith("soak"):
         found = [soak(plan, size, well)]
     elif job in ROWS:
         more = {"within": 0.1} if job == "exchange_cost" else {}

@@ -30,7 +30,9 @@ def bench(monkeypatch):
     from benchmarks.cases import skew
     from benchmarks.support import arms, launch, plot
 
-    def run(job, ranks, plan, *, limit, on_block=None, while_running=None, env=None, mbit=None, virtual=False):
+    def run(
+        job, ranks, plan, *, limit, on_block=None, while_running=None, env=None, mbit=None, virtual=False, elastic=False
+    ):
         module.asked.append((job, ranks, plan, limit))
         found = bench_jobs.blocks_of(job, ranks, plan, module.well)
         for block in found if on_block is not None else ():
@@ -135,6 +137,12 @@ REFUSED = {
     "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)
     "network --mbit 0": "take numbers above 0",
     "network --per-host 3": "8 ranks cannot be parted so",
+    "nemesis --ranks 4": "schedules begin with 3 ranks",
+    "nemesis --arms horovod": "no arm 'horovod' in this case",
+    "nemesis --arms solo --seeds 3": "none of these schedules is of these arms",
+    "deaths --arms horovod": "no arm 'horovod' in this case",
+    "elastic --arms auto": "no arm 'auto' in this case",
+    "elastic --framework tensorflow": "does not work on Keras 3",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
     "pull_cost --parts wire,air": "no arm 'air' in this case",
 }

@@ -21,7 +21,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     Args:
         state: the elastic state.
-        batches_per_commit: all ranks wait for each other in a commit.
+        batches_per_commit: the same on all ranks.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:

@@ -8,6 +8,7 @@ from . import (
     accuracy,
     activation,
     convergence,
+    deaths,
     elastic,
     exchange_cost,
     gpu,
@@ -34,7 +35,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
     late_gradients,
     *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak),
-    *(elastic, nemesis, gpu, profile),
+    *(elastic, deaths, nemesis, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 """By name, in the order in which ``all`` runs them."""

@@ -38,6 +38,8 @@ COLUMNS = (
     Column("s from a death", "value", ".2f"),
     Column("violations", "violations", "d"),
 )
+OUTPUT = 100_000
+"""Characters of a job's output that are kept: stacks of all its processes."""
 SECONDS = 60.0
 """A schedule takes at the most, on a slow machine, in the mean."""
 
@@ -104,6 +106,7 @@ def one_job(
     def look(folder: Path) -> None:
         last.clear()
         last.update((file.name, file.read_text()) for file in folder.glob(f"history.{len(done)}.*"))
+        last["output"] = (folder / "output").read_text(errors="replace")[-OUTPUT:]
 
     plan = {"framework": args.framework, "weights": SLOTS * BATCHES, "schedules": [one.content() for one in schedules]}
     limit = args.limit * 60 if args.limit else 60 + SECONDS * len(schedules)
@@ -114,7 +117,7 @@ def one_job(
         if len(done) == len(schedules):
             say(f"the job ended badly after its last schedule, after {time.monotonic() - started:.0f} s:\n{error}")
             return done, None
-        keep(args, schedules[len(done)], last | {"output": str(error)})
+        keep(args, schedules[len(done)], last)
         return done, str(error)
     return done, None
 

@@ -34,48 +34,17 @@ from ..support.nemesis import (
     Trouble,
     points_of,
 )
+from .shared.elastic_hosts import Hosts, claim, die
 from .shared.elastic_ranks import MODELS
 
 LIMIT = 120.0
 """Seconds after which a process that is still in the same schedule prints where it is, and ends."""
+NOTICED = 2.5
+"""Seconds after which Horovod has noticed hosts that have come or gone."""
 WAITING = 0.2
 """Seconds of a batch in which ranks only wait for hosts."""
 AGREE = 5
 """Batches between two meetings over whether the schedule has come to its end."""
-
-
-class Hosts:
-    """The hosts that Horovod finds: lines of a file."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, folder / "hosts"
-
-    def change(self, gone: str | None = None, more: int = 0) -> None:
-        """Take a host away, or add new ones."""
-        lines = [line for line in self._file.read_text().split() if line != f"{gone}:1"]
-        lines += [f"{self._new()}:1" for _ in range(more)]
-        unfinished = self._file.with_suffix(f".{os.getpid()}")
-        unfinished.write_text("".join(f"{line}\n" for line in lines))
-        unfinished.replace(self._file)
-
-    def alive(self) -> list[str]:
-        """Return those on which no process has died."""
-        names = [line.partition(":")[0] for line in self._file.read_text().split()]
-        return [name for name in names if not (self._folder / f"dead.{name}").exists()]
-
-    def _new(self) -> str:
-        """One more name of this machine. (A label has 63 letters at the most.)"""
-        number = claim(self._folder, "host")
-        return f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1"
-
-
-def claim(folder: Path, name: str) -> int:
-    """Return the first number that no process has had by this name."""
-    number = 0
-    while True:
-        with contextlib.suppress(FileExistsError), (folder / f"{name}.{number}").open("x"):
-            return number
-        number += 1
 
 
 class Rank:
@@ -169,6 +138,11 @@ class Rank:
         ever = [one for one in self._schedule.troubles if one.point not in IN_A_RESET]
         return all((self._folder / f"done.{self._number}.{one.number}").exists() for one in ever)
 
+    def _since_trouble(self) -> float:
+        """Seconds since the last trouble, of any rank."""
+        done = [file.stat().st_mtime for file in self._folder.glob(f"done.{self._number}.*")]
+        return time.time() - max(done, default=0.0)
+
     # -- training ---------------------------------------------------------------------------------------------
 
     def train(self, state: Any) -> None:
@@ -220,7 +194,7 @@ class Rank:
 
     def _restore_size(self) -> None:
         """Have as many hosts as at the beginning, once all trouble is over (rank 0)."""
-        if self._model.hvd.rank() == 0 and self._quiet:
+        if self._model.hvd.rank() == 0 and self._quiet and self._since_trouble() > NOTICED:
             alive = self._hosts.alive()
             if len(alive) < self._schedule.start:
                 self._hosts.change(more=self._schedule.start - len(alive))
@@ -228,7 +202,8 @@ class Rank:
                 self._hosts.change(gone=alive[-1])
 
     def _settled(self) -> bool:
-        return self._quiet and self._model.hvd.size() == self._schedule.start == len(self._hosts.alive())
+        over = self._quiet and self._since_trouble() > NOTICED
+        return over and self._model.hvd.size() == self._schedule.start == len(self._hosts.alive())
 
     def run(self) -> None:
         """Go through the schedule to its end."""
@@ -258,11 +233,6 @@ class Rank:
 def read(file: Path) -> list[dict[str, Any]]:
     """Return a history's records; the last line of a process that was killed may lack its end."""
     return [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
-
-
-def die() -> None:
-    """Die at once, as by the kernel when memory is short."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut_off() -> None:

@@ -69,6 +69,17 @@ class History:
         """How often ranks were others."""
         return max((len(self._all(host, "generation")) for host in self._slots), default=1) - 1
 
+    def sizes(self) -> list[int]:
+        """Return how many ranks there were, one after the other."""
+        every = {record["at"]: record["size"] for host in self._slots for record in self._all(host, "generation")}
+        return [size for _, size in sorted(every.items())]
+
+    def held(self) -> list[list[tuple[int, int]]]:
+        """Return of each host that was there from begin to end its threads and open files, after each reset."""
+        stayed = [host for host in self._ends if len(self._all(host, "generation")) == self.resets + 1]
+        generations = [self._all(host, "generation") for host in stayed]
+        return [[(one["threads"], one["files"]) for one in own] for own in generations]
+
     @property
     def lost(self) -> int:
         """Steps of ranks that are gone whose gradients were applied nowhere (of partial allreduce)."""
