@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,8 +14,11 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, Tail
 from hvd_async.algorithms.eager.remains import Remains
 from hvd_async.errors import ReplicaStateError
-from hvd_async.optimizers.driver import Standing
-from hvd_async.optimizers.elastic import Report, plan
+from hvd_async.optimizers import elastic
+from hvd_async.optimizers.driver import GradientCounts, Standing
+from hvd_async.optimizers.elastic import INIT_FAILED, Report, plan
+from hvd_async.runtime import time_limits
+from hvd_async.runtime.commits import CommitCounts, Commits
 
 BUCKETS = 2
 
@@ -144,3 +151,161 @@ def test_a_state_that_cannot_be_gone_on_from_is_refused():
         plan([eager(6, 5, 5, fit=False), NEW])
     with pytest.raises(ReplicaStateError, match=r"\[1, 2\] optimizers"):
         plan([eager(1, 1, 1), Report(True, [Standing(1, 1, 1)] * 2)])
+
+
+# -- gradients of ranks that are gone -------------------------------------------------------------------------------
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[list[Report], int, bool]:
+    """Survivors' reports, how many gradients of ranks that are gone are in no round, and whether anybody can know."""
+    ranks, rounds = draw(st.integers(1, 5)), draw(st.integers(0, 4))
+    took = [draw(st.lists(st.integers(0, rounds + 1), max_size=6)) for _ in range(ranks)]  # the round after: none yet
+    seen = [draw(st.integers(0, rounds)) for _ in range(ranks)]
+    gone = draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
+    known = draw(st.booleans())
+    there = [rank for rank in range(ranks) if rank not in gone]
+    last = max(seen[rank] for rank in there)
+    reports = []
+    for rank in there:
+        own = [round_ for round_ in took[rank] if round_ <= rounds]
+        counts = GradientCounts(
+            place=rank,
+            size=ranks,
+            applied=sum(round_ <= seen[rank] for each in took for round_ in each),
+            produced=len(took[rank]),
+            in_rounds={number: own.count(number) for number in {*own} if number > seen[rank]},
+            pending=len(took[rank]) - len(own),
+            handed_over=tuple(map(len, took)) if known else None,
+        )
+        reports.append(Report(True, [Standing(seen[rank], 3, 3, gradients=counts)]))
+    return reports, sum(round_ > last for rank in gone for round_ in took[rank]), known or not gone
+
+
+@given(losses())
+def test_gradients_of_lost_ranks_in_no_round_are_counted(job):
+    reports, lost, known = job
+    assert plan(reports).optimizers[0].lost == (lost if known else None)
+
+
+# -- meeting ----------------------------------------------------------------------------------------------------------
+
+
+class Horovod:
+    """Whose ``init`` fails so often."""
+
+    def __init__(self, failures: int, problem: str = f"{INIT_FAILED}. Please check log messages") -> None:
+        self.failures, self.problem, self.calls = failures, problem, list[str]()
+
+    def init(self) -> None:
+        self.calls.append("init")
+        if self.failures:
+            self.failures -= 1
+            raise ValueError(self.problem)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_ranks_meet_again_where_one_dies_meanwhile(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    horovod = Horovod(2)
+    elastic.meet(horovod.shutdown, horovod.init)
+    assert horovod.calls == ["init", "shutdown", "init", "shutdown", "init"]
+    with pytest.raises(ValueError, match=INIT_FAILED):
+        elastic.meet(horovod.shutdown, Horovod(elastic.MEETINGS).init)
+    with pytest.raises(ValueError, match="process set"):
+        elastic.meet(horovod.shutdown, Horovod(1, "no such process set").init)
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    with pytest.raises(ValueError, match=INIT_FAILED):
+        elastic.meet(horovod.shutdown, Horovod(1).init)
+
+
+def test_a_rank_whose_host_has_left_the_job_ends_well(monkeypatch, capfd):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setenv("HOROVOD_RANK", "-1")  # (as Horovod's library does it, where Python does not look)
+    horovod = Horovod(1)
+    with pytest.raises(SystemExit) as left:
+        elastic.meet(horovod.shutdown, horovod.init)
+    assert left.value.code == 0
+    assert horovod.calls == ["init"]
+    assert "host has left the job" in capfd.readouterr().err
+
+
+def test_silence_counts_sooner_in_elastic_jobs(monkeypatch):
+    for name in ("HOROVOD_ELASTIC", "HVD_ASYNC_DEAD_AFTER", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(limit := "HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", "")
+    monkeypatch.delenv(limit)
+    time_limits.limit_gloo()
+    assert (time_limits.dead_after(), limit in os.environ) == (25.0, False)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    time_limits.limit_gloo()
+    assert time_limits.dead_after() == 7.0 < float(os.environ[limit]) < 10.0
+    monkeypatch.setenv("HVD_ASYNC_DEAD_AFTER", "3.5")
+    monkeypatch.delenv(limit)
+    time_limits.limit_gloo()
+    assert os.environ[limit] == "6"
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "60")
+    monkeypatch.delenv(limit)
+    time_limits.limit_gloo()
+    assert limit not in os.environ
+
+
+# -- commits ----------------------------------------------------------------------------------------------------------
+
+
+class _Engine:
+    """One whose ``wait`` may not be needed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+
+    def wait(self, ready: Callable[[], bool], _: object) -> None:
+        assert ready(), "a rank waits in commit()"
+
+
+@given(st.integers(1, 5), st.data())
+def test_all_ranks_stop_at_the_same_commit_and_none_passes_it(ranks, data):
+    """Whenever each is asked, and told. One that was asked takes its next commit when it is told."""
+    counts, own = CommitCounts(ranks), [Commits() for _ in range(ranks)]
+    told: dict[int, int] = {}
+    stopped: dict[int, int] = {}
+    asked, stop = set[int](), None
+    assert len(counts.ask()) == 1
+    assert counts.ask() == []
+    while len(stopped) < ranks:
+        moves = [("ask", rank) for rank in range(ranks) if rank not in asked]
+        moves += [("tell", rank) for rank in range(ranks) if stop is not None and rank not in told]
+        free = [rank for rank in range(ranks) if rank not in stopped and (rank not in asked or rank in told)]
+        moves += [("commit", rank) for rank in free]
+        move, rank = data.draw(st.sampled_from(moves))
+        if move == "ask":
+            asked.add(rank)
+            for command in counts.count(rank, own[rank].answer().made) or ():
+                stop = command.commit
+        elif move == "tell":
+            told[rank] = own[rank].stop_at = stop
+        elif own[rank].commit(_Engine()):
+            stopped[rank] = own[rank].made
+        if own[rank].made > 30 and rank not in asked:
+            asked.add(rank)
+            for command in counts.count(rank, own[rank].answer().made) or ():
+                stop = command.commit
+    assert {*stopped.values()} == {stop}
+
+
+def test_commits_that_nobody_has_asked_for_are_refused():
+    counts = CommitCounts(2)
+    assert counts.count(0, 3) is None
+    counts.ask()
+    assert counts.count(0, 3) == []
+    assert counts.count(0, 3) is None
+
+
+def test_without_an_engine_a_commit_is_counted():
+    commits = Commits()
+    assert not commits.commit(None)
+    assert commits.answer().made == 1
+    commits.begin()
+    assert commits.answer().made == 0
