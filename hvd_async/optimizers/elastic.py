@@ -269,14 +269,15 @@ def sync(
         ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
     """
     report = Report(survivor, [optimizer._async.standing() for optimizer in optimizers])
-    found = plan(exchange.everyones(report, "hvd_async.elastic.reports"))
+    reports = exchange.everyones(report, "hvd_async.elastic.reports")
+    found = plan(reports)
     received = [
         Received(exchange, optimizer, agreed, f"hvd_async.elastic.{number}")
         for number, (optimizer, agreed) in enumerate(zip(optimizers, found.optimizers, strict=True))
     ]
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
     attributes = exchange.object_of(found.position, attributes, "hvd_async.elastic.attributes")
-    if exchange.rank == 0:
+    if exchange.rank == 0 and any(report.survivor for report in reports):
         _tell(found, exchange.size)
 
     def take() -> None:
@@ -289,17 +290,16 @@ def sync(
 
 
 def _tell(found: Plan, size: int) -> None:
-    """Tell people that training goes on with others, if it does."""
-    new = len(found.newcomers)
-    if new == size:
-        return
+    """Tell people that training goes on with others."""
     lost = [agreed.lost for agreed in found.optimizers]
     rounds = ", ".join(str(agreed.rounds) for agreed in found.optimizers)
-    what = f"training goes on with {size} rank(s), {new} of them new, after round {rounds}"
+    what = f"training goes on with {size} rank(s), {len(found.newcomers)} of them new, after round {rounds}"
     if None in lost:
         warn(f"{what}; how many gradients the lost ranks held is not known: their coordinator was one of them")
-    else:
+    elif any(lost):
         warn(f"{what}; {sum(filter(None, lost))} gradient(s) of lost ranks are in none")
+    else:
+        warn(what)
 
 
 def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[], object]) -> None:
