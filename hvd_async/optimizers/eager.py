@@ -251,7 +251,8 @@ class EagerDriver(Driver):
         worker = self.worker
         if worker is not None and worker.agreed and not self.discarded:
             self.remains = worker.remains().counted_from(self.rounds_before, self.steps_ended)
-            self._gradients = self._counts(worker, self.remains)
+            orderly = worker.engine.failure is None  # (drained: whoever is gone holds nothing)
+            self._gradients = None if orderly else self._counts(worker, self.remains)
             self.replica.end_prediction()
 
     def _counts(self, worker: EagerWorker, remains: Remains) -> GradientCounts:

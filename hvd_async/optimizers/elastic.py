@@ -129,6 +129,8 @@ class WithoutRollBack:
     _lifecycle: Lifecycle
     _host_messages: queue.Queue[Any]
     _reset_callbacks: list[Callable[[], None]]
+    reset: Callable[[], None]
+    """For subclasses: called when the ranks are others."""
     _interrupt: Callable[[bool], Exception]
     """Horovod's HostsUpdatedInterrupt."""
 
@@ -147,6 +149,7 @@ class WithoutRollBack:
     def on_reset(self) -> None:
         """The ranks are others now. (Horovod's forgets here what it was told of hosts while they met, and then nobody
         asks for these hosts again.)"""
+        self.reset()
         for callback in self._reset_callbacks:
             callback()
 
@@ -295,7 +298,7 @@ def _tell(found: Plan, size: int) -> None:
     rounds = ", ".join(str(agreed.rounds) for agreed in found.optimizers)
     what = f"training goes on with {size} rank(s), {len(found.newcomers)} of them new, after round {rounds}"
     if None in lost:
-        warn(f"{what}; how many gradients the lost ranks held is not known: their coordinator was one of them")
+        warn(f"{what}; how many gradients the lost ranks held is not known")
     elif any(lost):
         warn(f"{what}; {sum(filter(None, lost))} gradient(s) of lost ranks are in none")
     else:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Commits:
-    """A rank's. Its fields change while the engine's ``changed`` is held.
+    """A rank's, as long as its engine. Its fields change while the engine's ``changed`` is held.
 
     Attributes:
-        made: since the ranks were last others.
+        made: since the engine was started, which all ranks do at the same place of their program.
         stop_at: the number of the one at which all stop; None while there is none.
     """
 
@@ -28,24 +28,17 @@ class Commits:
         self.stop_at: int | None = None
         self._asked = False
 
-    def begin(self) -> None:
-        """Count from 0: the ranks are others now."""
-        self.made, self.stop_at, self._asked = 0, None, False
-
     def answer(self) -> CommitsMade:
         """Return what the coordinator asks for (engine thread)."""
         self._asked = True
         return CommitsMade(self.made)
 
-    def commit(self, engine: Engine | None) -> bool:
+    def commit(self, engine: Engine) -> bool:
         """Count a commit; returns whether all ranks stop at it.
 
         Args:
-            engine: this rank's; None if it has none yet.
+            engine: this rank's.
         """
-        if engine is None:
-            self.made += 1
-            return False
         with engine.changed:
             self.made += 1
             asked = self._asked

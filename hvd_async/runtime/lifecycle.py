@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
-from hvd_async.runtime.commits import Commits
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.drain import Participant
 from hvd_async.runtime.engine import Engine
@@ -77,7 +76,6 @@ class Lifecycle:
 
     Attributes:
         elastic: whether training goes on without ranks that are lost.
-        commits: of elastic training.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Lifecycle:
         self._numbers = itertools.count()
         self._hooked = self._forked = False
         self.elastic = False
-        self.commits = Commits()
 
     def world(self) -> tuple[int, int]:
         """This rank, and the number of ranks in the job; does not communicate.
@@ -146,7 +143,7 @@ class Lifecycle:
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
         self._engine = Engine(collectives, connect)
-        self._engine.elastic, self._engine.commits = self.elastic, self.commits
+        self._engine.elastic = self.elastic
         self._engine.start()
 
     def _after_fork(self) -> None:
@@ -246,10 +243,11 @@ class Lifecycle:
             hosts_changed: tells, once, whether hosts have come or gone; asked for when the others can be told.
         """
         engine = local_engine() or self._engine
-        if engine is not None and hosts_changed():
-            to_all = engine
-            engine.call_soon(lambda: to_all.send(HostsChanged()))
-        return self.commits.commit(engine)
+        if engine is None:
+            return False  # (nor has any other rank one: they start it at the same place of their program)
+        if hosts_changed():
+            engine.call_soon(lambda: engine.send(HostsChanged()))
+        return engine.commits.commit(engine)
 
     def roll_back(self) -> None:
         """If a rank is lost, stop the engine and forget what is on its way."""

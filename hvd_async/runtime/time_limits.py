@@ -57,5 +57,6 @@ def limit_gloo() -> None:
     The variable is read by Horovod as ``scripts/install_horovod.sh`` builds it: Horovod's own limit is that of meeting,
     too, which has to bear how long a new rank takes to begin.
     """
-    if in_elastic_job() and "HOROVOD_GLOO_TIMEOUT_SECONDS" not in os.environ:
-        os.environ.setdefault("HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", str(math.ceil(dead_after()) + 2))
+    limit = min(math.ceil(dead_after()) + 2, math.ceil(seconds("HOROVOD_GLOO_TIMEOUT_SECONDS", 30.0)))
+    if in_elastic_job():
+        os.environ.setdefault("HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", str(limit))

@@ -65,7 +65,6 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         Raises:
             ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
         """
-        self._lifecycle.commits.begin()
         exchange, ours = _Exchange(), self._ours()
         trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}
         every = [*self.model.variables, *([] if ours else self.optimizer.variables)]

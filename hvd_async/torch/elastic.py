@@ -67,7 +67,6 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         Raises:
             ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
         """
-        self._lifecycle.commits.begin()
         exchange = _Exchange()
         ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}
         tensors = [t for model in self._models for t in model.state_dict(keep_vars=True).values()]

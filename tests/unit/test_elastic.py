@@ -246,10 +246,11 @@ def test_silence_counts_sooner_in_elastic_jobs(monkeypatch):
     monkeypatch.delenv(limit)
     time_limits.limit_gloo()
     assert os.environ[limit] == "6"
-    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "60")
-    monkeypatch.delenv(limit)
-    time_limits.limit_gloo()
-    assert limit not in os.environ
+    for gloo, found in (("120", "6"), ("5", "5")):  # (that of meeting may be longer; a shorter one holds)
+        monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", gloo)
+        monkeypatch.delenv(limit)
+        time_limits.limit_gloo()
+        assert os.environ[limit] == found
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
@@ -303,9 +304,6 @@ def test_commits_that_nobody_has_asked_for_are_refused():
     assert counts.count(0, 3) is None
 
 
-def test_without_an_engine_a_commit_is_counted():
-    commits = Commits()
-    assert not commits.commit(None)
-    assert commits.answer().made == 1
-    commits.begin()
-    assert commits.answer().made == 0
+def test_an_orderly_change_of_the_ranks_loses_nothing():
+    reports = [Report(True, [Standing(4, 3, 3)]) for _ in range(2)]
+    assert plan(reports).optimizers[0].lost == 0

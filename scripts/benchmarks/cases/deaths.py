@@ -43,11 +43,13 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Train, and judge.
 
     Raises:
-        ValueError: no such arm.
+        ValueError: no such arm, or no death.
     """
     arms = args.arms.split(",")
     if unknown := {*arms} - {*KINDS}:
         raise ValueError(f"no arm {', '.join(map(repr, sorted(unknown)))} in this case: take of {', '.join(KINDS)}")
+    if args.deaths < 1:
+        raise ValueError(f"--deaths {args.deaths}: take one at the least; trainings without any are made beside them")
     count = 1 if args.quick else args.repetitions
     if args.quick:
         args.steps = min(args.steps, 150)

@@ -103,6 +103,8 @@ def row_of(arm: str, setting: dict[str, Any], histories: list[History]) -> Row:
         for one in history.recoveries():
             by_seed.setdefault(history.schedule.seed, {})[history.schedule.kind] = one.seconds
     own = [one for history in histories if history.schedule.kind == arm for one in history.recoveries()]
+    if not own:
+        raise launch.JobError(f"no survivor of a death has trained on under {arm}: see bench.py nemesis --histories")
     ratios = [seconds[arm] / seconds[HOROVOD] for seconds in by_seed.values() if {arm, HOROVOD} <= {*seconds}]
     return row(
         arm,
