@@ -216,7 +216,7 @@ class KerasModel(_Model):
 
     def save(self, file: Path) -> None:
         """Write a checkpoint, after ``cut()``."""
-        self.model.save_weights(file.with_suffix(".weights.h5"))
+        self.model.save_weights(file.with_name(f"{file.name}.weights.h5"))  # (the name has dots: a host is in it)
 
 
 MODELS: dict[str, Any] = {"torch": TorchModel, "tensorflow": KerasModel}
