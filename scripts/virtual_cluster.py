@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 from gloo_ranks import assign, environment, rendezvous
+from virtual_elastic import run_elastic
 
 NAME = "hva"
 """What names of namespaces and links begin with; the number of the process that has made them follows."""
@@ -68,10 +69,12 @@ class Cluster:
     Attributes:
         hosts: in order.
         address: this machine's, where the hosts find it.
+        bridge: the device that joins the hosts' links; it has this address.
     """
 
     hosts: tuple[Host, ...]
     address: str
+    bridge: str
 
     def limit(self, mbit: float) -> None:
         """Let a host send, and be sent, so many Mbit/s.
@@ -192,22 +195,23 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
     remove_stale()
     tag = f"{NAME}{os.getpid()}"
     network = _free_network()
-    hosts = tuple(Host(f"{tag}-{i}", f"{network}.{i + 2}", "eth0", f"{tag}-{i}") for i in range(count))
-    cluster = Cluster(hosts, f"{network}.1")
+    bridge = f"{tag}-b"  # (a link's inner end has the same name: horovodrun wants one that all hosts have, this too)
+    hosts = tuple(Host(f"{tag}-{i}", f"{network}.{i + 2}", bridge, f"{tag}-{i}") for i in range(count))
+    cluster = Cluster(hosts, f"{network}.1", bridge)
     everybody = [("127.0.0.1", "localhost"), (cluster.address, socket.gethostname())]
     everybody += [(host.address, host.name) for host in hosts]
     names = "".join(f"{address} {name}\n" for address, name in everybody)
     try:
-        _do("ip", "link", "add", f"{tag}-b", "type", "bridge")
-        _do("ip", "address", "add", f"{cluster.address}/24", "dev", f"{tag}-b")
-        _do("ip", "link", "set", f"{tag}-b", "up")
+        _do("ip", "link", "add", bridge, "type", "bridge")
+        _do("ip", "address", "add", f"{cluster.address}/24", "dev", bridge)
+        _do("ip", "link", "set", bridge, "up")
         for host in hosts:
             inside = ["ip", "netns", "exec", host.name]
             (FILES / host.name).mkdir(parents=True)
             (FILES / host.name / "hosts").write_text(names)
             _do("ip", "netns", "add", host.name)
             _do("ip", "link", "add", host.outer, "type", "veth", "peer", "name", host.inner, "netns", host.name)
-            _do("ip", "link", "set", host.outer, "master", f"{tag}-b", "up")
+            _do("ip", "link", "set", host.outer, "master", bridge, "up")
             _do(*inside, "ip", "address", "add", f"{host.address}/24", "dev", host.inner)
             _do(*inside, "ip", "link", "set", host.inner, "up")
             _do(*inside, "ip", "link", "set", "lo", "up")
@@ -335,6 +339,14 @@ def main() -> int:
         help="cut a host's link (0 is the first) so many seconds after the start, and restore it so many later; "
         "may be given several times",
     )
+    parser.add_argument(
+        "--elastic",
+        type=Path,
+        metavar="FILE",
+        help="an elastic job: horovodrun with a discovery script that prints FILE, lines of ADDRESS:SLOTS. There, in the "
+        "first --np lines, are the hosts that begin; the others stay in FILE.spare, and may be added",
+    )
+    parser.add_argument("--np", type=int, default=2, metavar="N", help="hosts that begin an elastic job (default: 2)")
     parser.add_argument("--clean", action="store_true", help="only remove what runs have left behind that were killed")
     parser.add_argument("command", nargs="*", help="what each rank runs, after --")
     args = parser.parse_args()
@@ -354,6 +366,8 @@ def main() -> int:
             remove_stale()
             return 0
         with virtual_cluster(args.hosts, args.mbit) as cluster, cutting(cluster, args.cut):
+            if args.elastic:
+                return run_elastic(cluster, args.command, args.elastic, args.np, args.per_host)
             return run_on(cluster, args.command, args.per_host)
     except ClusterError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")

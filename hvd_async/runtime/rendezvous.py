@@ -240,8 +240,6 @@ def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, 
         match channel.receive(left):
             case Welcome():
                 return
-            case RankLost() | JobFailed() as message:
+            case RankLost() | JobFailed() | Gone() as message:
                 raise error_of(message)
-            case Gone(reason):
-                raise EngineError(f"{coordinator} {reason}")
     raise EngineError(f"{coordinator} did not answer within {time.monotonic() - began:.0f} s")

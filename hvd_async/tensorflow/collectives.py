@@ -84,7 +84,7 @@ class _Threads:
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
-                future.set_exception(_horovod_error(error))
+                future.set_exception(horovod_error(error))
             with self._lock:
                 self._busy -= 1
             self.wake()
@@ -154,7 +154,7 @@ def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Te
     return tf.bitcast(sums, tf.bfloat16)[:elements]
 
 
-def _horovod_error(error: Exception) -> Exception:
+def horovod_error(error: Exception) -> Exception:
     """TensorFlow wraps Horovod's failures in its own error types; elastic wants Horovod's."""
     if isinstance(error, tf.errors.OpError):
         return HorovodInternalError(str(error))

@@ -20,7 +20,7 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
-from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.collectives import LIFECYCLE, horovod_error
 from hvd_async.tensorflow.functions import BROADCASTABLE
 from hvd_async.tensorflow.variables import raw
 
@@ -70,7 +70,10 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         every = [*self.model.variables, *([] if ours else self.optimizer.variables)]
         others = [v for v in map(raw, every) if id(v) not in trained and v.dtype.name in BROADCASTABLE]
         own = {name: getattr(self, name) for name in self._saved_state}
-        own, take = elastic.sync(exchange, self._survivor, ours, others, own)
+        try:
+            own, take = elastic.sync(exchange, self._survivor, ours, others, own)
+        except tf.errors.UnknownError as error:  # (``run`` takes Horovod's own for a loss, and looks no further here)
+            raise horovod_error(error) from error
         take()
         self._saved_state = own
         self._set_attrs()

@@ -50,13 +50,13 @@ def test_every_pace_keeps_the_promises(features: Job, case: str) -> None:
         assert max(int(s) for s in rank["staleness"]) <= STALENESS
 
 
-def test_a_rank_that_is_five_times_slower_holds_nobody_in_pace_rounds(features: Job) -> None:
+def test_a_slow_rank_holds_nobody_in_pace_rounds(features: Job) -> None:
     """It takes fewer steps than the others there, as many as they (but for those they may be ahead) in pace steps."""
     by_rounds, by_steps = ([rank["steps"] for rank in features.case(f"pace {name}")] for name in ("rounds", "steps"))
     print(f"{ROUNDS} rounds, rank 1 slower: {by_rounds} steps in pace rounds, {by_steps} in pace steps")
     slow, *others = by_rounds[1], by_rounds[0], *by_rounds[2:]
-    assert slow < 0.75 * ROUNDS
-    assert min(others) > 0.8 * ROUNDS
+    assert slow <= ROUNDS / 4 + 1  # (each of its steps waits for four rounds of others, or one that is at its end)
+    assert min(others) > 2 * slow
     assert max(int(s) for s in features.case("pace rounds")[1]["staleness"]) >= 3
     assert max(by_steps) - min(by_steps) <= STALENESS + 1
 

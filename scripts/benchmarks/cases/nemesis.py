@@ -52,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first schedule")
     parser.add_argument("--schedules", type=int, default=200, metavar="N", help="how many, seed by seed")
     parser.add_argument("--in-a-job", type=int, default=20, metavar="N", help="schedules that one job goes through")
+    parser.add_argument(
+        "--virtual",
+        action="store_true",
+        help="on virtual hosts (root): every second rank that is killed takes its host along, a cut is of the link",
+    )
     parser.add_argument("--histories", type=Path, metavar="DIR", help="keep the histories of violations there")
 
 
@@ -112,7 +117,16 @@ def one_job(
     limit = args.limit * 60 if args.limit else 60 + SECONDS * len(schedules)
     started = time.monotonic()
     try:
-        launch.run("nemesis", START, plan, limit=limit, on_block=on_block, while_running=look, elastic=True)
+        launch.run(
+            "nemesis",
+            START,
+            plan,
+            limit=limit,
+            on_block=on_block,
+            while_running=look,
+            elastic=True,
+            virtual=args.virtual,
+        )
     except JobError as error:
         if len(done) == len(schedules):
             say(f"the job ended badly after its last schedule, after {time.monotonic() - started:.0f} s:\n{error}")
@@ -139,7 +153,7 @@ def report_of(args: argparse.Namespace, found: list[tuple[Schedule, History | No
         histories = [history for _, history, _ in own if history is not None]
         recoveries = [one.seconds for history in histories for one in history.recoveries()]
         made = Counter(one.action for schedule, *_ in own for one in schedule.troubles)
-        setting = {"framework": args.framework, "seeds": [schedule.seed for schedule, *_ in own]}
+        setting = {"framework": args.framework, "virtual": args.virtual, "seeds": [schedule.seed for schedule, *_ in own]}
         report.rows.append(
             row(
                 kind,
@@ -156,7 +170,8 @@ def report_of(args: argparse.Namespace, found: list[tuple[Schedule, History | No
         )
     bad = [schedule.seed for schedule, _, wrong in found if wrong]
     told = f"{len(bad)} of {len(found)}" + (f", of seeds {bad}" if bad else "")
-    report.wants(f"schedules with a violation, {args.framework}", told, "none", not bad, exact=True)
+    where = ", virtual hosts" if args.virtual else ""
+    report.wants(f"schedules with a violation, {args.framework}{where}", told, "none", not bad, exact=True)
     return report
 
 

@@ -30,11 +30,12 @@ from ..support.nemesis import (
     IN_A_RESET,
     SLOTS,
     SOMETIMES,
+    STOPS,
     Schedule,
     Trouble,
     points_of,
 )
-from .shared.elastic_hosts import Hosts, claim, die
+from .shared.elastic_hosts import Hosts, claim, cut_link, die, on_a_virtual_host
 from .shared.elastic_ranks import MODELS
 
 LIMIT = 120.0
@@ -114,6 +115,9 @@ class Rank:
         match trouble.action:
             case "kill":
                 (self._folder / f"dead.{self._host}").touch()
+                if on_a_virtual_host() and trouble.victim % 2:  # the host with it: its end is not told
+                    self._hosts.change(gone=self._host)
+                    cut_link()
                 if trouble.point in ("step", *SOMETIMES, *IN_A_RESET):
                     threading.Timer(trouble.seconds, die).start()
                 else:
@@ -124,7 +128,10 @@ class Rank:
                 )
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "cut":
-                cut_off()
+                if on_a_virtual_host():
+                    cut_link(STOPS[trouble.victim % len(STOPS)])
+                else:
+                    cut_off()
             case "join":
                 self._hosts.change(more=1)
             case "leave":

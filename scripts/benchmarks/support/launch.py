@@ -30,6 +30,8 @@ from .kept import Kept
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 VIRTUAL = SCRIPTS / "virtual_cluster.py"
+SPARE = 200
+"""Hosts that an elastic job may have."""
 ROOT = SCRIPTS.parent
 MARK = "HVD_ASYNC_BENCH_JOB"
 GOODBYE = 15.0
@@ -80,7 +82,8 @@ def run(
         mbit: ranks are on virtual hosts, each of whose links has so many Mbit/s; None: no limit.
         virtual: ranks are on virtual hosts also without a limit; else all are on this machine.
         per_host: ranks of a virtual host.
-        elastic: hosts are lines of the file ``hosts`` in the job's folder: at first a name of this machine a rank.
+        elastic: hosts are lines of the file ``hosts`` in the job's folder, at first one a rank; ``hosts.spare`` has
+            more. They are virtual ones, or names of this machine.
 
     Returns:
         All blocks.
@@ -96,7 +99,7 @@ def run(
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         digits.leave(folder)
-        starts = _elastic(folder, ranks) if elastic else _launcher(ranks, virtual, mbit, per_host)
+        starts = _elastic(folder, ranks, virtual) if elastic else _launcher(ranks, virtual, mbit, per_host)
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
@@ -126,9 +129,15 @@ def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> l
     return [sys.executable, str(VIRTUAL), f"--hosts={ranks // per_host}", f"--per-host={per_host}", *limited, "--"]
 
 
-def _elastic(folder: Path, ranks: int) -> list[str]:
+def _elastic(folder: Path, ranks: int, virtual: bool) -> list[str]:
     """The command that starts what follows it on the hosts that a file names; others come and go with its lines."""
-    (folder / "hosts").write_text("".join(f"127.{'0' * rank}1:1\n" for rank in range(ranks)))
+    hosts = folder / "hosts"
+    if virtual:
+        return [sys.executable, str(VIRTUAL), f"--hosts={SPARE}", f"--elastic={hosts}", f"--np={ranks}", "--"]
+    # Names of 127.0.0.1: Horovod lets no host in again on which a process has died. (A label has 63 letters at most.)
+    names = [f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1:1\n" for number in range(SPARE)]
+    hosts.write_text("".join(names[:ranks]))
+    hosts.with_name("hosts.spare").write_text("".join(names[ranks:]))
     discovery = folder / "discover"
     discovery.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
     discovery.chmod(0o755)

@@ -14,7 +14,9 @@ from torch_common import Batches, Whole, crc, mlp
 import hvd_async.torch as hvd
 
 SETS = ((0, 2), (1, 3))
-ROUNDS, COMPUTE, SLOWER, STALENESS = 40, 0.04, 5, 8
+ROUNDS, COMPUTE, STALENESS = 40, 0.04, 8
+AHEAD = 4
+"""Rounds of rank 0 that a slow rank's step takes."""
 SMALL = 1e-4
 """MiB: about every parameter has a bucket of its own."""
 
@@ -68,7 +70,7 @@ def process_sets(report: Report, sets: list[Any]) -> None:
 
 
 def pace(report: Report, name: str, slow: int, rule: str) -> None:
-    """Until a number of rounds; rank ``slow`` (if it is one) computes five times as long."""
+    """Until a number of rounds; each step of rank ``slow`` (if it is one) takes as long as several rounds of rank 0."""
     rank = hvd.rank()
     model, batches = mlp(seed=4), Batches(rank)
     optimizer = hvd.EagerOptimizer(
@@ -79,12 +81,19 @@ def pace(report: Report, name: str, slow: int, rule: str) -> None:
         bucket_cap_mb=SMALL,
     )
     optimizer.drain()  # all begin together
-    steps = 0
+    steps = told = 0
     while optimizer.rounds < ROUNDS:
-        time.sleep(COMPUTE * (SLOWER if rank == slow else 1))
+        if rank == slow:
+            may = min(optimizer.rounds + AHEAD, ROUNDS, *([steps + STALENESS] if rule == "steps" else []))
+            Baton(f"{name}.{may}").wait()
+        else:
+            time.sleep(COMPUTE)
         batches.backward(model)
         optimizer.step()
         steps += 1
+        while not rank and told < optimizer.rounds:
+            told += 1
+            Baton(f"{name}.{told}").lay()
     optimizer.drain()
     stats = optimizer.stats()
     report.put(

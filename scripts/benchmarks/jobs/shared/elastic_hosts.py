@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import subprocess
 from pathlib import Path
+
+from virtual_elastic import CLUSTER
 
 
 class Hosts:
@@ -30,9 +34,9 @@ class Hosts:
         return [name for name in names if not (self._folder / f"dead.{name}").exists()]
 
     def _new(self) -> str:
-        """One more name of this machine. (A label has 63 letters at the most.)"""
-        number = claim(self._folder, "host")
-        return f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1"
+        """One that no process has had."""
+        spare = self._file.with_name("hosts.spare").read_text().split()
+        return spare[claim(self._folder, "host")].partition(":")[0]
 
 
 def claim(folder: Path, name: str) -> int:
@@ -42,6 +46,23 @@ def claim(folder: Path, name: str) -> int:
         with contextlib.suppress(FileExistsError), (folder / f"{name}.{number}").open("x"):
             return number
         number += 1
+
+
+def on_a_virtual_host() -> bool:
+    """Whether this process is on one."""
+    return CLUSTER in os.environ
+
+
+def cut_link(seconds: float | None = None) -> None:
+    """Cut this process's virtual host off: what it sends, and is sent, is lost.
+
+    Args:
+        seconds: until its link is restored; None: it never is.
+    """
+    link = f"nsenter --net=/proc/{os.environ[CLUSTER]}/ns/net ip link set {socket.gethostname()}"
+    subprocess.run(f"{link} down", shell=True, check=True)
+    if seconds is not None:
+        subprocess.Popen(f"sleep {seconds}; {link} up", shell=True, start_new_session=True)
 
 
 def die() -> None:
