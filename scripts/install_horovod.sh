@@ -76,7 +76,7 @@ if [ -n "$nccl" ]; then
   capability=$(py -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=",")' 2>/dev/null || true)
   release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 fi
-key="horovod-$HOROVOD-p3-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
+key="horovod-$HOROVOD-p4-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -141,6 +141,14 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   }\
 &|' "$pair"
   [ "$(grep -cE 'half->signalException|ubuf->signalException' "$pair")" = 2 ] || die "Gloo's pair.cc is not as expected"
+  # ssh does not notice for hours that an elastic job's host has vanished, and until then horovodrun waits for its ranks.
+  gloo_run=$src/horovod/runner/gloo_run.py
+  alive='-o ServerAliveInterval=2 -o ServerAliveCountMax=3'
+  sed -i "/^        if settings\.verbose:\$/i\\
+        if settings.elastic and command.startswith('ssh '):\\
+            command = command.replace('ssh', 'ssh $alive', 1)\\
+" "$gloo_run"
+  [ "$(grep -c ServerAliveInterval "$gloo_run")" = 1 ] || die "Horovod's gloo_run.py is not as expected"
   # torch's functions keep Python's lock while they wait for Horovod's, and Horovod's thread its own while it waits for
   # Python's, to let go of tensors when it ends after an error: the process stands still for ever.
   ops=$src/horovod/torch/mpi_ops_v2.cc

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from virtual_elastic import SSH_GIVES_UP
 
 from ..support.digits import FOLDER
 from ..support.nemesis import (
@@ -129,7 +130,10 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "cut":
                 if on_a_virtual_host():
-                    cut_link(STOPS[trouble.victim % len(STOPS)])
+                    seconds = STOPS[trouble.victim % len(STOPS)]
+                    if seconds > SSH_GIVES_UP:  # Horovod lets the host in no more
+                        (self._folder / f"dead.{self._host}").touch()
+                    cut_link(seconds)
                 else:
                     cut_off()
             case "join":
