@@ -96,8 +96,10 @@ class MemoryHub:
         self._outboxes = [_Mailbox(jitter, f"{seed}:{rank}") for rank in range(size)]
         self._lock = threading.Lock()
 
-    def send(self, rank: int, command: Command) -> None:
-        self._outboxes[rank].put(encode(command))
+    def send(self, ranks: Sequence[int], command: Command) -> None:
+        data = encode(command)
+        for rank in ranks:
+            self._outboxes[rank].put(data)
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         item = self._inbox.get(timeout)
@@ -131,6 +133,9 @@ class MemoryChannel:
     def send(self, event: Event) -> None:
         self._left = self._left or isinstance(event, Leaving | Failed)
         self._hub.put((self._rank, encode(event)))
+
+    def flush(self) -> None:
+        """Nothing is queued."""
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         data = self._own.get(timeout)

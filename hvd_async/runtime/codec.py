@@ -25,8 +25,13 @@ M = TypeVar("M")
 
 
 def encode(message: Event | Command) -> bytes:
-    """Return the message's wire form."""
+    """Return one event's or command's wire form."""
     return _encoder.encode(message)
+
+
+def packed(encoded: Sequence[msgspec.Raw]) -> bytes:
+    """Return the message that carries these events or commands, each in its wire form."""
+    return _encoder.encode(encoded)
 
 
 class Codec:
@@ -44,8 +49,11 @@ class Codec:
         own_commands = [command for family in families for command in family.commands]
         self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Registered[configs], *own_events)]
         self.commands: Any = Union[(*JOB_COMMANDS, *OPTIMIZER_COMMANDS, Drained[details], *own_commands)]
-        self._events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
-        self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)
+        several: Any = list  # (made when it runs)
+        self._event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
+        self._command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)
+        self._events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(several[self.events])
+        self._commands: msgspec.msgpack.Decoder[list[Command]] = msgspec.msgpack.Decoder(several[self.commands])
 
     def decode_event(self, data: bytes) -> Event:
         """Return the event in ``data``.
@@ -53,10 +61,26 @@ class Codec:
         Raises:
             DecodeError: it is none.
         """
-        return _decode(self._events, data)
+        return _decode(self._event, data)
 
     def decode_command(self, data: bytes) -> Command:
         """Return the command in ``data``.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._command, data)
+
+    def decode_events(self, data: bytes) -> list[Event]:
+        """Return the events that a rank's message carries.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._events, data)
+
+    def decode_commands(self, data: bytes) -> list[Command]:
+        """Return the commands that a message of the coordinator carries.
 
         Raises:
             DecodeError: it is none.

@@ -90,7 +90,7 @@ class Coordinator:
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=self._run, name="hvd_async-coordinator", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="hvd_async-coordinator", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -110,7 +110,8 @@ class Coordinator:
 
     # -- the thread -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run in this thread."""
         try:
             while not self._over and not self._stopping.is_set():
                 item = self._hub.receive(self._timeout())
@@ -253,8 +254,7 @@ class Coordinator:
 
     def _send(self, commands: list[Command], ranks: Sequence[int]) -> None:
         for command in commands:
-            for rank in ranks:
-                self._hub.send(rank, command)
+            self._hub.send(ranks, command)
 
     def _on_connection_ended(self, rank: int, reason: str) -> None:
         """A rank's connection has ended. Of one that has left it matters only if Horovod fails."""

@@ -288,6 +288,7 @@ class Engine:
                 if message is not None:
                     self._on_command(message)
                 self._run_posts()
+                self._channel.flush()  # (before results that may take long to look at)
                 self._complete_collectives()
         except Exception as error:  # noqa: BLE001  it comes home: raised in the caller's next call
             asked = self._channel if isinstance(error, self.collectives.failure) else None

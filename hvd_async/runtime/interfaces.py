@@ -36,7 +36,10 @@ class Channel(Protocol):
     port: int | None
 
     def send(self, event: Event) -> None:
-        """Send; never blocks."""
+        """Send with the next ``flush`` or ``receive``; never blocks."""
+
+    def flush(self) -> None:
+        """Send what was queued since the last time, in one message."""
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         """The next command; None after ``timeout`` s or on ``wake()``; ``Gone`` once the coordinator is lost."""
@@ -51,8 +54,11 @@ class Channel(Protocol):
 class Hub(Protocol):
     """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``."""
 
-    def send(self, rank: int, command: Command) -> None:
-        """Send to one rank; never blocks. Commands reach a rank in the order sent."""
+    def send(self, ranks: Sequence[int], command: Command) -> None:
+        """Send to these ranks when the events that are there have been received, or many; never blocks.
+
+        Commands reach a rank in the order sent.
+        """
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         """The next event and its sender; ``Gone`` once that rank is lost; None after ``timeout`` s or on ``wake``."""

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
-from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.drain import Participant
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives
 from hvd_async.runtime.messages import HostsChanged, RegisterOptimizer
-from hvd_async.runtime.rendezvous import rendezvous
+from hvd_async.runtime.rendezvous import Control, rendezvous
 
 LOST = "HorovodInternalError: ranks were lost"
 """The beginning of what the others are told where training goes on."""
@@ -89,7 +88,7 @@ class Lifecycle:
         self._world, self._horovod_hook = world, horovod_hook
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._coordinator: Coordinator | None = None
+        self._controls: tuple[Control, ...] = ()
         self._wrapped: weakref.WeakValueDictionary[int, Driven] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._hooked = self._forked = False
@@ -132,7 +131,7 @@ class Lifecycle:
         collectives = self._make()
 
         def connect() -> Channel:
-            channel, self._coordinator = rendezvous(collectives, self._families)
+            channel, self._controls = rendezvous(collectives, self._families)
             return channel
 
         # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
@@ -150,7 +149,7 @@ class Lifecycle:
         """(In a forked child.) No thread of the engine's is here, and the other ranks are the parent's business."""
         atexit.unregister(self._at_exit)
         atexit.unregister(self._horovod_hook)
-        engine, self._engine, self._coordinator = self._engine, None, None
+        engine, self._engine, self._controls = self._engine, None, ()
         if engine is not None:
             self._forked = True
             exit_status.in_child()
@@ -258,10 +257,10 @@ class Lifecycle:
 
     def _forget(self, engine: Engine) -> None:
         engine.stop()
-        if self._coordinator is not None:
-            self._coordinator.join(timeout=5.0)
-            self._coordinator.stop()
-        self._engine = self._coordinator = None
+        for control in self._controls:
+            control.join(timeout=5.0)
+            control.stop()
+        self._engine, self._controls = None, ()
 
     def _at_exit(self) -> None:
         error = exit_status.error()

@@ -1,45 +1,63 @@
-"""How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0."""
+"""How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0.
+
+In a large job (``relay_tree``) a second allgather tells of relays, which some ranks have started, and a rank connects
+to that of its host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
-import psutil
 import zmq
 
 import hvd_async
 from hvd_async.errors import EngineError, ranks_text
-from hvd_async.runtime import time_limits
+from hvd_async.runtime import relay_tree, time_limits
+from hvd_async.runtime.addresses import own_addresses, reachable
 from hvd_async.runtime.codec import Codec
+from hvd_async.runtime.control_process import Above, ControlProcess, Door, Setup
 from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.failure_causes import error_of
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.listener import LOOPBACK
 from hvd_async.runtime.messages import Hello, JobFailed, RankLost, Welcome
+from hvd_async.runtime.relay_tree import Tree
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 
-STAGGER = 0.25
-"""Seconds between the beginnings of attempts at one address and the next."""
-AGAIN = 0.1
-"""Seconds until an address that has refused is tried again: rank 0 may not be listening yet."""
+T = TypeVar("T")
 MARGIN = 10.0
 """Seconds that a rank waits longer than the coordinator, which knows who is missing."""
+
+
+class Control(Protocol):
+    """What a rank runs for others: the coordinator, a relay, or both."""
+
+    def join(self, timeout: float) -> None:
+        """Wait for so many seconds until it has come to its end by itself."""
+
+    def stop(self) -> None:
+        """End it, or let go of it if it ends by itself."""
+
+
+class Meeting(NamedTuple):
+    """A rank's connection to the coordinator, and what it runs for others."""
+
+    channel: Channel
+    controls: tuple[Control, ...]
 
 
 class _Card(msgspec.Struct, frozen=True):
     """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
 
     ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
-    the first one did not tell.
+    the first one did not tell. ``problem``: why this rank cannot go on.
     """
 
     public: bytes
@@ -49,9 +67,47 @@ class _Card(msgspec.Struct, frozen=True):
     addresses: list[str]
     place: str = ""
     version: str = "an early one"
+    problem: str = ""
 
 
-def rendezvous(collectives: Collectives, families: Sequence[Family]) -> tuple[Channel, Coordinator | None]:
+class _RelayCard(msgspec.Struct, frozen=True):
+    """How a rank's relay can be reached; ``door`` is None where it has none. ``problem``: why it could not be started,
+    or the coordinator cannot serve so many."""
+
+    door: Door | None
+    addresses: list[str]
+    problem: str = ""
+
+
+class _Server(Protocol):
+    """The coordinator before it begins: in this process, or in one of its own."""
+
+    door: Door
+
+    def begin(self, setup: Setup) -> Control: ...
+
+    def close(self) -> None: ...
+
+
+class _Thread:
+    """The coordinator as a thread of this process."""
+
+    def __init__(self, codec: Codec, families: Sequence[Family]) -> None:
+        self._hub, self._families = ZmqHub(codec), families
+        self.door = Door(self._hub.public, self._hub.port)
+
+    def begin(self, setup: Setup) -> Control:
+        self._hub.allow(setup.keys, setup.local, setup.children)
+        limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
+        coordinator = Coordinator(self._hub, self._families, setup.hosts, *limits)
+        coordinator.start()
+        return coordinator
+
+    def close(self) -> None:
+        self._hub.close()
+
+
+def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
     """Connect this rank to the coordinator, which rank 0 starts; every rank calls it. Blocks until all are there.
 
     Args:
@@ -60,45 +116,115 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> tuple[Ch
 
     Raises:
         EngineError: the ranks have different versions of this library; or the coordinator could not be reached, or did
-            not answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds.
+            not answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds; or it cannot serve so many.
         RankLostError: a rank did not come.
     """
-    keys = zmq.curve_keypair()
-    limit = time_limits.connect_timeout()
-    codec = Codec(families)
-    hub = ZmqHub(codec) if collectives.rank == 0 else None
+    keys, codec, limit = zmq.curve_keypair(), Codec(families), time_limits.connect_timeout()
+    large = collectives.size >= time_limits.relays_from()
     with contextlib.ExitStack() as undo:
-        if hub is not None:
-            undo.callback(hub.close)
-        cards = _exchange_cards(collectives, keys[0], hub)
-        coordinator = None
-        if hub is not None:
-            hub.allow([c.public for c in cards], local=bool(cards[0].place) and len({c.place for c in cards}) == 1)
-            hosts = [c.host for c in cards]
-            coordinator = Coordinator(hub, families, hosts, time_limits.warn_after(), limit, time_limits.dead_after())
-            coordinator.start()
-            undo.pop_all()  # the coordinator closes the hub
-            undo.callback(coordinator.stop)
-        first, deadline = cards[0], time.monotonic() + limit + MARGIN
-        near = [LOOPBACK] if first.place and first.place == _place() else []
-        address = reachable(near + first.addresses, first.port, limit)
-        channel = ZmqChannel(codec, address, first.port, first.server, keys, first.host)
-        undo.callback(channel.close)
-        _handshake(channel, collectives, f"the coordinator on host {first.host}, {address}:{first.port},", deadline)
+        server: _Server | None = None
+        if collectives.rank == 0:
+            server = ControlProcess("coordinator") if large else _Thread(codec, families)
+            undo.callback(server.close)
+        cards = _exchange_cards(collectives, keys[0], server, large)
+        places = [card.place or f"rank {rank}" for rank, card in enumerate(cards)]
+        tree = relay_tree.plan(places) if large else relay_tree.direct(len(cards))
+        controls: list[Control] = []
+        relays: list[_RelayCard] = []
+        if tree.relays:
+            relay = ControlProcess("relay") if collectives.rank in tree.relays else None
+            if relay is not None:
+                undo.callback(relay.close)
+            relays = _exchange_relays(collectives, relay, tree)
+            if relay is not None:
+                controls.append(relay.begin(_relay_setup(collectives.rank, tree, cards, relays, places)))
+        if server is not None:
+            controls.append(server.begin(_setup(tree.root, cards, relays, places, places[0])))
         undo.pop_all()
-    return channel, coordinator
+        for control in controls:
+            undo.callback(control.stop)
+        channel = _connected(collectives, codec, keys, tree, cards, relays, limit)
+        undo.pop_all()
+    return Meeting(channel, tuple(controls))
+
+
+def _connected(
+    collectives: Collectives,
+    codec: Codec,
+    keys: tuple[bytes, bytes],
+    tree: Tree,
+    cards: Sequence[_Card],
+    relays: Sequence[_RelayCard],
+    limit: float,
+) -> ZmqChannel:
+    """This rank's connection, when the coordinator has heard from all ranks."""
+    deadline = time.monotonic() + limit + MARGIN
+    above = _above(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
+    relay = ""
+    if (owner := tree.parent(collectives.rank)) is not None:
+        relay = f"rank {owner} on host {cards[owner].host}"
+    whose = f"the relay beside {relay}" if relay else "the coordinator on rank 0"
+    address = reachable(above.addresses, above.port, limit, whose)
+    first = cards[0]
+    channel = ZmqChannel(codec, address, above.port, above.public, keys, first.host, relay)
+    with contextlib.ExitStack() as undo:
+        undo.callback(channel.close)
+        reached = f"by {whose}, {address}:{above.port}," if relay else f"{address}:{above.port},"
+        _handshake(channel, collectives, f"the coordinator on host {first.host}, {reached}", deadline)
+        undo.pop_all()
+    return channel
+
+
+def _above(owner: int | None, cards: Sequence[_Card], relays: Sequence[_RelayCard], place: str) -> Above:
+    """How a rank's relay, or the coordinator if the rank is None, can be reached from a machine."""
+    first = cards[0]
+    if owner is None:
+        near, door, addresses = cards[0].place, Door(first.server, first.port), first.addresses
+    else:
+        known = relays[owner].door
+        assert known is not None
+        near, door, addresses = cards[owner].place, known, relays[owner].addresses
+    return Above([LOOPBACK] * bool(near and near == place) + addresses, door.port, door.public)
+
+
+def _setup(
+    children: Sequence[relay_tree.Child],
+    cards: Sequence[_Card],
+    relays: Sequence[_RelayCard],
+    places: Sequence[str],
+    place: str,
+) -> Setup:
+    """What a server on a machine has to know of those below it."""
+    keys = []
+    for child in children:
+        door = relays[child.owner].door if child.relay else None
+        keys.append(cards[child.owner].public if door is None else door.upward)
+    local = bool(cards[children[0].owner].place) and all(places[child.owner] == place for child in children)
+    return Setup(list(children), keys, local, [card.host for card in cards])
+
+
+def _relay_setup(
+    rank: int, tree: Tree, cards: Sequence[_Card], relays: Sequence[_RelayCard], places: Sequence[str]
+) -> Setup:
+    """What a rank's relay has to know."""
+    setup = _setup(tree.relays[rank], cards, relays, places, places[rank])
+    above = _above(tree.above(rank), cards, relays, cards[rank].place)
+    return msgspec.structs.replace(setup, hosts=[], above=above)
 
 
 # -- cards ----------------------------------------------------------------------------------------------------
 
 
-def _exchange_cards(collectives: Collectives, public: bytes, hub: ZmqHub | None) -> list[_Card]:
-    server, port, addresses = (b"", 0, []) if hub is None else (hub.public, hub.port, own_addresses())
-    card = _Card(public, collectives.host, server, port, addresses, _place(), hvd_async.__version__)
-    gathered = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
+def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | None, large: bool) -> list[_Card]:
+    door, addresses, problem = Door(b"", 0), [], ""
+    if server is not None:
+        door, addresses = server.door, own_addresses()
+        problem = "" if large else shortage(collectives.size)
+    place, version = machine(), hvd_async.__version__
+    card = _Card(public, collectives.host, door.public, door.port, addresses, place, version, problem)
     cards: list[_Card] = []
     versions: dict[str, list[int]] = {}
-    for rank, data in enumerate(gathered):
+    for rank, data in enumerate(collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")):
         try:
             cards.append(msgspec.msgpack.decode(data, type=_Card))
             versions.setdefault(cards[-1].version, []).append(rank)
@@ -109,11 +235,38 @@ def _exchange_cards(collectives: Collectives, public: bytes, hub: ZmqHub | None)
         raise EngineError(
             f"the ranks have different versions of hvd_async: {found}. Install the same one on every host."
         )
+    _raise_problems((rank, card.host, card.problem) for rank, card in enumerate(cards))
     return cards
 
 
-def _place() -> str:
+def _exchange_relays(collectives: Collectives, relay: ControlProcess | None, tree: Tree) -> list[_RelayCard]:
+    """All ranks' relays; rank 0 also says whether the coordinator can serve its children."""
+    rank = collectives.rank
+    children = tree.root if rank == 0 else tree.relays.get(rank, ())
+    addresses = [] if relay is None else own_addresses(told=False)
+    card = _RelayCard(None if relay is None else relay.door, addresses, shortage(len(children)) if children else "")
+    found = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.relays")
+    cards = [msgspec.msgpack.decode(data, type=_RelayCard) for data in found]
+    _raise_problems((number, "", one.problem) for number, one in enumerate(cards))
+    return cards
+
+
+def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
+    """Raise the first problem that a rank has, on all of them.
+
+    Raises:
+        EngineError: there is one.
+    """
+    for rank, host, problem in problems:
+        if problem:
+            raise EngineError(f"rank {rank}{f' on host {host}' if host else ''}: {problem}")
+
+
+def machine() -> str:
     """The machine, as this boot of it, and the network namespace; empty where that cannot be told."""
+    told = os.environ.get("HVD_ASYNC_MACHINE", "")
+    if told:
+        return told
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -121,111 +274,7 @@ def _place() -> str:
         return ""
 
 
-def own_addresses() -> list[str]:
-    """This host's addresses, best guess first: HVD_ASYNC_ADDRESS, HOROVOD_GLOO_IFACE's, its name's, all others."""
-    if os.environ.get("HVD_ASYNC_ADDRESS"):
-        return [os.environ["HVD_ASYNC_ADDRESS"]]
-    by_interface = {
-        name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address]
-        for name, found in psutil.net_if_addrs().items()
-    }  # (what has a "%" is good for one link only, and named after this host's interface)
-    ordered = list(by_interface.get(os.environ.get("HOROVOD_GLOO_IFACE", ""), []))
-    with contextlib.suppress(OSError):
-        ordered.append(socket.gethostbyname(socket.gethostname()))
-    ordered += [address for found in by_interface.values() for address in found]
-    # Those of this host alone come last, and IPv6 after IPv4, which more networks route.
-    return sorted(dict.fromkeys(ordered), key=lambda a: (a.startswith("127.") or a == "::1", ":" in a))
-
-
 # -- connecting -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Attempts:
-    """Attempts to connect that are under way, and those to come."""
-
-    due: list[tuple[float, str, Any]] = field(default_factory=list)
-    """When to try (s), address, what ``connect`` takes."""
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-
-    def begin(self, now: float) -> None:
-        """Start those that are due; one that fails at once comes again."""
-        for attempt in [attempt for attempt in self.due if attempt[0] <= now]:
-            self.due.remove(attempt)
-            _, address, where = attempt
-            trying = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            trying.setblocking(False)
-            try:
-                trying.connect(where)
-            except BlockingIOError:
-                self.selector.register(trying, selectors.EVENT_WRITE, (address, where))
-                continue
-            except OSError:  # no route, no IPv6
-                self.due.append((now + AGAIN, address, where))
-            else:  # (connected at once: the selector says so)
-                self.selector.register(trying, selectors.EVENT_WRITE, (address, where))
-                continue
-            trying.close()
-
-    def wait(self, timeout: float) -> str | None:
-        """The address that has taken a connection, if one does within so many seconds."""
-        for key, _ in self.selector.select(max(0.0, timeout)):
-            assert isinstance(key.fileobj, socket.socket)
-            failed = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self.selector.unregister(key.fileobj)
-            key.fileobj.close()
-            address, where = key.data
-            if not failed:
-                return str(address)
-            self.due.append((time.monotonic() + AGAIN, address, where))
-        return None
-
-    def close(self) -> None:
-        """Give up all that are under way."""
-        for key in list(self.selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self.selector.close()
-
-
-def reachable(addresses: Sequence[str], port: int, limit: float) -> str:
-    """The first address on which ``port`` takes a TCP connection: they are tried side by side, each begun a little
-    after the one before it (RFC 8305), as the better ones come first.
-
-    Args:
-        addresses: IPv4, IPv6, or names.
-        limit: seconds; until then those that refuse are tried again.
-
-    Raises:
-        EngineError: none does.
-    """
-    began = time.monotonic()
-    attempts = _Attempts()
-    try:
-        for place, (address, where) in enumerate(_resolved(addresses, port)):
-            attempts.due.append((began + place * STAGGER, address, where))
-        while (now := time.monotonic()) < began + limit:
-            attempts.begin(now)
-            until = min([at for at, *_ in attempts.due] + [began + limit])
-            if (found := attempts.wait(until - time.monotonic())) is not None:
-                return found
-    finally:
-        attempts.close()
-    raise EngineError(
-        f"the coordinator on rank 0 cannot be reached within {limit:g} s at port {port} of any of "
-        f"{', '.join(addresses)}. Name the right address of rank 0's host in its environment: HVD_ASYNC_ADDRESS="
-        f"10.0.0.1, or HOROVOD_GLOO_IFACE=eth0; HVD_ASYNC_CONNECT_TIMEOUT is the limit in seconds."
-    )
-
-
-def _resolved(addresses: Sequence[str], port: int) -> list[tuple[str, Any]]:
-    """Addresses as numbers, and as ``connect`` takes them; names that are not known are left out."""
-    found: dict[str, Any] = {}
-    for address in addresses:
-        with contextlib.suppress(OSError):
-            for *_, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-                found.setdefault(str(where[0]), where)
-    return list(found.items())
 
 
 def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, deadline: float) -> None:

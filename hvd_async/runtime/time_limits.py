@@ -1,4 +1,4 @@
-"""Limits on time that people set by environment variable; docs/design.md lists them with all others."""
+"""Limits that people set by environment variable; docs/design.md lists them with all others."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def dead_after() -> float:
     elastic job, where a rank that was only slow joins the others again.
     """
     return seconds("HVD_ASYNC_DEAD_AFTER", 7.0 if in_elastic_job() else 25.0)
+
+
+def relays_from() -> float:
+    """Ranks from which on a job has relays, and the coordinator in a process of its own; infinite: never.
+
+    Raises:
+        ValueError: HVD_ASYNC_RELAYS_FROM is set to something else than a whole number.
+    """
+    text = os.environ.get("HVD_ASYNC_RELAYS_FROM", "") or "64"
+    if not text.isdecimal():
+        raise ValueError(f"HVD_ASYNC_RELAYS_FROM={text!r} is no number of ranks: take one, 0 for never (default: 64)")
+    return int(text) or math.inf
 
 
 def in_elastic_job() -> bool:

@@ -45,7 +45,8 @@ def test_a_rank_that_got_a_probes_descriptor_is_not_taken_for_dead_until_it_is()
         channel = ZmqChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
         stack.callback(channel.close)
         channel.send(Hello("here", 1))
-        assert hub._socket.poll(WAIT * 1000), "so the hub finds the message and the probes' ends at once"
+        channel.flush()
+        assert hub.router._socket.poll(WAIT * 1000), "so the hub finds the message and the probes' ends at once"
         assert hear(hub, WAIT) == (0, Hello("here", 1))
         assert hear(hub, 0.2) is None, "the rank is alive"
         channel.close()

@@ -17,15 +17,16 @@ import zmq
 from hvd_async.algorithms.eager.messages import GradientReady, RoundTrigger, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
+from hvd_async.runtime.addresses import own_addresses, reachable
 from hvd_async.runtime.codec import encode
-from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.messages import Hello, Leaving
-from hvd_async.runtime.rendezvous import own_addresses, reachable, rendezvous
+from hvd_async.runtime.rendezvous import Control, rendezvous
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
+from tests.threads.prompt_channel import PromptChannel
 from tests.threads.workload import check_promises, plan, work
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class Wire:
     def connect(self, rank: int | None, keys: tuple[bytes, bytes] | None = None) -> ZmqChannel:
         mine = keys if rank is None else self.keys[rank]
         assert mine is not None
-        self.channels.append(ZmqChannel(CODEC, "127.0.0.1", self.hub.port, self.hub.public, mine))
+        self.channels.append(PromptChannel(CODEC, "127.0.0.1", self.hub.port, self.hub.public, mine))
         return self.channels[-1]
 
     def hear(self) -> Any:
@@ -100,7 +101,8 @@ def test_events_and_commands_travel_in_order():
         assert heard == [list(range(200))] * 2
         for round_ in range(200):
             for rank in range(2):
-                made.hub.send(rank, StartRound(0, 0, round_, None, RoundTrigger("why", 0, 1, 0.0, 0.0, 0.0)))
+                made.hub.send([rank], StartRound(0, 0, round_, None, RoundTrigger("why", 0, 1, 0.0, 0.0, 0.0)))
+        made.hub.flush()
         for channel in channels:
             commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
             assert [command.round for command in commands] == list(range(200))
@@ -128,7 +130,7 @@ def test_an_unknown_key_is_refused_and_never_heard():
 def test_a_server_with_another_key_is_not_trusted():
     with wire(1) as made:
         impostor, _ = zmq.curve_keypair()
-        channel = ZmqChannel(CODEC, "127.0.0.1", made.hub.port, impostor, made.keys[0])
+        channel = PromptChannel(CODEC, "127.0.0.1", made.hub.port, impostor, made.keys[0])
         made.channels.append(channel)
         channel.send(Hello("a", 1))
         assert made.hub.receive(0.3) is None
@@ -154,7 +156,7 @@ def test_garbage_from_a_rank_is_its_end_and_not_the_coordinators(garbage):
     """Dropping it would leave others to wait for ever for what it said."""
     with wire(2) as made:
         broken, honest = made.connect(0), made.connect(1)
-        broken._socket.send_multipart(garbage)
+        broken._uplink._socket.send_multipart(garbage)
         rank, gone = made.hear()
         assert rank == 0
         assert isinstance(gone, Gone)
@@ -168,7 +170,7 @@ def test_garbage_from_the_coordinator_is_its_end():
         channel = made.connect(0)
         channel.send(Hello("a", 1))
         made.hear()
-        made.hub._socket.send_multipart([made.hub._identities[0], b"garbage"])
+        made.hub.router._send(made.hub.router._identities[0], None, b"garbage")
         gone = until(lambda: channel.receive(WAIT))
         assert isinstance(gone, Gone)
         assert "cannot be read" in gone.reason
@@ -217,7 +219,7 @@ def test_strangers_that_only_knock_do_no_harm():
 def test_a_rank_that_connects_before_the_keys_are_known_is_let_in_then():
     hub = ZmqHub(CODEC)
     keys = zmq.curve_keypair()
-    channel = ZmqChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
+    channel = PromptChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
     channel.send(Hello("early", 1))
     assert hub.receive(0.1) is None
     hub.allow([keys[0]])
@@ -290,11 +292,11 @@ def test_whole_training_over_the_network(quorum):
     train = work(one)
 
     def live(collectives: Collectives) -> Any:
-        coordinators: list[Coordinator | None] = []
+        controls: list[Control] = []
 
         def connect() -> Channel:
-            channel, coordinator = rendezvous(collectives, FAMILIES)
-            coordinators.append(coordinator)
+            channel, own = rendezvous(collectives, FAMILIES)
+            controls.extend(own)
             return channel
 
         engine = Engine(collectives, connect)
@@ -302,9 +304,8 @@ def test_whole_training_over_the_network(quorum):
         with use_engine(engine):
             record = train(collectives.rank)
         engine.leave()
-        for coordinator in coordinators:
-            if coordinator is not None:
-                coordinator.join(WAIT)
+        for control in controls:
+            control.join(WAIT)
         return record
 
     check_promises(one, on_ranks(3, live))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from hvd_async.runtime import transport
+from hvd_async.runtime import sockets
 
 
 class Poller:
@@ -25,11 +25,13 @@ class Poller:
 )
 def test_less_than_a_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
     naps = [0.0]
-    monkeypatch.setattr(transport.time, "sleep", naps.append)
-    endpoint = transport._Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
+    monkeypatch.setattr(sockets.time, "sleep", naps.append)
+    endpoint = sockets.Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
+    sleeper = sockets.Sleeper(endpoint)
     try:
-        endpoint._poller = poller = Poller()
-        assert not endpoint._wait(timeout)
+        sleeper._poller = poller = Poller()
+        assert not sleeper.wait(timeout)
     finally:
-        endpoint._close()
+        sleeper.close()
+        endpoint.close()
     assert (sum(naps), poller.asked) == (slept, [milliseconds])

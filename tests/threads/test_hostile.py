@@ -70,8 +70,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import zmq
 from hvd_async.testing import CODEC
-from hvd_async.runtime import transport
-transport.HANDSHAKE_MS = 60_000
+from hvd_async.runtime import sockets
+sockets.HANDSHAKE_MS = 60_000
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 from hvd_async.runtime.messages import Hello
 WAIT = 10.0
@@ -85,6 +85,7 @@ def come(rank):
 
 def talk(rank):
     channels[rank].send(Hello("here", rank))
+    channels[rank].flush()
     for _ in range(1000):
         if (heard := hub.receive(WAIT)) is not None:
             assert heard == (rank, Hello("here", rank)), heard
@@ -168,17 +169,18 @@ def test_a_thousand_idle_connections_leave_rank_0_its_files():
 
 FLOOD = """
 import sys
+import msgspec
 from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.errors import EngineError
 from hvd_async.runtime.messages import Hello
 from hvd_async.algorithms.leader.messages import StepTaken
-from hvd_async.runtime.codec import encode
+from hvd_async.runtime.codec import encode, packed
 port, server, public, secret, count = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))
-event = encode(StepTaken(0, 1.0))
+event = packed([msgspec.Raw(encode(StepTaken(0, 1.0)))])
 for _ in range(int(count)):
-    channel._socket.send(event)
+    channel._uplink._socket.send(event)
 print("sent", flush=True)
 sys.stdin.read()
 """

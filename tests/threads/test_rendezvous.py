@@ -16,13 +16,15 @@ import zmq
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
+from hvd_async.runtime import addresses, time_limits
 from hvd_async.runtime import rendezvous as meeting
-from hvd_async.runtime import time_limits
+from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.interfaces import Channel
 from hvd_async.runtime.messages import Hello
-from hvd_async.runtime.rendezvous import reachable, rendezvous
+from hvd_async.runtime.rendezvous import rendezvous
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 from hvd_async.testing import CODEC
+from tests.threads.prompt_channel import PromptChannel
 from tests.threads.test_control import WAIT, on_ranks, until
 
 SILENT = [f"192.0.2.{number}" for number in range(1, 11)]
@@ -63,7 +65,7 @@ def test_the_best_address_is_taken_where_several_answer():
 def test_a_port_that_opens_late_is_found():
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))
-        attempts = meeting._Attempts.begin
+        attempts = addresses._Attempts.begin
         begun: list[float] = []
 
         def begin(self: Any, now: float) -> None:
@@ -73,7 +75,7 @@ def test_a_port_that_opens_late_is_found():
             attempts(self, now)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting._Attempts, "begin", begin)
+            patch.setattr(addresses._Attempts, "begin", begin)
             assert reachable(["127.0.0.1"], late.getsockname()[1], WAIT) == "127.0.0.1"
         assert len(begun) >= 5
 
@@ -108,7 +110,7 @@ def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
         hub.allow([public for public, _ in keys])
         for rank, address in enumerate(("::1", "127.0.0.1")):
             assert reachable([address], hub.port, WAIT) == address
-            channels.append(ZmqChannel(CODEC, address, hub.port, hub.public, keys[rank]))
+            channels.append(PromptChannel(CODEC, address, hub.port, hub.public, keys[rank]))
             channels[-1].send(Hello(address, rank))
             assert until(lambda: hub.receive(WAIT)) == (rank, Hello(address, rank))
     finally:
@@ -153,9 +155,9 @@ def test_addresses_of_both_kinds_are_known_the_better_ones_first(monkeypatch):
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert meeting.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1", "127.0.1.1", "127.0.0.1", "::1"]
+    assert addresses.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1", "127.0.1.1", "127.0.0.1", "::1"]
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "ib0")
-    assert meeting.own_addresses()[0] == "10.1.0.1"
+    assert addresses.own_addresses()[0] == "10.1.0.1"
 
 
 # -- versions and settings ------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
     def meet(collectives: Any) -> Any:
         if collectives.rank == 1:  # it tells its card, and never comes
             collectives.allgather_bytes(msgspec.msgpack.encode(meeting._Card(
-                zmq.curve_keypair()[0], "away", b"", 0, [], meeting._place(), meeting.hvd_async.__version__)),
+                zmq.curve_keypair()[0], "away", b"", 0, [], meeting.machine(), meeting.hvd_async.__version__)),
                 "hvd_async.rendezvous")  # fmt: skip
             return None
         return rendezvous(collectives, FAMILIES)

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hvd_async.runtime.interfaces import Gone
 port, server, public, secret = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()), "first")
 channel.send(Hello("there", 1))
+channel.flush()
 print("said hello", flush=True)
 while not isinstance(told := channel.receive(60.0), Gone):
     if isinstance(told, CallRoll):
@@ -129,8 +130,8 @@ class Stage:
         self.sent: list[tuple[int, Command]] = []
         self.coordinator = Coordinator(self, FAMILIES, ["a", "b", "c"], dead_after=20.0, clock=lambda: self._now)
 
-    def send(self, rank: int, command: Command) -> None:
-        self.sent.append((rank, command))
+    def send(self, ranks: Sequence[int], command: Command) -> None:
+        self.sent += [(rank, command) for rank in ranks]
 
     def receive(self, timeout: float | None) -> tuple[int, Any] | None:
         assert timeout is not None
@@ -150,7 +151,7 @@ class Stage:
 
     def verdict(self) -> tuple[float, Command]:
         """What rank 0 hears last, and when."""
-        self.coordinator._run()
+        self.coordinator.run()
         return self._now, [command for rank, command in self.sent if rank == 0][-1]
 
 

@@ -50,11 +50,11 @@ class Stage:
 
     def run(self) -> list[Command]:
         """What rank 0 has heard when nobody has more to say; an error of the coordinator is raised."""
-        self.coordinator._run()
+        self.coordinator.run()
         return self.heard
 
-    def send(self, rank: int, command: Command) -> None:
-        if rank != HONEST:
+    def send(self, ranks: Sequence[int], command: Command) -> None:
+        if HONEST not in ranks:
             return
         self.heard.append(command)
         if isinstance(command, CallRoll):

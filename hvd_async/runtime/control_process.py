@@ -1,0 +1,222 @@
+"""The coordinator, or a relay, in a process of its own beside a rank: neither that rank's interpreter lock nor its
+computation delays the others' messages, and it outlives the rank to say how it ended.
+
+``python -m hvd_async.runtime.control_process coordinator`` (or ``relay``) tells on its standard output where it can be
+reached, and gets on its standard input what else it has to know. The end of its standard input is that of its rank: it
+comes to its end by itself, in a limited time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+import zmq
+
+from hvd_async.errors import EngineError
+from hvd_async.runtime import time_limits
+from hvd_async.runtime.addresses import reachable
+from hvd_async.runtime.codec import Codec
+from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.relay import Relay
+from hvd_async.runtime.relay_tree import Child
+from hvd_async.runtime.router import Router
+from hvd_async.runtime.transport import Uplink, ZmqHub
+
+T = TypeVar("T")
+REGISTRY = "hvd_async.algorithms.registry"
+"""Where the process finds the families of algorithms. (The runtime knows none.)"""
+SPARE = 15.0
+"""Seconds that a process may take longer than the ranks have to answer, once its own rank has gone."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Launchers send these to all processes of a job: ranks may save a checkpoint then, for which they need this one."""
+
+
+class Door(msgspec.Struct, frozen=True):
+    """How a process can be reached.
+
+    Attributes:
+        public: its CURVE public key (Z85) to those below.
+        port: the TCP port for these.
+        upward: its CURVE public key to those above; empty of the coordinator.
+    """
+
+    public: bytes
+    port: int
+    upward: bytes = b""
+
+
+class Above(msgspec.Struct, frozen=True):
+    """How those above a relay can be reached: addresses, port, and public key (Z85)."""
+
+    addresses: list[str]
+    port: int
+    public: bytes
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process has to know.
+
+    Attributes:
+        children: who may connect.
+        keys: their public keys (Z85), in the same order.
+        local: whether all of them are on this machine.
+        hosts: of all ranks, in order; of the coordinator only.
+        above: of a relay.
+    """
+
+    children: list[Child]
+    keys: list[bytes]
+    local: bool
+    hosts: list[str] = []
+    above: Above | None = None
+
+
+class ControlProcess:
+    """A coordinator's, or a relay's, process, as its rank sees it.
+
+    Args:
+        role: "coordinator" or "relay".
+
+    Attributes:
+        door: where it can be reached.
+
+    Raises:
+        EngineError: it could not be started.
+    """
+
+    def __init__(self, role: str) -> None:
+        command = [sys.executable, "-m", __name__, role, REGISTRY]
+        package = str(Path(__file__).resolve().parents[2])
+        found = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": found}
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            door = _read(output, Door)
+        if door is None:
+            raise EngineError(
+                f"the {role}'s process ended before it had begun (status {self._process.wait()}; what it said is on "
+                f"stderr): {' '.join(command)}. HVD_ASYNC_RELAYS_FROM=0 does without."
+            )
+        self.door = door
+
+    def begin(self, setup: Setup) -> ControlProcess:
+        """Give it what it has to know."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: ranks will find nobody there
+            _write(self._process.stdin, setup)
+        return self
+
+    def join(self, timeout: float) -> None:
+        """Wait until it has come to its end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+    def stop(self, timeout: float = 0.0) -> None:
+        """Let go of it: it ends by itself, when all ranks have, or after a while.
+
+        Args:
+            timeout: seconds to wait for it.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self.join(timeout)
+
+    def close(self) -> None:
+        """End it before it has begun."""
+        self.stop()
+
+
+def _write(stream: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: IO[bytes], kind: type[T]) -> T | None:
+    """The next message; None if the stream ends first."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    (length,) = struct.unpack("<Q", head)
+    data = stream.read(length)
+    return msgspec.msgpack.decode(data, type=kind) if len(data) == length else None
+
+
+# -- in the process -------------------------------------------------------------------------------------------
+
+
+def _at_end_of(stream: IO[bytes]) -> None:
+    """End this process some time after its rank has gone."""
+
+    def watch() -> None:
+        stream.read()
+        ended = threading.Event()
+        ended.wait(time_limits.dead_after() + SPARE)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _coordinate(talk: IO[bytes], registry: str) -> None:
+    families = importlib.import_module(registry).FAMILIES
+    hub = ZmqHub(Codec(families))
+    _write(talk, Door(hub.public, hub.port))
+    setup = _read(sys.stdin.buffer, Setup)
+    if setup is None:
+        hub.close()
+        return
+    _at_end_of(sys.stdin.buffer)
+    hub.allow(setup.keys, setup.local, setup.children)
+    limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
+    coordinator = Coordinator(hub, families, setup.hosts, *limits)
+    coordinator.run()
+
+
+def _relay(talk: IO[bytes]) -> None:
+    router, keys = Router(), zmq.curve_keypair()
+    _write(talk, Door(router.public, router.port, keys[0]))
+    setup = _read(sys.stdin.buffer, Setup)
+    if setup is None or setup.above is None:
+        router.close()
+        return
+    _at_end_of(sys.stdin.buffer)
+    router.allow(setup.children, setup.keys, setup.local)
+    above = setup.above
+    whose = "what a relay is to reach, the coordinator on rank 0 or a relay of another host,"
+    address = reachable(above.addresses, above.port, time_limits.connect_timeout(), whose)
+    Relay(router, Uplink(address, above.port, above.public, keys)).run()
+
+
+def main(role: str, registry: str) -> None:
+    """Be a coordinator or a relay.
+
+    Args:
+        role: "coordinator" or "relay".
+        registry: the module with the families of algorithms.
+    """
+    for ignored in IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    with os.fdopen(os.dup(1), "wb") as talk:
+        os.dup2(2, 1)  # whatever else is printed goes where people look
+        if role == "coordinator":
+            _coordinate(talk, registry)
+        else:
+            _relay(talk)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

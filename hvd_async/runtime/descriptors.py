@@ -1,0 +1,39 @@
+"""Are there file descriptors enough for all connections? Looked at when a job starts.
+
+A leaf module.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+EACH = 2
+"""Descriptors for a connection from below: its own, and one while it tries several addresses."""
+SPARE = 128
+"""For what else ZeroMQ and Python open."""
+
+
+def shortage(connections: int) -> str:
+    """Return what is wrong, and what mends it, if this process may not open so many connections; else nothing.
+
+    A soft limit that is too low is raised, as far as the hard one lets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _open_now() + EACH * connections + SPARE
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return ""
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return ""
+    return (
+        f"{connections} connections to this host need {needed} file descriptors, and it allows {hard}: raise the limit "
+        f"there (ulimit -Hn {needed}; LimitNOFILE= of the service that starts jobs; docs/clusters.md)"
+    )
+
+
+def _open_now() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # (not Linux)
+        return 0

@@ -1,0 +1,159 @@
+"""ZeroMQ sockets of the control plane: encrypted by CURVE, bounded, watched by a monitor, polled by the system.
+
+A connection that ends (a killed process closes it at once; a frozen host or a cut link is found by ZeroMQ's own
+heartbeats) is told by the monitor: ZeroMQ's I/O thread answers heartbeats by itself, so a rank that is merely slow, or
+holds Python's interpreter lock for long, is never taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from hvd_async.runtime import time_limits
+
+READABLE = int(zmq.POLLIN)
+LINGER_MS = 2_000
+LONGEST_SILENCE = 86_400.0
+"""Seconds; ZeroMQ counts milliseconds in 32 bits."""
+LARGEST = 16 << 20
+"""Bytes of a message: those that open a model have some 100 for each of its parameters, all others are small."""
+HANDSHAKE_MS = 15_000
+"""Who has not shown its key by then is put out."""
+MOST_UNREAD = 1 << 16
+"""Messages of one connection; it is not listened to, not even to its heartbeats, until some of them have been read."""
+
+
+class Waker:
+    """Lets any thread end a poll: a socket pair, of which one end is polled."""
+
+    def __init__(self) -> None:
+        self.receiver, self._sender = socket.socketpair()
+        self.receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def wake(self) -> None:
+        """End the poll that is under way, or the next one."""
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody sleeps
+            self._sender.send(b"!")
+
+    def clear(self) -> None:
+        """Forget what has woken it."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self.receiver.recv(4096)  # (whatever is left ends the next poll)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.receiver.close()
+        self._sender.close()
+
+
+class Endpoint:
+    """A socket and the monitor that tells of its connections.
+
+    Args:
+        kind: ZeroMQ's type of the socket.
+        watched: events of connections that the monitor tells.
+        context: to share its I/O thread; else the endpoint has one of its own.
+    """
+
+    def __init__(self, kind: int, watched: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self._own_context = context is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
+        self._socket = _made(self._context, kind)
+        self._monitor = self._socket.get_monitor_socket(watched)
+        self.closed = False
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What a poll looks at. They only say that something has changed since the sockets were last used."""
+        return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+
+    def is_readable(self) -> bool:
+        """Whether the socket has something to read, or the monitor something to tell."""
+        return _readable(self._socket) or _readable(self._monitor)
+
+    def monitored(self) -> Iterator[tuple[int, int]]:
+        """Yield the monitor's events that are there: (event, value)."""
+        while _readable(self._monitor):
+            told = recv_monitor_message(self._monitor)
+            yield told["event"], told["value"]
+
+    def close(self, linger: int | None = None) -> None:
+        """Close it; calling it again does nothing.
+
+        Args:
+            linger: milliseconds that what was not sent yet may take; None: two seconds.
+        """
+        if not self.closed:
+            self.closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger)
+            if self._own_context:
+                self._context.term()
+
+
+class Sleeper:
+    """Waits until an endpoint may have something, or another thread wakes it.
+
+    The poll is the system's: ZeroMQ's own looks at each socket four times, and wakes up cold. A descriptor of ZeroMQ's
+    says nothing of what was there before its socket was last used; so before each sleep the sockets are asked.
+    """
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self._endpoints = endpoints
+        self._waker = Waker()
+        self._poller = select.poll()
+        woken = self._waker.receiver.fileno()
+        for descriptor in (woken, *(one for endpoint in endpoints for one in endpoint.descriptors)):
+            self._poller.register(descriptor, select.POLLIN)
+        self._woken = (woken, select.POLLIN)
+        """The poll's entry for the waker, when something has woken it."""
+
+    def wake(self) -> None:
+        """From any thread: end the wait that is under way, or the next one."""
+        self._waker.wake()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
+        if any(endpoint.is_readable() for endpoint in self._endpoints):
+            return True
+        if timeout is not None and 0 < timeout < 0.001:  # the system counts in whole milliseconds
+            time.sleep(timeout)
+            timeout = 0.0
+        milliseconds = None if timeout is None else max(0, round(timeout * 1000 + 0.499))
+        ready = self._poller.poll(milliseconds)
+        if self._woken in ready:
+            self._waker.clear()
+            return len(ready) > 1
+        return bool(ready)
+
+    def close(self) -> None:
+        """Close the waker."""
+        self._waker.close()
+
+
+def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.linger = LINGER_MS
+    made.sndhwm = 0  # never drop: what is on its way is bounded by the protocol
+    made.rcvhwm = MOST_UNREAD
+    made.setsockopt(zmq.MAXMSGSIZE, LARGEST)
+    made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    # Silence shows by a heartbeat that is not answered, so the interval until it is sent counts too.
+    silence_ms = min(time_limits.dead_after(), LONGEST_SILENCE) * 1000
+    made.setsockopt(zmq.HEARTBEAT_IVL, round(silence_ms / 5))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_ms * 4 / 5))
+    return made
+
+
+def _readable(asked: zmq.Socket[bytes]) -> bool:
+    """Whether a socket has something to read."""
+    return bool(int(asked.get(zmq.EVENTS)) & READABLE)
