@@ -343,8 +343,8 @@ def main() -> int:
         "--elastic",
         type=Path,
         metavar="FILE",
-        help="an elastic job: horovodrun with a discovery script that prints FILE, lines of ADDRESS:SLOTS. There, in the "
-        "first --np lines, are the hosts that begin; the others stay in FILE.spare, and may be added",
+        help="an elastic job: horovodrun with a discovery script that prints FILE, lines of ADDRESS:SLOTS. There, in "
+        "the first --np lines, are the hosts that begin; the others stay in FILE.spare, and may be added",
     )
     parser.add_argument("--np", type=int, default=2, metavar="N", help="hosts that begin an elastic job (default: 2)")
     parser.add_argument("--clean", action="store_true", help="only remove what runs have left behind that were killed")

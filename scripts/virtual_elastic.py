@@ -19,16 +19,18 @@ while [ $# -gt 2 ]; do shift; done
 export {CLUSTER}={pid}
 name="{tag}-$((${{1##*.}} - 2))"
 ip netns exec "$name" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' "$name" "$2" &
-# as with ServerAliveInterval: what has ended on a host is not known while its link is down, and no longer waited for then
+# As with ServerAliveInterval: while a link is down it is not known what has ended there, and soon not waited for.
+heard=$(date +%s)
 silent=0
 while kill -0 $! 2>/dev/null || [ $silent -gt 0 ]; do
   sleep 0.2
-  if ip -brief link show "$name" | grep -q -w DOWN; then silent=$((silent + 1)); else silent=0; fi
-  [ $silent -lt {checks} ] || exit 255
+  ip -brief link show "$name" | grep -q -w DOWN || heard=$(date +%s)
+  silent=$(($(date +%s) - heard))
+  [ $silent -lt {SSH_GIVES_UP} ] || exit 255
 done
 wait $!
 """
-SSH_GIVES_UP = 7.0
+SSH_GIVES_UP = 7
 """Seconds of silence after which ``horovodrun``'s ssh does, as ``scripts/install_horovod.sh`` builds it."""
 CLUSTER = "VIRTUAL_CLUSTER"
 """In a rank's environment: the process in whose network namespace are the hosts' links. A link has its host's name."""
@@ -53,8 +55,8 @@ def run_elastic(cluster: Cluster, command: Sequence[str], file: Path, begin: int
     file.with_name(f"{file.name}.spare").write_text("".join(lines[begin:]))
     with tempfile.TemporaryDirectory(prefix="hvd_async_virtual_") as name:
         folder = Path(name)
-        checks = round(SSH_GIVES_UP / 0.2)
-        ssh = SSH.format(tag=cluster.bridge.rpartition("-")[0], pid=os.getpid(), CLUSTER=CLUSTER, checks=checks)
+        tag = cluster.bridge.rpartition("-")[0]
+        ssh = SSH.format(tag=tag, pid=os.getpid(), CLUSTER=CLUSTER, SSH_GIVES_UP=SSH_GIVES_UP)
         discover = _script(folder / "discover", f"#!/bin/sh\ncat {file.resolve()}\n")
         _script(folder / "ssh", ssh)
         most = len(lines) * per_host

@@ -35,6 +35,7 @@ from hvd_async.runtime.transport import Uplink, ZmqHub
 T = TypeVar("T")
 REGISTRY = "hvd_async.algorithms.registry"
 """Where the process finds the families of algorithms. (The runtime knows none.)"""
+STDIN = 0
 SPARE = 15.0
 """Seconds that a process may take longer than the ranks have to answer, once its own rank has gone."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -159,27 +160,33 @@ def _read(stream: IO[bytes], kind: type[T]) -> T | None:
 # -- in the process -------------------------------------------------------------------------------------------
 
 
-def _at_end_of(stream: IO[bytes]) -> None:
-    """End this process some time after its rank has gone."""
+def _end_after_rank() -> None:
+    """End this process some time after its rank has gone, if it has not come to its end before."""
 
     def watch() -> None:
-        stream.read()
-        ended = threading.Event()
-        ended.wait(time_limits.dead_after() + SPARE)
+        while os.read(STDIN, 1):  # (not by ``sys.stdin``: its lock would be held when the interpreter ends)
+            pass
+        threading.Event().wait(time_limits.dead_after() + SPARE)
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _told() -> Setup | None:
+    """What the rank has to say; None if it has gone before."""
+    with os.fdopen(os.dup(STDIN), "rb") as stream:
+        return _read(stream, Setup)
 
 
 def _coordinate(talk: IO[bytes], registry: str) -> None:
     families = importlib.import_module(registry).FAMILIES
     hub = ZmqHub(Codec(families))
     _write(talk, Door(hub.public, hub.port))
-    setup = _read(sys.stdin.buffer, Setup)
+    setup = _told()
     if setup is None:
         hub.close()
         return
-    _at_end_of(sys.stdin.buffer)
+    _end_after_rank()
     hub.allow(setup.keys, setup.local, setup.children)
     limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
     coordinator = Coordinator(hub, families, setup.hosts, *limits)
@@ -189,11 +196,11 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
 def _relay(talk: IO[bytes]) -> None:
     router, keys = Router(), zmq.curve_keypair()
     _write(talk, Door(router.public, router.port, keys[0]))
-    setup = _read(sys.stdin.buffer, Setup)
+    setup = _told()
     if setup is None or setup.above is None:
         router.close()
         return
-    _at_end_of(sys.stdin.buffer)
+    _end_after_rank()
     router.allow(setup.children, setup.keys, setup.local)
     above = setup.above
     whose = "what a relay is to reach, the coordinator on rank 0 or a relay of another host,"

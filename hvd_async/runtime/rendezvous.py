@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 import hvd_async
-from hvd_async.errors import EngineError, ranks_text
+from hvd_async.errors import EngineError, RankLostError, ranks_text
 from hvd_async.runtime import relay_tree, time_limits
 from hvd_async.runtime.addresses import own_addresses, reachable
 from hvd_async.runtime.codec import Codec
@@ -164,7 +164,13 @@ def _connected(
     if (owner := tree.parent(collectives.rank)) is not None:
         relay = f"rank {owner} on host {cards[owner].host}"
     whose = f"the relay beside {relay}" if relay else "the coordinator on rank 0"
-    address = reachable(above.addresses, above.port, limit, whose)
+    try:
+        address = reachable(above.addresses, above.port, limit, whose)
+    except EngineError as error:
+        if not time_limits.in_elastic_job():
+            raise
+        lost = owner or 0  # it was there for the allgather: it is taken for dead, and the others go on
+        raise RankLostError(lost, cards[lost].host, f"died since the ranks have met: {error}") from error
     first = cards[0]
     channel = ZmqChannel(codec, address, above.port, above.public, keys, first.host, relay)
     with contextlib.ExitStack() as undo:

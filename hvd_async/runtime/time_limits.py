@@ -33,8 +33,9 @@ def warn_after() -> float:
 
 
 def connect_timeout() -> float:
-    """Seconds from when all ranks have met by Horovod until all must have reached the coordinator."""
-    return seconds("HVD_ASYNC_CONNECT_TIMEOUT", 60.0)
+    """Seconds from when all ranks have met by Horovod until all must have reached the coordinator; few in an elastic
+    job, where one that was only slow joins the others again."""
+    return seconds("HVD_ASYNC_CONNECT_TIMEOUT", dead_after() if in_elastic_job() else 60.0)
 
 
 def dead_after() -> float:

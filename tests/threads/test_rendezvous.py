@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from hvd_async.algorithms.registry import FAMILIES
-from hvd_async.errors import EngineError
+from hvd_async.errors import EngineError, RankLostError
 from hvd_async.runtime import addresses, time_limits
 from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.addresses import reachable
@@ -238,3 +238,25 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
 
     outcome = on_ranks(2, meet)[0]
     assert "rank 1 on host away did not connect within 0.3 s" in str(outcome)
+
+
+def test_a_coordinator_that_has_died_since_the_ranks_met_is_lost_in_an_elastic_job(monkeypatch):
+    """As of a rank that has died: the others go on without it. Elsewhere the address may be wrong, and the error says
+    how to name another."""
+    monkeypatch.setenv("HVD_ASYNC_CONNECT_TIMEOUT", "0.3")
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+
+    def meet(collectives: Any) -> Any:
+        if collectives.rank == 0:  # it tells its card, and dies
+            card = meeting._Card(b"k", "away", b"s", port, ["127.0.0.1"], "p", meeting.hvd_async.__version__)
+            return collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
+        return rendezvous(collectives, FAMILIES)
+
+    assert isinstance(on_ranks(2, meet)[1], EngineError)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    lost = on_ranks(2, meet)[1]
+    assert isinstance(lost, RankLostError)
+    assert (lost.rank, lost.host) == (0, "away")
+    assert "HVD_ASYNC_ADDRESS" in str(lost)

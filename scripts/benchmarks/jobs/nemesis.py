@@ -26,12 +26,13 @@ from virtual_elastic import SSH_GIVES_UP
 from ..support.digits import FOLDER
 from ..support.nemesis import (
     COLUMNS,
+    CUTS,
     EAGER,
     FAST,
     IN_A_RESET,
+    LOSSES,
     SLOTS,
     SOMETIMES,
-    STOPS,
     Schedule,
     Trouble,
     points_of,
@@ -130,10 +131,7 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "cut":
                 if on_a_virtual_host():
-                    seconds = STOPS[trouble.victim % len(STOPS)]
-                    if seconds > SSH_GIVES_UP:  # Horovod lets the host in no more
-                        (self._folder / f"dead.{self._host}").touch()
-                    cut_link(seconds)
+                    cut_link(self._cut_seconds(trouble))
                 else:
                     cut_off()
             case "join":
@@ -142,6 +140,18 @@ class Rank:
                 self._hosts.change(gone=self._host)
             case "slow disk":
                 self._disk = trouble.seconds
+
+    def _cut_seconds(self, trouble: Trouble) -> float:
+        """How long a virtual host's link is cut; not so long that a schedule takes more ranks away than it may."""
+        seconds = CUTS[trouble.victim % len(CUTS)]
+        if seconds > SSH_GIVES_UP:
+            taken = sum(one.action in ("kill", "leave") for one in self._schedule.troubles)
+            with contextlib.suppress(FileExistsError), (self._folder / f"lost.{self._number}").open("x"):
+                if taken < LOSSES:
+                    (self._folder / f"dead.{self._host}").touch()  # Horovod lets the host in no more
+                    return seconds
+            return CUTS[0]
+        return seconds
 
     @property
     def _quiet(self) -> bool:

@@ -31,6 +31,10 @@ STOPS = (0.3, 2.0, 11.0)
 """Seconds for which a process stands still: two that all bear, one that is taken for a death."""
 
 
+CUTS = (0.3, 2.0, 20.0)
+"""Seconds for which a virtual host's link is cut: two that all bear, one after which Horovod has given the host up."""
+
+
 @dataclass(frozen=True)
 class Trouble:
     """One event.

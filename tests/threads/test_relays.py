@@ -1,0 +1,280 @@
+"""Relays and the coordinator's process, for real: ZeroMQ with CURVE, processes, whole engine lives by way of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from hvd_async.algorithms.eager.messages import GradientReady
+from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime import addresses, control_process, descriptors, relay_tree
+from hvd_async.runtime import rendezvous as meeting
+from hvd_async.runtime.control_process import ControlProcess, Setup
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Channel, Collectives, Gone
+from hvd_async.runtime.lifecycle import use_engine
+from hvd_async.runtime.messages import CallRoll, CountCommits, Hello, Welcome
+from hvd_async.runtime.relay import Relay
+from hvd_async.runtime.relay_tree import Child
+from hvd_async.runtime.rendezvous import Control, rendezvous
+from hvd_async.runtime.router import CUT_OFF, DIED, Router
+from hvd_async.runtime.transport import Uplink, ZmqHub
+from hvd_async.testing import CODEC
+from tests.threads.prompt_channel import PromptChannel
+from tests.threads.test_control import WAIT, on_ranks, until
+from tests.threads.workload import check_promises, plan, work
+
+HERE = "127.0.0.1"
+
+
+class Below:
+    """A coordinator's end with rank 0, and a relay in a thread with ranks 1 to 3."""
+
+    def __init__(self) -> None:
+        self.hub, self.router = ZmqHub(CODEC), Router()
+        self.keys = [zmq.curve_keypair() for _ in range(4)]
+        own = zmq.curve_keypair()
+        children = [Child(0, (0,), False), Child(1, (1, 2, 3), True)]
+        self.hub.allow([self.keys[0][0], own[0]], children=children)
+        self.router.allow([Child(rank, (rank,), False) for rank in (1, 2, 3)], [key for key, _ in self.keys[1:]])
+        self.relay = Relay(self.router, Uplink(HERE, self.hub.port, self.hub.public, own))
+        self.thread = threading.Thread(target=self.relay.run)
+        self.thread.start()
+        self.channels = [self.connect(rank) for rank in range(4)]
+
+    def connect(self, rank: int) -> PromptChannel:
+        above: Any = self.router if rank else self.hub
+        relay = "rank 1 on host b" if rank else ""
+        return PromptChannel(CODEC, HERE, above.port, above.public, self.keys[rank], "a", relay)
+
+    def hear(self) -> Any:
+        """The hub's next event, which must come."""
+        return until(lambda: self.hub.receive(WAIT))
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        self.hub.close()
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def below() -> Iterator[Below]:
+    made = Below()
+    yield made
+    made.close()
+
+
+def say_hello(made: Below) -> None:
+    for rank, channel in enumerate(made.channels):
+        channel.send(Hello("h", rank))
+    assert sorted(made.hear()[0] for _ in range(4)) == [0, 1, 2, 3]
+
+
+def test_events_come_by_a_relay_in_each_ranks_order(below):
+    say_hello(below)
+    for step in range(100):
+        for channel in below.channels:
+            channel.send(GradientReady(0, 0, step))
+    heard: list[list[int]] = [[] for _ in range(4)]
+    for _ in range(400):
+        rank, event = below.hear()
+        heard[rank].append(event.step)
+    assert heard == [[*range(100)]] * 4
+
+
+def test_commands_for_all_and_for_some(below):
+    say_hello(below)
+    below.hub.send(range(4), Welcome())
+    below.hub.send([0, 2], CallRoll())
+    below.hub.send([3], CountCommits())
+    below.hub.send(range(4), Welcome())
+    below.hub.flush()
+    wanted = [[CallRoll()], [], [CallRoll()], [CountCommits()]]
+    for channel, own in zip(below.channels, wanted, strict=True):
+        got = [until(lambda c=channel: c.receive(WAIT)) for _ in range(2 + len(own))]  # type: ignore[misc]
+        assert got == [Welcome(), *own, Welcome()]
+
+
+def test_a_rank_behind_a_relay_that_dies_is_gone_after_all_it_said(below):
+    say_hello(below)
+    for step in range(20):
+        below.channels[2].send(GradientReady(0, 0, step))
+    below.channels[2].close()
+    assert [below.hear() for _ in range(20)] == [(2, GradientReady(0, 0, step)) for step in range(20)]
+    assert below.hear() == (2, Gone(DIED))
+
+
+def test_a_relay_that_ends_is_the_end_of_its_owner_and_of_those_behind_it(below):
+    say_hello(below)
+    below.relay._uplink._refused = False  # as if its connection upward had ended
+    below.relay._sleeper.wake()
+    assert [below.hear() for _ in range(3)] == [(1, Gone(DIED)), (2, Gone(CUT_OFF)), (3, Gone(CUT_OFF))]
+    gone = until(lambda: below.channels[3].receive(WAIT))
+    assert isinstance(gone, Gone)
+    assert "or it was the relay beside rank 1 on host b" in gone.reason
+
+
+def test_a_relay_speaks_for_those_behind_it_only():
+    hub, keys, own = ZmqHub(CODEC), zmq.curve_keypair(), zmq.curve_keypair()
+    hub.allow([keys[0], own[0]], children=[Child(0, (0,), False), Child(1, (1, 2), True)])
+    uplink = Uplink(HERE, hub.port, hub.public, own)
+    try:
+        uplink.send(b"\x91\x93\x91\x00\xc4\x01\x90\xa0")  # rank 0: no events
+        rank, gone = until(lambda: hub.receive(WAIT))
+        assert rank == 1
+        assert "messages of ranks [0] that are not behind it" in gone.reason
+        uplink.send(b"garbage")
+        rank, gone = until(lambda: hub.receive(WAIT))
+        assert rank == 1
+        assert "cannot be read" in gone.reason
+    finally:
+        uplink.close()
+        hub.close()
+
+
+# -- processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, which are threads here, are on a machine two by two; all jobs are large."""
+    monkeypatch.setenv("HVD_ASYNC_RELAYS_FROM", "1")
+    monkeypatch.setattr(meeting, "machine", lambda: f"host {int(threading.current_thread().name[-1]) // 2}")
+
+
+def live_once(collectives: Collectives, train: Any) -> Any:
+    """A rank's training, from its rendezvous to its end."""
+    name = threading.current_thread().name
+    controls: list[Control] = []
+
+    def connect() -> Channel:
+        threading.current_thread().name = name  # (of the engine: it tells the machine)
+        channel, own = rendezvous(collectives, FAMILIES)
+        controls.extend(own)
+        return channel
+
+    engine = Engine(collectives, connect)
+    engine.start()
+    with use_engine(engine):
+        record = train(collectives.rank)
+    engine.leave()
+    for control in controls:
+        control.join(WAIT)
+        control.stop()
+    return record
+
+
+def descendants() -> list[psutil.Process]:
+    """Control processes of this process that are alive."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "control_process" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("fan_out", [256, 2])
+def test_whole_training_by_way_of_relays(monkeypatch, hosts_of_two, fan_out):
+    """With relays on three of four hosts; and with one of these above another."""
+    monkeypatch.setattr(relay_tree.plan, "__defaults__", (fan_out,))
+    one = plan("solo", 2, [6, 4, 6, 5, 6, 6, 6, 6], slow=2, buckets=2)
+    train = work(one)
+    check_promises(one, on_ranks(8, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]
+    assert descendants() == []
+
+
+@pytest.mark.parametrize("victim", ["coordinator", "relay"])
+def test_a_control_process_that_dies_is_named(hosts_of_two, victim):
+    """As of its rank; by whoever can still be told."""
+    killed = threading.Event()
+    controls: list[Control] = []
+
+    def live(collectives: Collectives) -> str:
+        name = threading.current_thread().name
+
+        def connect() -> Channel:
+            threading.current_thread().name = name
+            channel, own = rendezvous(collectives, FAMILIES)
+            controls.extend(own)
+            return channel
+
+        engine = Engine(collectives, connect)
+        engine.start()
+        engine.wait(lambda: engine._channel is not None)
+        if collectives.rank == 0:
+            (found,) = [one for one in descendants() if one.cmdline()[-2] == victim]
+            os.kill(found.pid, signal.SIGKILL)
+            killed.set()
+        assert killed.wait(WAIT)
+        with contextlib.suppress(Exception):
+            engine.wait(lambda: False)
+        engine.stop()
+        return str(engine.failure)
+
+    told = on_ranks(4, live)
+    for control in controls:
+        control.join(WAIT)
+        control.stop()
+    assert descendants() == []
+    if victim == "coordinator":
+        assert all(
+            "rank 0 on host" in str(one) and "the connection to the coordinator ended" in str(one) for one in told
+        )
+    else:
+        assert all("rank 2 on host" in str(one) and DIED in str(one) for one in told[:2]), told
+        assert all("the relay beside rank 2" in str(one) for one in told[2:]), told
+
+
+def test_a_control_process_that_is_not_needed_ends():
+    process = ControlProcess("relay")
+    process.close()
+    process.join(WAIT)
+    assert process._process.poll() == 0
+
+
+def test_a_control_process_ignores_what_launchers_send_to_all(monkeypatch):
+    process = ControlProcess("coordinator")
+    for number in control_process.IGNORED:
+        os.kill(process._process.pid, number)
+    key = zmq.curve_keypair()[0]
+    process.begin(Setup([Child(0, (0,), False)], [key], True, ["here"]))
+    assert process._process.poll() is None
+    monkeypatch.setattr(process, "join", lambda timeout: None)
+    process.stop()
+    process._process.kill()
+    assert process._process.wait() == -signal.SIGKILL  # it was still there
+
+
+def test_a_control_process_that_cannot_start_says_so(monkeypatch):
+    monkeypatch.setattr(control_process, "REGISTRY", "no.such.module")
+    with pytest.raises(meeting.EngineError, match=r"the coordinator's process ended before it had begun \(status 1"):
+        ControlProcess("coordinator")
+
+
+def test_too_few_descriptors_are_told_by_all_ranks_with_the_number_that_is_needed(monkeypatch):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (60, 120))
+    told = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all("rank 0 on host" in str(one) and "2 connections to this host need" in str(one) for one in told), told
+    assert all("ulimit -Hn" in str(one) for one in told)
+
+
+def test_a_soft_limit_on_descriptors_is_raised(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (100, 100_000))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert descriptors.shortage(5000) == ""
+    ((soft, hard),) = asked
+    assert (soft > 10_000, hard) == (True, 100_000)
+
+
+def test_a_relays_addresses_are_its_own(monkeypatch):
+    monkeypatch.setenv("HVD_ASYNC_ADDRESS", "10.9.9.9")
+    assert addresses.own_addresses() == ["10.9.9.9"]
+    assert "10.9.9.9" not in addresses.own_addresses(told=False)
