@@ -19,14 +19,14 @@ import hvd_async
 from hvd_async.errors import EngineError, RankLostError, ranks_text
 from hvd_async.runtime import relay_tree, time_limits
 from hvd_async.runtime.addresses import own_addresses, reachable
+from hvd_async.runtime.cards import Card, RelayCard, above_of, relay_setup_of, setup_of
 from hvd_async.runtime.codec import Codec
-from hvd_async.runtime.control_process import Above, ControlProcess, Door, Setup
+from hvd_async.runtime.control_process import ControlProcess, Door, Setup
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.failure_causes import error_of
 from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
-from hvd_async.runtime.listener import LOOPBACK
 from hvd_async.runtime.messages import Hello, JobFailed, RankLost, Welcome
 from hvd_async.runtime.relay_tree import Tree
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
@@ -51,32 +51,6 @@ class Meeting(NamedTuple):
 
     channel: Channel
     controls: tuple[Control, ...]
-
-
-class _Card(msgspec.Struct, frozen=True):
-    """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
-
-    ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
-    the first one did not tell. ``problem``: why this rank cannot go on.
-    """
-
-    public: bytes
-    host: str
-    server: bytes
-    port: int
-    addresses: list[str]
-    place: str = ""
-    version: str = "an early one"
-    problem: str = ""
-
-
-class _RelayCard(msgspec.Struct, frozen=True):
-    """How a rank's relay can be reached; ``door`` is None where it has none. ``problem``: why it could not be started,
-    or the coordinator cannot serve so many."""
-
-    door: Door | None
-    addresses: list[str]
-    problem: str = ""
 
 
 class _Server(Protocol):
@@ -130,16 +104,16 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         places = [card.place or f"rank {rank}" for rank, card in enumerate(cards)]
         tree = relay_tree.plan(places) if large else relay_tree.direct(len(cards))
         controls: list[Control] = []
-        relays: list[_RelayCard] = []
+        relays: list[RelayCard] = []
         if tree.relays:
             relay = ControlProcess("relay") if collectives.rank in tree.relays else None
             if relay is not None:
                 undo.callback(relay.close)
             relays = _exchange_relays(collectives, relay, tree)
             if relay is not None:
-                controls.append(relay.begin(_relay_setup(collectives.rank, tree, cards, relays, places)))
+                controls.append(relay.begin(relay_setup_of(collectives.rank, tree, cards, relays, places)))
         if server is not None:
-            controls.append(server.begin(_setup(tree.root, cards, relays, places, places[0])))
+            controls.append(server.begin(setup_of(tree.root, cards, relays, places, places[0])))
         undo.pop_all()
         for control in controls:
             undo.callback(control.stop)
@@ -153,13 +127,13 @@ def _connected(
     codec: Codec,
     keys: tuple[bytes, bytes],
     tree: Tree,
-    cards: Sequence[_Card],
-    relays: Sequence[_RelayCard],
+    cards: Sequence[Card],
+    relays: Sequence[RelayCard],
     limit: float,
 ) -> ZmqChannel:
     """This rank's connection, when the coordinator has heard from all ranks."""
     deadline = time.monotonic() + limit + MARGIN
-    above = _above(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
+    above = above_of(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
     relay = ""
     if (owner := tree.parent(collectives.rank)) is not None:
         relay = f"rank {owner} on host {cards[owner].host}"
@@ -181,58 +155,21 @@ def _connected(
     return channel
 
 
-def _above(owner: int | None, cards: Sequence[_Card], relays: Sequence[_RelayCard], place: str) -> Above:
-    """How a rank's relay, or the coordinator if the rank is None, can be reached from a machine."""
-    first = cards[0]
-    if owner is None:
-        near, door, addresses = cards[0].place, Door(first.server, first.port), first.addresses
-    else:
-        known = relays[owner].door
-        assert known is not None
-        near, door, addresses = cards[owner].place, known, relays[owner].addresses
-    return Above([LOOPBACK] * bool(near and near == place) + addresses, door.port, door.public)
-
-
-def _setup(
-    children: Sequence[relay_tree.Child],
-    cards: Sequence[_Card],
-    relays: Sequence[_RelayCard],
-    places: Sequence[str],
-    place: str,
-) -> Setup:
-    """What a server on a machine has to know of those below it."""
-    keys = []
-    for child in children:
-        door = relays[child.owner].door if child.relay else None
-        keys.append(cards[child.owner].public if door is None else door.upward)
-    local = bool(cards[children[0].owner].place) and all(places[child.owner] == place for child in children)
-    return Setup(list(children), keys, local, [card.host for card in cards])
-
-
-def _relay_setup(
-    rank: int, tree: Tree, cards: Sequence[_Card], relays: Sequence[_RelayCard], places: Sequence[str]
-) -> Setup:
-    """What a rank's relay has to know."""
-    setup = _setup(tree.relays[rank], cards, relays, places, places[rank])
-    above = _above(tree.above(rank), cards, relays, cards[rank].place)
-    return msgspec.structs.replace(setup, hosts=[], above=above)
-
-
 # -- cards ----------------------------------------------------------------------------------------------------
 
 
-def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | None, large: bool) -> list[_Card]:
+def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | None, large: bool) -> list[Card]:
     door, addresses, problem = Door(b"", 0), [], ""
     if server is not None:
         door, addresses = server.door, own_addresses()
         problem = "" if large else shortage(collectives.size)
     place, version = machine(), hvd_async.__version__
-    card = _Card(public, collectives.host, door.public, door.port, addresses, place, version, problem)
-    cards: list[_Card] = []
+    card = Card(public, collectives.host, door.public, door.port, addresses, place, version, problem)
+    cards: list[Card] = []
     versions: dict[str, list[int]] = {}
     for rank, data in enumerate(collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")):
         try:
-            cards.append(msgspec.msgpack.decode(data, type=_Card))
+            cards.append(msgspec.msgpack.decode(data, type=Card))
             versions.setdefault(cards[-1].version, []).append(rank)
         except msgspec.DecodeError:
             versions.setdefault("another", []).append(rank)
@@ -245,14 +182,14 @@ def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | N
     return cards
 
 
-def _exchange_relays(collectives: Collectives, relay: ControlProcess | None, tree: Tree) -> list[_RelayCard]:
+def _exchange_relays(collectives: Collectives, relay: ControlProcess | None, tree: Tree) -> list[RelayCard]:
     """All ranks' relays; rank 0 also says whether the coordinator can serve its children."""
     rank = collectives.rank
     children = tree.root if rank == 0 else tree.relays.get(rank, ())
     addresses = [] if relay is None else own_addresses(told=False)
-    card = _RelayCard(None if relay is None else relay.door, addresses, shortage(len(children)) if children else "")
+    card = RelayCard(None if relay is None else relay.door, addresses, shortage(len(children)) if children else "")
     found = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.relays")
-    cards = [msgspec.msgpack.decode(data, type=_RelayCard) for data in found]
+    cards = [msgspec.msgpack.decode(data, type=RelayCard) for data in found]
     _raise_problems((number, "", one.problem) for number, one in enumerate(cards))
     return cards
 
@@ -278,9 +215,6 @@ def machine() -> str:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return ""
-
-
-# -- connecting -----------------------------------------------------------------------------------------------
 
 
 def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, deadline: float) -> None:
