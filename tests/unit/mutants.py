@@ -21,6 +21,7 @@ class Mutant(NamedTuple):
         job: the one of ``QUICK``, or else of ``LONG``, that finds it.
         base: whether it is in what all machines have in common.
         long: whether it takes long to find.
+        part: the module of the family that it is in; empty: its state machine.
     """
 
     job: str
@@ -28,6 +29,7 @@ class Mutant(NamedTuple):
     new: str
     base: bool = False
     long: bool = False
+    part: str = ""
 
 
 MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
@@ -125,27 +127,33 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
         "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
-        "an announced exchange goes before earlier messages": Mutant("osgp", " or any(self._offers.values())", ""),
+        "an announced exchange goes before earlier messages": Mutant("osgp", " or self._queues.first:\n", ":\n"),
         "an announced exchange goes without a rank": Mutant(
-            "dpsgd", "self._coming.keys() != active", "not self._coming"
+            "dpsgd",
+            "if len(self._coming) != len(active) or",
+            "active = active & self._coming.keys()\n        if not active or",
         ),
         "announced messages go twice": Mutant("dpsgd", "if key == self._granted.get(rank)", "if False"),
         "messages of several steps go together": Mutant(
             "sgp of three ranks, uneven",
-            "for rank, key in keys.items() if key == earliest]",
-            "for rank, key in keys.items()]",
+            "key = 0 if self._together else key",
+            "key = 0",
             long=True,
+            part="message_queues",
         ),
-        "a message goes twice": Mutant("opening", "self._offers[rank].popleft().key", "self._offers[rank][0].key"),
-        "offers stay behind at a drain": Mutant("osgp", "while any(self._offers.values()):", "while False:"),
-        "averaged with a rank that is done": Mutant("adpsgd", "if p in active and p not in taken", "if p not in taken"),
+        "a message goes twice": Mutant("opening", "            del queue[key]\n", "", part="message_queues"),
+        "offers stay behind at a drain": Mutant("osgp", "while self._queues.first is not None:", "while False:"),
+        "averaged with a rank that is done": Mutant(
+            "adpsgd of three ranks, uneven", "(own & self._active).difference(", "own.difference(", part="pair_requests"
+        ),
         "a rank is in two pairs": Mutant(
-            "adpsgd of three ranks, uneven", "p not in taken and (p in asking)", "(p in asking)"
+            "adpsgd of three ranks, uneven", ".difference(asking, taken)", ".difference(asking)", part="pair_requests"
         ),
         "averaged with a rank that is no neighbour": Mutant(
             "adpsgd",
-            "(self.ranks[place * size] for place in self._config.neighbours[self.ranks.index(rank) // size])",
-            "self.ranks",
+            "own = self._neighbours[place]",
+            "own = frozenset(range(len(self._neighbours)))",
+            part="pair_requests",
         ),
         "nobody is told who is done": Mutant(
             "opening", "return [self._retired(rank), *self._advance(now)]", "return self._advance(now)"
@@ -154,12 +162,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
         ),
         "averages are not counted anew after a drain": Mutant(
-            "averages", "self._granted, self._entered):\n", "self._granted):\n"
+            "averages", "self._starved, self._entered):\n", "self._starved):\n"
         ),
         "an average goes without a rank": Mutant(
             "averages",
-            "self._averages[index].keys() >= self._active()",
-            "len(self._averages[index]) >= len(self._active()) - 1",
+            "self._inside[index] < len(self._readiness.active)",
+            "self._inside[index] < len(self._readiness.active) - 1",
+        ),
+        "a rank that is done counts in an average": Mutant(
+            "averages that ranks go on from", "self._inside[index] -= rank in there", "pass"
         ),
         "nobody is told when an exchange goes": Mutant(
             "sgp, exchanges take time", "self._wake_at = since + self._duration", "self._wake_at = None"
@@ -199,14 +210,23 @@ def build(family: str, name: str) -> Machine:
     """
     mutant, machine = MUTANTS[family][name], MACHINES[family]
     own = machine.__module__
-    sources = {module: Path(str(importlib.import_module(module).__file__)).read_text("utf-8") for module in (BASE, own)}
-    where = BASE if mutant.base else own
-    assert sources[where].count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
-    sources[where] = sources[where].replace(mutant.old, mutant.new)
-    base = _load("tests.unit.mutant_base", sources[BASE])
-    module = _load("tests.unit.mutant", sources[own].replace(f"from {BASE} import", f"from {base.__name__} import"))
+    where = BASE if mutant.base else f"{own.rpartition('.')[0]}.{mutant.part}" if mutant.part else own
+    source = _source(where)
+    assert source.count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
+    faulty = _load("tests.unit.mutant_part", source.replace(mutant.old, mutant.new))
+    module = faulty if where == own else _load("tests.unit.mutant", _importing(_source(own), where, faulty.__name__))
     built: Machine = getattr(module, machine.__name__)
     return built
+
+
+def _source(module: str) -> str:
+    return Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
+
+
+def _importing(source: str, old: str, new: str) -> str:
+    """This source, importing from another module."""
+    assert source.count(f"from {old} import") == 1
+    return source.replace(f"from {old} import", f"from {new} import")
 
 
 def _load(name: str, source: str) -> types.ModuleType:
