@@ -178,25 +178,25 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     },
     "leader": {
         "two pulls of a group at once": Mutant(
-            "lsgd", "if group.flight is not None or not 0 < needed", "if not 0 < needed"
+            "lsgd", "return self.flight is None and 0 < self.needed", "return 0 < self.needed"
         ),
-        "a pull is never over": Mutant("lsgd", "group.flight = None\n            ", "pass\n            "),
-        "a rank that is done leads": Mutant("lsgd", "if rank in there and self._heard", "if self._heard"),
+        "a pull is never over": Mutant("lsgd", "self._groups[group].flight = None", "pass"),
+        "a rank that is done leads": Mutant("lsgd", "if rank not in out and self._heard", "if self._heard"),
         "a loss that is not finite leads": Mutant(
             "lsgd, one leads at times",
             "pick_leader(self._means, self._recent(group.ranks))",
             "next(iter(self._recent(group.ranks)), None)",
         ),
-        "steps count for two pulls": Mutant("lsgd", "group.steps %= needed", "group.steps -= 1"),
+        "steps count for two pulls": Mutant("lsgd", "group.steps %= group.needed", "group.steps -= 1"),
         "a rank's end makes a pull due": Mutant(
-            "cut and drain", "group.steps * left // max(1, group.active), left", "group.steps, left"
+            "cut and drain", "group.steps * active // max(1, group.active), active", "group.steps, active"
         ),
         "a group of one is pulled": Mutant("groups", "1 < len(self._groups[number].ranks) < len(self.ranks)", "True"),
         "a drain keeps what was counted": Mutant(
             "cut and drain", "0 if self._flush else group.steps, len", "group.steps, len"
         ),
         "a rank that is gone counts": Mutant(
-            "one leaves for good", "return self._active() if self._flush else self.present", "return set(self.ranks)"
+            "one leaves for good", "self._leaving, self._drains = sorted(self._absent), False", "self._drains = False"
         ),
     },
 }

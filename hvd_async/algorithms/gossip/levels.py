@@ -1,4 +1,4 @@
-"""A number for each of some ranks, equal ones counted together: the least is known at any time, whatever their number."""
+"""A number for each of some ranks, equal ones counted together: the least is known at once, however many there are."""
 
 from __future__ import annotations
 

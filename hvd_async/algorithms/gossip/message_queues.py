@@ -1,4 +1,4 @@
-"""Messages that ranks have queued and no exchange has taken: each rank's in order, the first ones by the step they are of.
+"""Messages that ranks have queued and no exchange has taken: each rank's in order, the first ones by their step.
 
 Which messages go together next is known without a look at every rank.
 """

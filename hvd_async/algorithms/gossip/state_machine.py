@@ -173,7 +173,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 if seen >= self._round:
                     self._starved[rank] = seen
                     self._readiness.add(rank, Reason.STARVING)
-            case AverageEntered(_, index, _):
+            case AverageEntered():
                 self._enter(rank, event)
             case ExchangeDone(_, number):
                 self._landed(rank, number, now)
@@ -247,8 +247,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         group, wants = self._queues.first, bool(self._requests.waiting)
         if self._flights or not (group or wants) or self._is_ahead(group):
             return []
-        waits = min([group.since] if group else [], default=math.inf)
-        waits = min(waits, self._requests.since) if wants else waits
+        waits = min(group.since if group else math.inf, self._requests.since if wants else math.inf)
         since = waits if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, waits)
         if self._readiness.lacks(None if group is None else group.key) and now < since + self._duration:
             self._wake_at = since + self._duration
