@@ -127,22 +127,22 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
         "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
-        "an announced exchange goes before earlier messages": Mutant("osgp", " or self._queues.first:\n", ":\n"),
+        "an announced exchange goes before earlier messages": Mutant("osgp", "if self._queues or not alike", "if not alike"),
         "an announced exchange goes without a rank": Mutant(
             "dpsgd",
-            "if len(self._coming) != len(active) or",
-            "active = active & self._coming.keys()\n        if not active or",
+            "        alike = len",
+            "        active = active & self._coming.keys()\n        alike = len",
         ),
         "announced messages go twice": Mutant("dpsgd", "if key == self._granted.get(rank)", "if False"),
         "messages of several steps go together": Mutant(
             "sgp of three ranks, uneven",
-            "key = 0 if self._together else key",
-            "key = 0",
+            "groups = self._groups if self._stages > 1 else self._groups[:1]",
+            "groups = self._groups",
             long=True,
             part="message_queues",
         ),
         "a message goes twice": Mutant("opening", "            del queue[key]\n", "", part="message_queues"),
-        "offers stay behind at a drain": Mutant("osgp", "while self._queues.first is not None:", "while False:"),
+        "offers stay behind at a drain": Mutant("osgp", "while self._queues:", "while False:"),
         "averaged with a rank that is done": Mutant(
             "adpsgd of three ranks, uneven", "(own & self._active).difference(", "own.difference(", part="pair_requests"
         ),

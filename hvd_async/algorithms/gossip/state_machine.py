@@ -13,8 +13,8 @@ The laws it keeps:
    have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
    ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
    messages are more than ``AHEAD`` sending steps ahead of the slowest active rank, they wait: they would pile up where
-   that rank sleeps. When a rank has no message in a step it announces so: it takes no part in the exchange, and is not
-   waited for.
+   that rank sleeps. (Messages of hosts that are averaged in pairs stay in their host.) When a rank has no message in a
+   step it announces so: it takes no part in the exchange, and is not waited for.
 3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
    first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
    waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
@@ -28,9 +28,8 @@ The laws it keeps:
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
 
-What an event costs does not grow with the number of ranks: ``MessageQueues``, ``Readiness`` and ``PairRequests`` note
-each change as it happens. Work on all ranks is done where as many events have led to it: when an exchange of their
-messages starts, or an average of theirs.
+What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
+where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_async.algorithms.gossip.message_queues import Group, MessageQueues
+from hvd_async.algorithms.gossip.message_queues import MessageQueues
 from hvd_async.algorithms.gossip.messages import (
+    STAGES,
     AverageEntered,
     ExchangeDone,
     GossipConfig,
@@ -131,7 +131,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         pairs = ALGORITHMS[config.algorithm].pairs
         if pairs and not fit:
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
-        self._queues = MessageQueues(self.ranks, together=config.local_size > 1)
+        self._queues = MessageQueues(self.ranks, STAGES if config.local_size > 1 else 1)
         if pairs:
             self._requests = PairRequests(self.ranks, config.neighbours, config.local_size)
         self._readiness = self._all_ready(config)
@@ -244,15 +244,17 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _due_exchange(self, now: float) -> list[Command]:
         """Start an exchange of waiting messages and pairs, if it is time."""
         assert self._config is not None
-        group, wants = self._queues.first, bool(self._requests.waiting)
-        if self._flights or not (group or wants) or self._is_ahead(group):
+        until, wants = self._limit(), bool(self._requests.waiting)
+        queued = self._queues.since(until)
+        if self._flights or (queued is None and not wants):
             return []
-        waits = min(group.since if group else math.inf, self._requests.since if wants else math.inf)
+        waits = min(math.inf if queued is None else queued, self._requests.since if wants else math.inf)
         since = waits if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, waits)
-        if self._readiness.lacks(None if group is None else group.key) and now < since + self._duration:
+        lacks = self._readiness.lacks(None if queued is None else self._queues.earliest)
+        if lacks and now < since + self._duration:
             self._wake_at = since + self._duration
             return []
-        exchange = self._next()
+        exchange = self._next(until)
         if exchange is None:
             return []
         self._flights[exchange.round] = now
@@ -261,9 +263,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _announced_exchange(self, now: float) -> list[Command]:
         """Start the exchange of a step's messages before they are queued, if all active ranks will have some."""
         active = self._readiness.active
-        if len(self._coming) != len(active) or len(self._coming_steps) != 1 or self._queues.first:
-            return []
-        if self._coming.keys() != active:
+        alike = len(self._coming_steps) == 1 and len(self._coming) == len(active)  # (comparing all ranks takes long)
+        if self._queues or not alike or self._coming.keys() != active:
             return []
         messages = [(rank, key) for key in self._coming_steps for rank in sorted(active)]
         self._coming.clear()
@@ -282,12 +283,13 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         for rank in [rank for rank, seen in self._starved.items() if seen < self._round]:
             self._feed(rank)
 
-    def _is_ahead(self, group: Group | None) -> bool:
-        """Return whether these messages must wait for the slowest rank."""
+    def _limit(self) -> float:
+        """Return the last step of which messages may go; hosts that are averaged in pairs wait for no other."""
         assert self._config is not None
-        if group is None or self._of_hosts:
-            return False
-        return group.key > self._readiness.slowest + AHEAD * self._config.period
+        if self._pairs_hosts:
+            return math.inf
+        slowest = self._readiness.slowest // (STAGES if self._of_hosts else 1)
+        return slowest + AHEAD * self._config.period
 
     def _due_averages(self) -> list[Command]:
         """Start averages that all active ranks have entered: they enter them in order."""
@@ -307,15 +309,16 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
         return StartAverage(self._optimizer, index, [rank for rank, _ in there], weights, there[0][1].part)
 
-    def _next(self) -> StartExchange | None:
-        """Return the next exchange, of all waiting messages and pairs; None if no waiting rank has a partner."""
-        group, can_pair = self._queues.first, self._requests.can_pair
-        if self._pairs_hosts and group and can_pair:
-            can_pair = self._requests.since < group.since
-            group = None if can_pair else group
-        if group is None and not can_pair:
+    def _next(self, until: float = math.inf) -> StartExchange | None:
+        """Return the next exchange, of waiting messages of steps up to ``until`` and of pairs; None if there are no
+        such messages, and no waiting rank has a partner."""
+        queued, can_pair = self._queues.since(until), self._requests.can_pair
+        if self._pairs_hosts and queued is not None and can_pair:
+            can_pair = self._requests.since < queued
+            queued = None if can_pair else queued
+        if queued is None and not can_pair:
             return None
-        messages = self._queues.take() if group else []
+        messages = [] if queued is None else self._queues.take(until)
         self._begin_round()
         for rank, key in messages:
             if not self._queues.has(rank):
@@ -380,7 +383,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         assert self._config is not None
         self._requests.restart()
         commands: list[Command] = [self._start_average(index) for index in sorted(self._averages)]
-        while self._queues.first is not None:
+        while self._queues:
             exchange = self._next()
             assert exchange is not None
             commands.append(exchange)

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES
+from hvd_async.algorithms.gossip.host_steps import GOSSIP
 from hvd_async.algorithms.gossip.messages import (
+    STAGES,
     AverageEntered,
     ExchangeDone,
     GossipConfig,
