@@ -127,7 +127,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
         "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
-        "an announced exchange goes before earlier messages": Mutant("osgp", "if self._queues or not alike", "if not alike"),
+        "an announced exchange goes before earlier messages": Mutant(
+            "osgp", "if self._queues or not alike", "if not alike"
+        ),
         "an announced exchange goes without a rank": Mutant(
             "dpsgd",
             "        alike = len",
