@@ -86,6 +86,8 @@ class MessageQueues:
         Args:
             until: the last step of which messages may go.
         """
+        if self._stages == 1:  # (it is asked after each event)
+            return self._groups[0].since if self._groups and self._groups[0].step <= until else None
         return min((group.since for group in self._next(until)), default=None)
 
     def _next(self, until: float) -> list[_Group]:

@@ -239,14 +239,14 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._wake_at = None
         if self._config is None:
             return []
-        return [*self._due_averages(), *self._due_exchange(now), *self._announced_exchange(now)]
+        averages, due = self._due_averages(), [] if self._flights else self._due_exchange(now)
+        return [*averages, *due, *self._announced_exchange(now)]
 
     def _due_exchange(self, now: float) -> list[Command]:
-        """Start an exchange of waiting messages and pairs, if it is time."""
-        assert self._config is not None
+        """Start an exchange of waiting messages and pairs, if it is time and none is under way."""
         until, wants = self._limit(), bool(self._requests.waiting)
         queued = self._queues.since(until)
-        if self._flights or (queued is None and not wants):
+        if self._config is None or (queued is None and not wants):
             return []
         waits = min(math.inf if queued is None else queued, self._requests.since if wants else math.inf)
         since = waits if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, waits)
