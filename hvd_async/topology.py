@@ -100,14 +100,15 @@ class Topology:
         """A pair (from, to) between which no message ever finds a way over the phases; None if there is none."""
         edges = frozenset().union(*self.phases)
         for reverse in (False, True):
+            ways: list[list[int]] = [[] for _ in range(self.size)]
+            for sender, receiver in edges:
+                a, b = (receiver, sender) if reverse else (sender, receiver)
+                ways[a].append(b)
             seen, new = {0}, [0]
             while new:
-                rank = new.pop()
-                for sender, receiver in edges:
-                    a, b = (receiver, sender) if reverse else (sender, receiver)
-                    if a == rank and b not in seen:
-                        seen.add(b)
-                        new.append(b)
+                found = [rank for rank in ways[new.pop()] if rank not in seen]
+                seen.update(found)
+                new += found
             if len(seen) < self.size:
                 other = min(set(range(self.size)) - seen)
                 return (other, 0) if reverse else (0, other)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES
-from hvd_async.algorithms.gossip.messages import ExchangeDone
+from hvd_async.algorithms.gossip.host_steps import GOSSIP
+from hvd_async.algorithms.gossip.messages import STAGES, ExchangeDone
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from tests.conformance.cases import CASES
 from tests.threads.gossip_holdups import GATE_TIMEOUT, holding

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hvd_async.algorithms.gossip.messages import (
@@ -368,15 +367,16 @@ class GossipWorld(World):
 
     def _since(self) -> list[float]:
         machine: Any = self.machine
-        offers = [offer.at for offers in machine._offers.values() for offer in offers]
-        return [*offers, *machine._wants.values()]
+        queued = [at for queue in machine._queues._queues.values() for at in queue.values()]
+        return [*queued, *machine._requests.waiting.values()]
 
     def age(self) -> None:
         machine: Any = self.machine
-        for offers in machine._offers.values():
-            for _ in range(len(offers)):
-                offers.append(replace(offers[0], at=_older(offers.popleft().at)))
-        machine._wants = {rank: _older(at) for rank, at in machine._wants.items()}
+        queues, requests = machine._queues, machine._requests
+        queues._queues = {rank: _all_older(queue) for rank, queue in queues._queues.items()}
+        for group in queues._groups:
+            group.since = _older(group.since)
+        requests.waiting = _all_older(requests.waiting)
         machine._free_since = _older(machine._free_since)
         machine._wake_at = None if machine._wake_at is None else machine._wake_at - 1.0
         machine._flights = dict.fromkeys(machine._flights, 0.0)
@@ -384,3 +384,7 @@ class GossipWorld(World):
 
 def _older(time: float) -> float:
     return max(time - 1.0, -1.0)
+
+
+def _all_older(times: dict[int, float]) -> dict[int, float]:
+    return {which: _older(at) for which, at in times.items()}

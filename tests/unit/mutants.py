@@ -21,6 +21,7 @@ class Mutant(NamedTuple):
         job: the one of ``QUICK``, or else of ``LONG``, that finds it.
         base: whether it is in what all machines have in common.
         long: whether it takes long to find.
+        part: the module of the family that it is in; empty: its state machine.
     """
 
     job: str
@@ -28,6 +29,7 @@ class Mutant(NamedTuple):
     new: str
     base: bool = False
     long: bool = False
+    part: str = ""
 
 
 MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
@@ -125,27 +127,35 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
         "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
-        "an announced exchange goes before earlier messages": Mutant("osgp", " or any(self._offers.values())", ""),
+        "an announced exchange goes before earlier messages": Mutant(
+            "osgp", "if self._queues or not alike", "if not alike"
+        ),
         "an announced exchange goes without a rank": Mutant(
-            "dpsgd", "self._coming.keys() != active", "not self._coming"
+            "dpsgd",
+            "        alike = len",
+            "        active = active & self._coming.keys()\n        alike = len",
         ),
         "announced messages go twice": Mutant("dpsgd", "if key == self._granted.get(rank)", "if False"),
         "messages of several steps go together": Mutant(
             "sgp of three ranks, uneven",
-            "for rank, key in keys.items() if key == earliest]",
-            "for rank, key in keys.items()]",
+            "groups = self._groups if self._stages > 1 else self._groups[:1]",
+            "groups = self._groups",
             long=True,
+            part="message_queues",
         ),
-        "a message goes twice": Mutant("opening", "self._offers[rank].popleft().key", "self._offers[rank][0].key"),
-        "offers stay behind at a drain": Mutant("osgp", "while any(self._offers.values()):", "while False:"),
-        "averaged with a rank that is done": Mutant("adpsgd", "if p in active and p not in taken", "if p not in taken"),
+        "a message goes twice": Mutant("opening", "            del queue[key]\n", "", part="message_queues"),
+        "offers stay behind at a drain": Mutant("osgp", "while self._queues:", "while False:"),
+        "averaged with a rank that is done": Mutant(
+            "adpsgd of three ranks, uneven", "(own & self._active).difference(", "own.difference(", part="pair_requests"
+        ),
         "a rank is in two pairs": Mutant(
-            "adpsgd of three ranks, uneven", "p not in taken and (p in asking)", "(p in asking)"
+            "adpsgd of three ranks, uneven", ".difference(asking, taken)", ".difference(asking)", part="pair_requests"
         ),
         "averaged with a rank that is no neighbour": Mutant(
             "adpsgd",
-            "(self.ranks[place * size] for place in self._config.neighbours[self.ranks.index(rank) // size])",
-            "self.ranks",
+            "own = self._neighbours[place]",
+            "own = frozenset(range(len(self._neighbours)))",
+            part="pair_requests",
         ),
         "nobody is told who is done": Mutant(
             "opening", "return [self._retired(rank), *self._advance(now)]", "return self._advance(now)"
@@ -154,12 +164,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
         ),
         "averages are not counted anew after a drain": Mutant(
-            "averages", "self._granted, self._entered):\n", "self._granted):\n"
+            "averages", "self._starved, self._entered):\n", "self._starved):\n"
         ),
         "an average goes without a rank": Mutant(
             "averages",
-            "self._averages[index].keys() >= self._active()",
-            "len(self._averages[index]) >= len(self._active()) - 1",
+            "self._inside[index] < len(self._readiness.active)",
+            "self._inside[index] < len(self._readiness.active) - 1",
+        ),
+        "a rank that is done counts in an average": Mutant(
+            "averages that ranks go on from", "self._inside[index] -= rank in there", "pass"
         ),
         "nobody is told when an exchange goes": Mutant(
             "sgp, exchanges take time", "self._wake_at = since + self._duration", "self._wake_at = None"
@@ -167,25 +180,25 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     },
     "leader": {
         "two pulls of a group at once": Mutant(
-            "lsgd", "if group.flight is not None or not 0 < needed", "if not 0 < needed"
+            "lsgd", "return self.flight is None and 0 < self.needed", "return 0 < self.needed"
         ),
-        "a pull is never over": Mutant("lsgd", "group.flight = None\n            ", "pass\n            "),
-        "a rank that is done leads": Mutant("lsgd", "if rank in there and self._heard", "if self._heard"),
+        "a pull is never over": Mutant("lsgd", "self._groups[group].flight = None", "pass"),
+        "a rank that is done leads": Mutant("lsgd", "if rank not in out and self._heard", "if self._heard"),
         "a loss that is not finite leads": Mutant(
             "lsgd, one leads at times",
             "pick_leader(self._means, self._recent(group.ranks))",
             "next(iter(self._recent(group.ranks)), None)",
         ),
-        "steps count for two pulls": Mutant("lsgd", "group.steps %= needed", "group.steps -= 1"),
+        "steps count for two pulls": Mutant("lsgd", "group.steps %= group.needed", "group.steps -= 1"),
         "a rank's end makes a pull due": Mutant(
-            "cut and drain", "group.steps * left // max(1, group.active), left", "group.steps, left"
+            "cut and drain", "group.steps * active // max(1, group.active), active", "group.steps, active"
         ),
         "a group of one is pulled": Mutant("groups", "1 < len(self._groups[number].ranks) < len(self.ranks)", "True"),
         "a drain keeps what was counted": Mutant(
             "cut and drain", "0 if self._flush else group.steps, len", "group.steps, len"
         ),
         "a rank that is gone counts": Mutant(
-            "one leaves for good", "return self._active() if self._flush else self.present", "return set(self.ranks)"
+            "one leaves for good", "self._leaving, self._drains = sorted(self._absent), False", "self._drains = False"
         ),
     },
 }
@@ -199,14 +212,23 @@ def build(family: str, name: str) -> Machine:
     """
     mutant, machine = MUTANTS[family][name], MACHINES[family]
     own = machine.__module__
-    sources = {module: Path(str(importlib.import_module(module).__file__)).read_text("utf-8") for module in (BASE, own)}
-    where = BASE if mutant.base else own
-    assert sources[where].count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
-    sources[where] = sources[where].replace(mutant.old, mutant.new)
-    base = _load("tests.unit.mutant_base", sources[BASE])
-    module = _load("tests.unit.mutant", sources[own].replace(f"from {BASE} import", f"from {base.__name__} import"))
+    where = BASE if mutant.base else f"{own.rpartition('.')[0]}.{mutant.part}" if mutant.part else own
+    source = _source(where)
+    assert source.count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
+    faulty = _load("tests.unit.mutant_part", source.replace(mutant.old, mutant.new))
+    module = faulty if where == own else _load("tests.unit.mutant", _importing(_source(own), where, faulty.__name__))
     built: Machine = getattr(module, machine.__name__)
     return built
+
+
+def _source(module: str) -> str:
+    return Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
+
+
+def _importing(source: str, old: str, new: str) -> str:
+    """This source, importing from another module."""
+    assert source.count(f"from {old} import") == 1
+    return source.replace(f"from {old} import", f"from {new} import")
 
 
 def _load(name: str, source: str) -> types.ModuleType:

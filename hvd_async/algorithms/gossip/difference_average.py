@@ -36,6 +36,7 @@ class DifferenceAverages:
     Attributes:
         error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
             messages are exact, and were in the run that this one goes on with. Exact ones leave it to the drain.
+        newest: the number of the last average that has completed here since a drain or cut; none is later on any rank.
         bytes_sent: to other ranks.
     """
 
@@ -51,7 +52,7 @@ class DifferenceAverages:
         """This rank's vectors for averages that have not started yet (engine thread)."""
         self._under_way: set[int] = set()
         self._results: dict[int, Average] = {}
-        self._first = 0
+        self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""
         self._discards = False
         self.bytes_sent = 0
@@ -102,13 +103,13 @@ class DifferenceAverages:
 
     def restart(self, first: int) -> None:
         """Count from ``first`` on, at a drain or cut."""
-        self._first = first
+        self._first, self.newest = first, first - 1
 
     def restore(self, error: Vector, results: dict[int, Average], first: int) -> None:
         """Go on with what an earlier run has left, which may have compressed its messages otherwise."""
         if len(error):
             self.error = error
-        self._results, self._first = dict(results), first
+        self._results, self._first, self.newest = dict(results), first, first - 1
 
     def discard(self) -> None:
         """Keep no results from now on; this rank's engine goes on to add up its part for the others."""
@@ -228,7 +229,8 @@ class DifferenceAverages:
     def _complete(self, command: StartAverage, mean: Vector) -> None:
         with self._engine.changed:
             if not self._discards:
-                number = command.weights[0] / len(command.ranks)
-                self._results[self._first + command.index - 1] = Average(mean, number)
+                number, average = command.weights[0] / len(command.ranks), self._first + command.index - 1
+                self._results[average] = Average(mean, number)
+                self.newest = max(self.newest, average)
             self._under_way.remove(command.index)
             self._engine.changed.notify_all()

@@ -32,9 +32,9 @@ from typing import Any
 from hvd_async.algorithms.gossip import push_sum
 from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.global_average import GlobalAverages
-from hvd_async.algorithms.gossip.host_steps import GOSSIP, STAGES, HostWorker
+from hvd_async.algorithms.gossip.host_steps import GOSSIP, HostWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import RankFinished
+from hvd_async.algorithms.gossip.messages import STAGES, RankFinished
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.receive_buffer import ReceivedMessage

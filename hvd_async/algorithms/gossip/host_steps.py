@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 
 from hvd_async.algorithms.gossip.base import GossipWorker
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
+from hvd_async.algorithms.gossip.messages import STAGES
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import State
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
-STAGES = 3
 REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 """Stages of a step."""
 

@@ -6,6 +6,10 @@ import msgspec
 
 from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
 
+STAGES = 3
+"""Where the ranks of a host step together, a step's messages are of so many stages: a message's key is the number of
+its step times this, + that of its stage."""
+
 
 class GossipConfig(Config, frozen=True, tag=True):
     """Configuration that all ranks of an optimizer must have in common before the first exchange.

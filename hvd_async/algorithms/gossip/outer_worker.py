@@ -4,7 +4,8 @@ The engine averages the differences to the anchor while this rank takes its next
 waits, if the average is not there yet, and takes the new anchor. So what a rank does depends on numbers of steps only,
 and never on time; anchors and outer momenta are the same on all ranks, to the bit.
 
-A rank that finishes early is no longer in averages, and follows the anchor. At a drain what is under way is applied;
+A rank that finishes early is no longer in averages, and follows the anchor, while it waits for the others: no more than
+a period's averages ever wait on it, about one vector of weights. At a drain what is under way is applied;
 then the anchor is the mean of all ranks' weights, also in mid-period, and the outer momentum goes on as it is: an outer
 step is one of a whole period.
 """
@@ -57,6 +58,8 @@ class OuterWorker(GossipWorker):
         """The number, since the last drain, of the next average to take."""
         self._sent: dict[int, Vector] = {}
         """This rank's weights as they were when it entered an average that it has not taken yet."""
+        self._moved: Vector | None = None
+        """By how much averages have moved this rank's weights since it has finished."""
 
     @property
     def _momentum_name(self) -> str:
@@ -124,8 +127,35 @@ class OuterWorker(GossipWorker):
     def _is_complete(self) -> bool:
         return super()._is_complete() and self._averages.idle
 
+    @property
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
+        return self._follows or super().has_available
+
+    def apply_available(self) -> bool:
+        """While this rank waits for the others in an end, take averages that it had to take by now if it went on.
+
+        The model's weights are moved at the end.
+        """
+        while self._follows:
+            self._moved = self._state.anchor * 0.0 if self._moved is None else self._moved
+            self._take(self._moved, self._base + self._step)
+        return super().apply_available()
+
+    @property
+    def _follows(self) -> bool:
+        """Whether this rank has finished, and the others' steps are beyond those that may wait for the next average."""
+        if not self._announced or not self._averages.is_complete(self._next):
+            return False
+        return self._rhythm.step(self._next) + self._late <= self._rhythm.step(self._averages.newest)
+
+    def _with_moves(self, weights: Vector) -> Vector:
+        """Return this rank's weights, given away, with what averages have moved them by since it has finished."""
+        moved, self._moved = self._moved, None
+        return weights if moved is None else self._post.add(weights, moved, 1.0)
+
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        self._together = flush
+        self._together, weights = flush, self._with_moves(weights)
         now = self._base + self._longest
         until = math.inf if flush else now
         while self._averages.is_complete(self._next) and self._rhythm.step(self._next) + self._late <= until:
@@ -154,6 +184,7 @@ class OuterWorker(GossipWorker):
         super().discard_results()
 
     def leave(self, weights: Vector) -> Kept:
+        weights = self._with_moves(weights)
         while self._averages.is_complete(self._next):
             self._take(weights, self._base + self._step)
         taken, sent = self._averagings, dict(self._sent)

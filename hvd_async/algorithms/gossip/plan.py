@@ -71,9 +71,13 @@ class GossipPlan:
     def _edges(self) -> list[tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]]:
         found = []
         for weights in self.matrices:
-            size = len(weights)
-            out = [[(i, float(weights[i, j])) for i in range(size) if i != j and weights[i, j]] for j in range(size)]
-            into = [[(j, float(weights[i, j])) for j in range(size) if i != j and weights[i, j]] for i in range(size)]
+            out: list[list[tuple[int, float]]] = [[] for _ in weights]
+            into: list[list[tuple[int, float]]] = [[] for _ in weights]
+            for receiver, sender in np.argwhere(weights).tolist():  # (of many ranks, most pairs have no edge)
+                if receiver != sender:
+                    weight = float(weights[receiver, sender])
+                    out[sender].append((receiver, weight))
+                    into[receiver].append((sender, weight))
             found.append((out, into))
         return found
 

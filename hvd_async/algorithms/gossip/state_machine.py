@@ -13,8 +13,8 @@ The laws it keeps:
    have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
    ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
    messages are more than ``AHEAD`` sending steps ahead of the slowest active rank, they wait: they would pile up where
-   that rank sleeps. When a rank has no message in a step it announces so: it takes no part in the exchange, and is not
-   waited for.
+   that rank sleeps. (Messages of hosts that are averaged in pairs stay in their host.) When a rank has no message in a
+   step it announces so: it takes no part in the exchange, and is not waited for.
 3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
    first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
    waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
@@ -27,17 +27,20 @@ The laws it keeps:
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
+
+What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
+where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from hvd_async.algorithms.gossip.message_queues import MessageQueues
 from hvd_async.algorithms.gossip.messages import (
+    STAGES,
     AverageEntered,
     ExchangeDone,
     GossipConfig,
@@ -51,6 +54,8 @@ from hvd_async.algorithms.gossip.messages import (
     WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.pair_requests import PairRequests
+from hvd_async.algorithms.gossip.readiness import Readiness, Reason
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
@@ -61,34 +66,27 @@ AHEAD = 8
 """Sending steps that a rank's messages may be ahead of the slowest rank (law 2)."""
 
 
-@dataclass(frozen=True)
-class _Offer:
-    key: int
-    at: float
-
-
 class GossipStateMachine(StateMachine[GossipConfig]):
     """Exchanges, pairs and averages of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
-        self._offers: dict[int, deque[_Offer]] = {rank: deque() for rank in self.ranks}
-        self._wants: dict[int, float] = {}
-        """Ranks that requested a pair, in order, and when."""
-        self._gone: dict[int, int] = {}
-        """The last step of each rank whose messages were sent, since the last drain."""
-        self._told: dict[int, int] = {}
-        """The last step of which each rank has queued messages, or announced none, since the last drain."""
+        self._queues = MessageQueues(self.ranks)
+        self._requests = PairRequests(self.ranks)
+        self._readiness = Readiness(self.ranks, self.ranks)
+        """Anew after each end. All three are of use once all ranks have registered."""
         self._coming: dict[int, int] = {}
         """The step of which each rank will have messages once it has those of earlier steps."""
+        self._coming_steps: dict[int, int] = {}
+        """How many ranks have announced messages of each step."""
         self._granted: dict[int, int] = {}
         """The last step of each rank whose exchange started before its messages were queued, since the last drain."""
         self._starved: dict[int, int] = {}
-        """Ranks that wait for a message, and how many exchanges they had seen then."""
-        self._met: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        """The last exchange in which a rank was averaged."""
+        """Ranks that wait for a message that no exchange so far has had, and how many exchanges they had seen then."""
         self._averages: dict[int, dict[int, AverageEntered]] = {}
         """Averages that have not started, by number: the ranks that entered."""
+        self._inside: dict[int, int] = {}
+        """How many active ranks have entered each of these."""
         self._entered: dict[int, int] = {}
         """The last average that each rank has entered, since the last drain."""
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
@@ -130,44 +128,53 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         places, left = divmod(size, max(1, config.local_size))
         fit = not left and len(config.neighbours) == places
         fit = fit and all(0 <= peer < places for own in config.neighbours for peer in own)
-        if ALGORITHMS[config.algorithm].pairs and not fit:
+        pairs = ALGORITHMS[config.algorithm].pairs
+        if pairs and not fit:
             raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
+        self._queues = MessageQueues(self.ranks, STAGES if config.local_size > 1 else 1)
+        if pairs:
+            self._requests = PairRequests(self.ranks, config.neighbours, config.local_size)
+        self._readiness = self._all_ready(config)
+        for rank in self._done:
+            self._readiness.finish(rank)
+            self._requests.finish(rank)
         return config
+
+    def _all_ready(self, config: GossipConfig) -> Readiness:
+        """Return the readiness of ranks of which none has done anything yet."""
+        by_host = config.local_size > 1 and ALGORITHMS[config.algorithm].pairs
+        return Readiness(self.ranks, self.ranks, config.local_size, by_host)
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
             case MessageComing(_, key):
                 self._check_offer(rank, event, key)
-                if rank in self._coming or key <= self._told.get(rank, 0):
+                if rank in self._coming or key <= self._readiness.told(rank):
                     raise ProtocolError(f"rank {rank} announced message {key} after others")
                 self._coming[rank] = key
+                self._coming_steps[key] = self._coming_steps.get(key, 0) + 1
             case MessageQueued(_, key) | NoMessage(_, key) if key == self._granted.get(rank):
                 pass  # it was sent before this rank knew
             case MessageQueued(_, key):
                 self._check_offer(rank, event, key)
-                self._offers[rank].append(_Offer(key, now))
-                self._told[rank] = key
-                self._coming.pop(rank, None)
-                self._starved.pop(rank, None)
+                if not self._queues.has(rank):
+                    self._readiness.add(rank, Reason.MESSAGE)
+                self._queues.add(rank, key, now)
+                self._has_told(rank, key)
             case NoMessage(_, key):
                 self._check_offer(rank, event, key)
-                self._told[rank] = self._gone[rank] = key
-                self._coming.pop(rank, None)
-                self._starved.pop(rank, None)
+                self._readiness.send(rank, key)
+                self._has_told(rank, key)
             case PairRequested():
                 self._wanted(rank, event, now)
             case WaitingForMessage(_, seen):
                 self._running(rank, event)
-                self._starved[rank] = seen
-            case AverageEntered(_, index, weights):
-                parts = self._running(rank, event).local_size
-                if len(weights) != parts:
-                    raise ProtocolError(f"rank {rank} is in an average with {len(weights)} weights, and has {parts}")
-                last = self._entered.get(rank, 0)
-                if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
-                    raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
-                self._averages.setdefault(index, {})[rank] = event
-                self._entered[rank] = index
+                self._feed(rank)
+                if seen >= self._round:
+                    self._starved[rank] = seen
+                    self._readiness.add(rank, Reason.STARVING)
+            case AverageEntered():
+                self._enter(rank, event)
             case ExchangeDone(_, number):
                 self._landed(rank, number, now)
             case _:
@@ -179,13 +186,44 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._running(rank, event)
         elif rank in self._done and self._config.local_size == 1:  # else its engine still serves its host
             raise ProtocolError(f"rank {rank} offered message {key} although it is done")
-        if any(offer.key == key for offer in self._offers[rank]):
+        if self._queues.holds(rank, key):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
+
+    def _has_told(self, rank: int, step: int) -> None:
+        """Note that a rank has queued messages of a step, or announced none."""
+        self._readiness.tell(rank, step)
+        self._comes_no_more(rank)
+        self._feed(rank)
+
+    def _comes_no_more(self, rank: int) -> None:
+        step = self._coming.pop(rank, None)
+        if step is not None:
+            self._coming_steps[step] -= 1
+            if not self._coming_steps[step]:
+                del self._coming_steps[step]
+
+    def _feed(self, rank: int) -> None:
+        """Note that a rank waits no more for a message that was in no exchange before."""
+        if self._starved.pop(rank, None) is not None:
+            self._readiness.drop(rank, Reason.STARVING)
 
     def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
         if not ALGORITHMS[self._running(rank, event).algorithm].pairs:
             raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
-        self._wants.setdefault(rank, now)  # sent again, if a pair that it did not request was in flight
+        if self._requests.add(rank, now):  # sent again, if a pair that it did not request was in flight
+            self._readiness.add(rank, Reason.PAIR)
+
+    def _enter(self, rank: int, event: AverageEntered) -> None:
+        parts, index = self._running(rank, event).local_size, event.index
+        if len(event.weights) != parts:
+            raise ProtocolError(f"rank {rank} is in an average with {len(event.weights)} weights, and has {parts}")
+        last = self._entered.get(rank, 0)
+        if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
+            raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
+        self._averages.setdefault(index, {})[rank] = event
+        self._inside[index] = self._inside.get(index, 0) + 1
+        self._entered[rank] = index
+        self._readiness.add(rank, Reason.AVERAGE)
 
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
@@ -201,21 +239,22 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._wake_at = None
         if self._config is None:
             return []
-        return [*self._due_averages(), *self._due_exchange(now), *self._announced_exchange(now)]
+        averages, due = self._due_averages(), [] if self._flights else self._due_exchange(now)
+        return [*averages, *due, *self._announced_exchange(now)]
 
     def _due_exchange(self, now: float) -> list[Command]:
-        """Start an exchange of waiting messages and pairs, if it is time."""
-        assert self._config is not None
-        group = self._group()
-        waits = [self._offers[rank][0].at for rank in group] + list(self._wants.values())
-        if self._flights or not waits or self._is_ahead(group):
+        """Start an exchange of waiting messages and pairs, if it is time and none is under way."""
+        until, wants = self._limit(), bool(self._requests.waiting)
+        queued = self._queues.since(until)
+        if self._config is None or (queued is None and not wants):
             return []
-        there = self._accounted(group)
-        since = min(waits) if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, min(waits))
-        if not self._active() <= there and now < since + self._duration:
+        waits = min(math.inf if queued is None else queued, self._requests.since if wants else math.inf)
+        since = waits if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, waits)
+        lacks = self._readiness.lacks(None if queued is None else self._queues.earliest)
+        if lacks and now < since + self._duration:
             self._wake_at = since + self._duration
             return []
-        exchange = self._next(now)
+        exchange = self._next(until)
         if exchange is None:
             return []
         self._flights[exchange.round] = now
@@ -223,104 +262,72 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _announced_exchange(self, now: float) -> list[Command]:
         """Start the exchange of a step's messages before they are queued, if all active ranks will have some."""
-        active, keys = self._active(), set(self._coming.values())
-        if self._coming.keys() != active or len(keys) != 1 or any(self._offers.values()):
+        active = self._readiness.active
+        alike = len(self._coming_steps) == 1 and len(self._coming) == len(active)  # (comparing all ranks takes long)
+        if self._queues or not alike or self._coming.keys() != active:
             return []
-        messages = [(rank, key) for key in keys for rank in sorted(active)]
+        messages = [(rank, key) for key in self._coming_steps for rank in sorted(active)]
         self._coming.clear()
-        self._round += 1
-        for record in (self._granted, self._told, self._gone):
-            record.update(messages)
+        self._coming_steps.clear()
+        self._begin_round()
+        self._granted.update(messages)
+        for rank, key in messages:
+            self._readiness.tell(rank, key)
+            self._readiness.send(rank, key)
         self._flights[self._round] = now
         return [StartExchange(self._optimizer, self._round, messages)]
 
-    def _group(self) -> list[int]:
-        """Return the ranks whose first messages go together."""
-        keys = {rank: offers[0].key for rank, offers in self._offers.items() if offers}
-        assert self._config is not None
-        if self._config.local_size > 1:
-            return list(keys)
-        earliest = min(keys.values(), default=0)
-        return [rank for rank, key in keys.items() if key == earliest]
+    def _begin_round(self) -> None:
+        """Count an exchange; what ranks wait for may be in it."""
+        self._round += 1
+        for rank in [rank for rank, seen in self._starved.items() if seen < self._round]:
+            self._feed(rank)
 
-    def _is_ahead(self, group: Sequence[int]) -> bool:
-        """Return whether the messages of these ranks must wait for the slowest rank."""
+    def _limit(self) -> float:
+        """Return the last step of which messages may go; hosts that are averaged in pairs wait for no other."""
         assert self._config is not None
-        if not group or self._config.local_size > 1:
-            return False
-        slowest = min((self._told.get(rank, 0) for rank in self._active()), default=0)
-        return self._offers[group[0]][0].key > slowest + AHEAD * self._config.period
-
-    def _accounted(self, group: Sequence[int]) -> set[int]:
-        """Return the ranks that are in the next exchange, or cannot be before it has completed."""
-        there = {rank for rank, offers in self._offers.items() if offers} | self._wants.keys()
-        there |= {rank for rank, seen in self._starved.items() if seen >= self._round}
-        there.update(*self._averages.values())
         if self._pairs_hosts:
-            there |= self._elsewhere(group) if group else set(self.ranks) - self._elsewhere(self._wants)
-        elif group and not self._of_hosts:
-            earliest = self._offers[group[0]][0].key
-            there |= {rank for rank, key in self._gone.items() if key >= earliest}
-        return there
-
-    def _elsewhere(self, ranks: Iterable[int]) -> set[int]:
-        """Return the ranks of hosts that have none of these."""
-        hosts = set(map(self._first, ranks))
-        return {rank for rank in self.ranks if self._first(rank) not in hosts}
+            return math.inf
+        slowest = self._readiness.slowest // (STAGES if self._of_hosts else 1)
+        return slowest + AHEAD * self._config.period
 
     def _due_averages(self) -> list[Command]:
+        """Start averages that all active ranks have entered: they enter them in order."""
         due: list[Command] = []
-        for index in sorted(self._averages):
-            if self._averages[index].keys() >= self._active():
-                # in one order, so that sums are the same to the bit
-                there = sorted(self._averages.pop(index).items())
-                weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
-                part = there[0][1].part
-                due.append(StartAverage(self._optimizer, index, [rank for rank, _ in there], weights, part))
+        while self._averages:
+            index = next(iter(self._averages))
+            if self._inside[index] < len(self._readiness.active):
+                break
+            due.append(self._start_average(index))
         return due
 
-    def _next(self, now: float) -> StartExchange | None:
-        """Return the next exchange, of all waiting messages and pairs; None if no waiting rank has a partner."""
-        group, pairs = self._group(), self._pair()
-        if self._pairs_hosts and group and pairs:
-            if min(self._wants.values()) < min(self._offers[rank][0].at for rank in group):
-                group = []
-            else:
-                pairs = []
-        messages = [(rank, self._offers[rank].popleft().key) for rank in group]
-        self._gone |= {rank: max(key, self._gone.get(rank, key)) for rank, key in messages}
-        if not messages and not pairs:
+    def _start_average(self, index: int) -> Command:
+        there = sorted(self._averages.pop(index).items())  # in one order, so that sums are the same to the bit
+        del self._inside[index]
+        for rank, _ in there:
+            self._readiness.drop(rank, Reason.AVERAGE)
+        weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
+        return StartAverage(self._optimizer, index, [rank for rank, _ in there], weights, there[0][1].part)
+
+    def _next(self, until: float = math.inf) -> StartExchange | None:
+        """Return the next exchange, of waiting messages of steps up to ``until`` and of pairs; None if there are no
+        such messages, and no waiting rank has a partner."""
+        queued, can_pair = self._queues.since(until), self._requests.can_pair
+        if self._pairs_hosts and queued is not None and can_pair:
+            can_pair = self._requests.since < queued
+            queued = None if can_pair else queued
+        if queued is None and not can_pair:
             return None
-        self._round += 1
-        paired = {rank for pair in pairs for rank in pair}
-        self._wants = {rank: at for rank, at in self._wants.items() if self._first(rank) not in paired}
-        self._met.update(dict.fromkeys(paired, self._round))
+        messages = [] if queued is None else self._queues.take(until)
+        self._begin_round()
+        for rank, key in messages:
+            if not self._queues.has(rank):
+                self._readiness.drop(rank, Reason.MESSAGE)
+            self._readiness.send(rank, max(key, self._readiness.sent(rank)))
+        pairs, met = self._requests.pair(self._round) if can_pair else ([], [])
+        for rank in met:
+            self._readiness.drop(rank, Reason.PAIR)
         return StartExchange(self._optimizer, self._round, messages, pairs)
-
-    def _pair(self) -> list[tuple[int, int]]:
-        """Return pairs by law 3, of hosts by their first ranks; of several neighbours the one whose last average is
-        longest ago."""
-        assert self._config is not None
-        size, asking = self._config.local_size, dict.fromkeys(map(self._first, self._wants))
-        active = set(map(self._first, self._active()))
-        taken: set[int] = set()
-        pairs: list[tuple[int, int]] = []
-        for wanting in (True, False):
-            for rank in asking:
-                if rank in taken:
-                    continue
-                peers = (self.ranks[place * size] for place in self._config.neighbours[self.ranks.index(rank) // size])
-                free = [p for p in peers if p in active and p not in taken and (p in asking) == wanting]
-                if free:
-                    partner = min(free, key=lambda peer: self._met[peer])
-                    taken |= {rank, partner}
-                    pairs.append((rank, partner))
-        return pairs
-
-    def _first(self, rank: int) -> int:
-        """Return the first rank of a rank's host; the rank itself where hosts are not averaged."""
-        place = self.ranks.index(rank)
-        return self.ranks[place - place % self._config.local_size] if self._config is not None else rank
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -329,9 +336,11 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             raise ProtocolError(f"rank {rank} is done although it waits for an average")
 
     def _forget(self, rank: int) -> None:
-        for there in self._averages.values():
-            there.pop(rank, None)
-        self._averages = {index: there for index, there in self._averages.items() if there}
+        for index in [index for index, there in self._averages.items() if there.pop(rank, None) is not None]:
+            self._readiness.drop(rank, Reason.AVERAGE)
+            self._inside[index] -= rank in self._readiness.active
+            if not self._averages[index]:
+                del self._averages[index], self._inside[index]
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Handle an event of a rank whose optimizer is deleted: its engine completes exchanges, and serves its host."""
@@ -357,9 +366,13 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # others may not have registered: they are told when all have
-        self._coming.pop(rank, None)
-        self._wants.pop(rank, None)
-        self._starved.pop(rank, None)
+        self._comes_no_more(rank)
+        self._feed(rank)
+        if self._requests.finish(rank):
+            self._readiness.drop(rank, Reason.PAIR)
+        self._readiness.finish(rank)
+        for index, there in self._averages.items():
+            self._inside[index] -= rank in there
         return [self._retired(rank), *self._advance(now)]
 
     def _retired(self, rank: int) -> RankFinished:
@@ -367,20 +380,20 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Start exchanges of all queued messages."""
-        self._wants.clear()
-        self._starved.clear()
-        commands: list[Command] = [*self._due_averages()]
-        while any(self._offers.values()):
-            exchange = self._next(now)
+        assert self._config is not None
+        self._requests.restart()
+        commands: list[Command] = [self._start_average(index) for index in sorted(self._averages)]
+        while self._queues:
+            exchange = self._next()
             assert exchange is not None
             commands.append(exchange)
         if self._pairs_hosts and any(own[0] != self._bases[rank] for rank, own in self._produced.items()):
             self._round += 1
             commands.append(StartExchange(self._optimizer, self._round, gathers=True))
-        for record in (self._gone, self._told, self._coming, self._granted, self._entered):
+        self._readiness = self._all_ready(self._config)
+        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
             record.clear()
         self._flights.clear()  # ranks know themselves which exchanges they have not completed
-        self._averages.clear()
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
         return commands, self._round

@@ -56,9 +56,11 @@ class LeaderConfig(Config, frozen=True, tag=True):
 
 
 class StepTaken(OptimizerEvent, frozen=True, tag=True):
-    """This rank has taken a step; ``loss`` is the mean of its last training losses, None before it has recorded one."""
+    """This rank has taken ``steps`` steps since it last said so; ``loss`` is the mean of its last training losses, None
+    before it has recorded one."""
 
     loss: float | None
+    steps: int = 1
 
 
 class PullDone(OptimizerEvent, frozen=True, tag=True):

@@ -12,7 +12,11 @@ The laws it keeps:
    is recent, the last one sent leads. A group of one, and one of all ranks, has no leader of its own.
 3. *One pull of a group at a time.* When another becomes due meanwhile, it starts once the first has completed, once.
 4. *Nobody is waited for*: engines take part for ranks that compute, sleep or have finished.
-5. *Illegal moves change nothing.* They raise ProtocolError.
+5. *Steps may come together*: an event of several steps does what as many of one step each, with its loss, do.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+
+An event is looked at for the groups that it changes, its rank's and that of all; the choice of a leader looks at all
+ranks of a group, which have taken as many steps since the last.
 """
 
 from __future__ import annotations
@@ -57,6 +61,37 @@ class _Group:
     steps: int = 0
     flight: int | None = None
 
+    @property
+    def needed(self) -> int:
+        """The steps after which a pull is due."""
+        return self.period * self.active
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a pull is due, and none in flight."""
+        return self.flight is None and 0 < self.needed <= self.steps
+
+
+@dataclass
+class StepClock:
+    """Steps of an active rank, on the average; the same, to the bit, however many steps are counted at once."""
+
+    _before: float = 0.0
+    """Until the number of active ranks changed last; and steps of all since, of so many."""
+    _steps: int = 0
+    _ranks: int = 1
+
+    def count(self, steps: int, ranks: int) -> None:
+        """Count steps of one of so many active ranks."""
+        if ranks != self._ranks:
+            self._before, self._steps, self._ranks = self.now, 0, ranks
+        self._steps += steps
+
+    @property
+    def now(self) -> float:
+        """The time by this clock."""
+        return self._before + self._steps / self._ranks
+
 
 class LeaderStateMachine(StateMachine[LeaderConfig]):
     """Leader-pull of one optimizer."""
@@ -64,11 +99,23 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._groups: dict[int, _Group] = {}
+        """Those of ranks, in order; that of all is last."""
+        self._groups_of: dict[int, list[int]] = {}
+        """The numbers of each rank's groups, in that order."""
+        self._touched: set[int] = set()
+        """Groups of which a pull may be due, since they have changed."""
+        self._pulls: dict[int, int] = {}
+        """The group of each pull in flight."""
         self._means: dict[int, float] = {}
-        self._clock = 0.0
-        """Steps of an active rank, on the average."""
+        self._clock = StepClock()
         self._heard: dict[int, float] = {}
         """When each rank has sent its mean loss, by this clock."""
+        self._uncounted: set[int] = set()
+        """Ranks that were taken out of the counts, since the last end."""
+        self._leaving: list[int] = []
+        """Ranks whose optimizer was deleted, and that are still in the counts."""
+        self._drains = False
+        """Whether this was known to be a drain when a rank was taken out last."""
         self._round = 0
         self._leaderless = 0
         self._told = False
@@ -98,46 +145,70 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         assert isinstance(config, LeaderConfig)
         if config.algorithm not in ALGORITHMS:
             raise ProtocolError(f"optimizer {self._optimizer} follows {config.algorithm!r}, which is no algorithm")
+        self._uncounted, self._drains = set(self._done if self._flush else self._absent), self._flush
+        self._leaving.clear()
         if not ALGORITHMS[config.algorithm].has_center:
             for number, places in enumerate(config.groups):
-                ranks = tuple(self.ranks[place] for place in places)
-                self._groups[number] = _Group(ranks, config.local_period, self._count(ranks))
-        self._groups[ALL_RANKS] = _Group(self.ranks, config.global_period, self._count(self.ranks))
+                self._add_group(number, tuple(self.ranks[place] for place in places), config.local_period)
+        self._add_group(ALL_RANKS, self.ranks, config.global_period)
         if config.progress is not None:
             for group, steps in zip(self._groups.values(), config.progress.steps, strict=True):
                 group.steps = steps
             self._means = {r: m for r, m in zip(self.ranks, config.progress.means, strict=True) if m is not None}
             self._heard = dict.fromkeys(self._means, 0.0)
+        self._touched = set(self._groups)
         return config
+
+    def _add_group(self, number: int, ranks: tuple[int, ...], period: int) -> None:
+        self._groups[number] = _Group(ranks, period, sum(rank not in self._uncounted for rank in ranks))
+        for rank in ranks:
+            self._groups_of.setdefault(rank, []).append(number)
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
-            case StepTaken(_, loss):
+            case StepTaken(_, loss, steps):
                 self._running(rank, event)
-                self._clock += 1 / len(self._active())
-                if loss is not None:
-                    self._means[rank], self._heard[rank] = loss, self._clock
-                for number, group in self._groups.items():
-                    group.steps += rank in group.ranks and self._is_pulled(number)
+                if steps < 1:
+                    raise ProtocolError(f"rank {rank} has taken {steps} steps")
+                return self._step(rank, loss, steps)
             case PullDone(_, number):
                 if not 1 <= number <= self._round:
                     raise ProtocolError(f"rank {rank} saw pull {number} land, of {self._round}")
-                over = [group for group in self._groups.values() if group.flight == number]
-                for group in over:
-                    group.flight = None
-                if not over:  # a pull from before an end: it may start nothing after a cut
+                group = self._pulls.pop(number, None)
+                if group is None:  # a pull from before an end: it may start nothing after a cut
                     return []
+                self._groups[group].flight = None
+                self._touched.add(group)
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
         return self._due()
 
+    def _step(self, rank: int, loss: float | None, steps: int) -> list[Command]:
+        """Count steps of a rank, as many at once as make no pull due before the last of them."""
+        assert self._config is not None
+        commands: list[Command] = []
+        changed = [number for number in self._groups_of[rank] if self._is_pulled(number)]
+        groups = [self._groups[number] for number in changed]
+        while steps:
+            left = [max(1, group.needed - group.steps) for group in groups if group.flight is None and group.active]
+            some = 1 if self._touched else min([steps, *left])
+            steps -= some
+            self._clock.count(some, len(self.ranks) - len(self._done))
+            if loss is not None:
+                self._means[rank], self._heard[rank] = loss, self._clock.now
+            for group in groups:
+                group.steps += some
+            self._touched.update(changed)
+            commands += self._due()
+        return commands
+
     def _due(self) -> list[Command]:
         commands: list[Command] = []
-        for number, group in self._groups.items():  # local ones first
-            needed = group.period * group.active
-            if group.flight is not None or not 0 < needed <= group.steps or not self._is_pulled(number):
+        for number in sorted(self._touched, key=lambda number: (number == ALL_RANKS, number)):  # local ones first
+            group = self._groups[number]
+            if not group.is_due or not self._is_pulled(number):
                 continue
-            group.steps %= needed
+            group.steps %= group.needed
             leader = CENTER if self._has_center else pick_leader(self._means, self._recent(group.ranks))
             if leader is None and self._means.keys() & set(group.ranks):
                 self._leaderless += 1
@@ -145,7 +216,9 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             self._round += 1
             if leader is not None:
                 group.flight = self._round
+                self._pulls[self._round] = number
             commands.append(StartPull(self._optimizer, self._round, number, NO_LEADER if leader is None else leader))
+        self._touched.clear()
         return commands
 
     def _is_pulled(self, number: int) -> bool:
@@ -155,19 +228,13 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             return self._config.whole
         return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
 
-    def _counting(self) -> set[int]:
-        """Return the ranks whose steps count: active ones, in a cut finished ones too. Deleted ones never do."""
-        return self._active() if self._flush else self.present
-
-    def _count(self, ranks: Sequence[int]) -> int:
-        return len(self._counting().intersection(ranks))
-
     def _recent(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks of these that may lead now: also finished ones, if all have."""
+        """Return the ranks of these that may lead now: those whose steps count, or finished ones too, if all have."""
         assert self._config is not None
-        oldest = self._clock - max(self._config.loss_window, self._config.global_period)
-        there = self._counting() or self.present
-        return [rank for rank in ranks if rank in there and self._heard.get(rank, -math.inf) >= oldest]
+        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period)
+        counting = self._flush and len(self._done) < len(self.ranks)
+        out = self._done.keys() if counting else self._absent
+        return [rank for rank in ranks if rank not in out and self._heard.get(rank, -math.inf) >= oldest]
 
     @property
     def _has_center(self) -> bool:
@@ -179,23 +246,45 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         """Handle an event of a rank whose optimizer is gone: its engine still takes part in pulls."""
         return self._on_event(rank, event, now) if isinstance(event, PullDone) else []
 
+    def _forget(self, rank: int) -> None:
+        self._leaving.append(rank)
+
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
-        for group in self._groups.values():
-            left = self._count(group.ranks)
-            group.steps, group.active = group.steps * left // max(1, group.active), left
+        """Take ranks out of the counts whose steps count no more: in a cut finished ones' do, deleted ones' never."""
+        if self._config is None:
+            return []  # ranks are counted when all have registered
+        out = {*self._leaving}
+        if self._flush:  # once that is known, those that had finished before are out too
+            out |= {rank} if self._drains else self._done.keys()
+        left: dict[int, int] = {}
+        for gone in out - self._uncounted:
+            for number in self._groups_of[gone]:
+                left[number] = left.get(number, self._groups[number].active) - 1
+        self._uncounted |= out
+        self._drains = self._flush
+        self._leaving.clear()
+        for number, active in left.items():
+            group = self._groups[number]
+            group.steps, group.active = group.steps * active // max(1, group.active), active
+            self._touched.add(number)
         return []
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Reset the groups; after a drain, steps that made no pull due are forgotten."""
         for group in self._groups.values():
             group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
+        self._pulls.clear()
+        self._uncounted.clear()
+        self._leaving, self._drains = sorted(self._absent), False
+        self._touched = set(self._groups)
         return [], self._round
 
     def _details(self) -> PullProgress:
-        present = [rank for rank in self.ranks if rank in self.present]
+        there = self.present
+        present = [rank for rank in self.ranks if rank in there]
         leader = pick_leader(self._means, self._recent(present))
         if leader is None:
-            heard = {rank: at for rank, at in self._heard.items() if rank in self.present}
+            heard = {rank: at for rank, at in self._heard.items() if rank in there}
             latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
             leader = pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
         known = {leader, *self._recent(self.ranks)}  # a loss too old to lead by stays so in another job

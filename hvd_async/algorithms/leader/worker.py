@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress, StartPull
 from hvd_async.algorithms.leader.options import ALGORITHMS
 from hvd_async.algorithms.leader.pulls import Clip, PullExecutor, PullResults, group_of
 from hvd_async.algorithms.leader.rule import Rule, make_rule
 from hvd_async.algorithms.leader.selection import LossWindow, Strengths
+from hvd_async.algorithms.leader.step_reports import StepReports
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
@@ -88,6 +89,7 @@ class LeaderWorker(Worker):
         self._rule: Rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
         self.executor = PullExecutor(engine, config, self._rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
+        self._reports = StepReports(engine)
         self._consensus: Vector = None
         """EASGD's center at the last drain or cut, before any rank went on; None if a leader stands for all."""
         self._leader = rank_group.ranks[0]
@@ -193,7 +195,7 @@ class LeaderWorker(Worker):
             self.executor.record.add_distance(difference)
         self.executor.publish_weights(x, step)
         old = step - self._recorded > self._window  # a loss that is not sent again grows old at the coordinator
-        self.send(StepTaken(self._registered_number(), None if old else self._losses.mean))
+        self._reports.add(self._registered_number(), None if old else self._losses.mean)
         return x
 
     # -- ends -------------------------------------------------------------------------------------------------

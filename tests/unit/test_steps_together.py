@@ -1,0 +1,181 @@
+"""Steps of ranks that follow a leader, several in one event: the same pulls as of as many events of one step each."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_async.algorithms.leader.messages import (
+    ALL_RANKS,
+    NO_LEADER,
+    LeaderConfig,
+    PullDone,
+    StartPull,
+    StepTaken,
+)
+from hvd_async.algorithms.leader.state_machine import LeaderStateMachine, StepClock
+from hvd_async.algorithms.leader.step_reports import StepReports
+from hvd_async.errors import EngineError, ProtocolError
+from hvd_async.runtime.messages import Command, Drained, Finished, OptimizerEvent
+from tests.conftest import examples
+from tests.unit.simulation import snapshot
+from tests.unit.test_pulls import PAIRS, configs, opened
+
+ELASTIC = LeaderConfig("easgd", [[0, 1, 2]], 4, 4, "")
+LOSSES = st.sampled_from([None, math.nan, math.inf, 0.5, 0.5, 0.7, 1.0])
+MOVES = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 40), LOSSES),
+    st.tuples(st.just("landed"), st.integers(0, 3), st.none()),
+    st.tuples(st.sampled_from(["drain", "cut"]), st.just(0), st.none()),
+)
+
+
+@settings(max_examples=examples(400))
+@given(st.data())
+def test_steps_that_come_together_make_the_pulls_that_they_make_one_by_one(data):
+    size = data.draw(st.integers(1, 6))
+    config = data.draw(configs(size))
+    together, singly = opened(config, size), opened(config, size)
+    produced, flights = [0] * size, list[int]()
+    for rank, (what, number, loss) in data.draw(st.lists(st.tuples(st.integers(0, size - 1), MOVES), max_size=60)):
+        events: list[OptimizerEvent]
+        if what == "landed":
+            if not flights:
+                continue
+            events = [PullDone(7, flights.pop(number % len(flights)))]
+        elif what == "step":
+            events = [StepTaken(7, loss, number)]
+            produced[rank] += number
+        else:
+            events = [Finished(7, [produced[rank]], what == "drain")]
+        ones = [StepTaken(7, loss)] * number if what == "step" else events
+        found = outcome(together, rank, events)
+        assert found == outcome(singly, rank, ones)
+        assert together.take_notice() == singly.take_notice()
+        for command in found if isinstance(found, list) else []:
+            if isinstance(command, StartPull) and command.leader != NO_LEADER:
+                flights.append(command.round)
+            if isinstance(command, Drained):
+                flights = []
+
+
+def outcome(machine: LeaderStateMachine, rank: int, events: list[OptimizerEvent]) -> list[Command] | str:
+    """What they brought about, or why they may not be."""
+    try:
+        return [command for event in events for command in machine.handle(rank, event, 0.0)]
+    except ProtocolError as error:
+        return str(error)
+
+
+def test_what_is_left_after_a_pull_counts_for_the_next():
+    machine = opened(ELASTIC, 3)
+    assert machine.handle(0, StepTaken(7, None, 40), 0.0) == [StartPull(7, 1, ALL_RANKS, -1)]
+    assert machine.handle(0, PullDone(7, 1), 0.0) == [StartPull(7, 2, ALL_RANKS, -1)]  # of 28 steps more, once
+    assert machine.handle(0, PullDone(7, 2), 0.0) == []
+    assert machine.handle(1, StepTaken(7, None, 7), 0.0) == []
+    assert machine.handle(2, StepTaken(7, None), 0.0) == [StartPull(7, 3, ALL_RANKS, -1)]
+
+
+def test_the_clock_does_not_depend_on_how_steps_are_counted():
+    one, many = StepClock(), StepClock()
+    for ranks, steps in ((3, 7), (7, 1), (7, 100), (3, 10)):
+        one.count(steps, ranks)
+        for _ in range(steps):
+            many.count(1, ranks)
+    assert one.now == many.now == pytest.approx(7 / 3 + 101 / 7 + 10 / 3)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_an_event_of_no_step_is_illegal(steps):
+    machine = opened(PAIRS)
+    before = snapshot(machine)
+    with pytest.raises(ProtocolError, match="rank 0"):
+        machine.handle(0, StepTaken(7, 1.0, steps), 0.0)
+    assert snapshot(machine) == before
+
+
+def test_ranks_that_had_cut_count_no_more_once_another_drains():
+    machine = opened(ELASTIC, 3)
+    assert machine.handle(0, Finished(7, [0], False), 0.0) == []
+    assert machine.handle(2, StepTaken(7, None, 11), 0.0) == []  # (of 12 that three ranks are to take)
+    assert machine.handle(1, Finished(7, [0]), 0.0) == []  # a third of 11 is left
+    assert machine.handle(2, StepTaken(7, None), 0.0) == [StartPull(7, 1, ALL_RANKS, -1)]
+
+
+class Engine:
+    """Stands in for an engine that wakes up when it is told to.
+
+    Attributes:
+        sent: events.
+        posts: what it runs at its next wake.
+        failed: whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.posts: list[Callable[[], None]] = []
+        self.failed = False
+
+    def check(self) -> None:
+        if self.failed:
+            raise EngineError("it has failed")
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        self.check()
+        self.posts.append(action)
+
+    def send(self, event: Any) -> None:
+        self.sent.append(event)
+
+    def wake(self) -> None:
+        """Run what was posted before."""
+        posts, self.posts = self.posts, []
+        for post in posts:
+            post()
+
+
+def test_steps_of_one_wake_are_one_report():
+    engine: Any = Engine()
+    reports = StepReports(engine)
+    for loss in (3.0, 2.0, None):
+        reports.add(7, loss)
+    assert len(engine.posts) == 1
+    engine.wake()
+    reports.add(7, None)
+    engine.wake()
+    engine.wake()
+    assert engine.sent == [StepTaken(7, 2.0, 3), StepTaken(7, None, 1)]
+
+
+def test_a_step_raises_what_the_engine_has_failed_with():
+    """Also when a report waits, which nobody will send."""
+    engine: Any = Engine()
+    reports = StepReports(engine)
+    reports.add(7, 1.0)
+    engine.failed = True
+    with pytest.raises(EngineError):
+        reports.add(7, 1.0)
+
+
+def test_no_step_is_lost_between_a_report_and_the_next():
+    engine: Any = Engine()
+    reports, over = StepReports(engine), threading.Event()
+
+    def steps() -> None:
+        for _ in range(5_000):
+            reports.add(7, 1.0)
+        over.set()
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    while not over.is_set() or engine.posts:
+        if engine.posts:
+            engine.posts.pop(0)()
+    thread.join()
+    assert sum(event.steps for event in engine.sent) == 5_000
