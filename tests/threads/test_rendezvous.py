@@ -16,7 +16,7 @@ import zmq
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError, RankLostError
-from hvd_async.runtime import addresses, time_limits
+from hvd_async.runtime import addresses, cards, time_limits
 from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.interfaces import Channel
