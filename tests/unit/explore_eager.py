@@ -389,7 +389,7 @@ class EagerWorld(World):
     def age(self) -> None:
         machine: Any = self.machine
         for bucket in machine._buckets:
-            bucket.waiting = {rank: _older(at) for rank, at in bucket.waiting.items()}
+            bucket.waiting = {host: _older(at) for host, at in bucket.waiting.items()}
             bucket.quorum_at = None if bucket.quorum_at is None else _older(bucket.quorum_at)
             bucket.fired_at = _older(bucket.fired_at)
         machine._wakes = {bucket: at - 1.0 for bucket, at in machine._wakes.items()}

@@ -66,16 +66,17 @@ class Hosts:
 
 
 class Gathering:
-    """Gradients of one bucket that wait for those of their host's other ranks.
+    """Gradients that wait for those of their host's other ranks.
 
     Attributes:
-        whole: of each host, how many gradients all its ranks have handed over, since the last drain or cut.
-        held: ranks that have handed over one more, and the step that it is.
+        whole: by bucket, of each host: how many gradients all its ranks have handed over, since the last drain or cut.
+        held: of ranks that have handed over one more, its buckets, as bits.
     """
 
-    __slots__ = ("_lacking", "_steps", "held", "whole")
+    __slots__ = ("_buckets", "_lacking", "_steps", "held", "whole")
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, buckets: int) -> None:
+        self._buckets = buckets
         self.begin_anew(hosts)
 
     def __eq__(self, other: object) -> bool:
@@ -83,60 +84,71 @@ class Gathering:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def fits(self, host: int, step: int) -> bool:
-        """Whether the host's other ranks that wait have handed over the same step."""
-        return self._steps.get(host, step) == step
-
-    def hold(self, rank: int, host: int, step: int) -> None:
-        """A rank has handed over a step."""
-        self.held[rank] = step
-        self._steps[host] = step
-        self._lacking[host] -= 1
-
-    def finish(self, rank: int, host: int) -> None:
-        """A rank is done: it is waited for no more."""
-        self._lacking[host] -= rank not in self.held
-
-    def take(self, host: int, ranks: Sequence[int], active: Collection[int]) -> tuple[list[int], int] | None:
-        """Let a host's gradients go if none is missing of those that are ``active``.
-
-        Returns:
-            Its active ranks among those whose gradients go, and the step that these are; None if some are missing, or
-            there are none.
-        """
-        return None if self._lacking[host] or host not in self._steps else self._let_go(host, ranks, active)
-
-    def take_all(self, hosts: Hosts) -> None:
-        """Let all gradients go: all ranks are done."""
-        for host in list(self._steps):
-            self._let_go(host, hosts.ranks(host), ())
-
-    def _let_go(self, host: int, ranks: Sequence[int], active: Collection[int]) -> tuple[list[int], int]:
-        going = [rank for rank in ranks if self.held.pop(rank, None) is not None]
-        there = [rank for rank in going if rank in active]
-        self._lacking[host] += len(there)
-        self.whole[host] += 1
-        return there, self._steps.pop(host)
-
-    def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int]) -> frozenset[int]:
-        """Return the ``late`` ranks; in place of one that waits for others of its host, these."""
-        waited_for = hosts.among([rank for rank in late if rank in self.held])
-        others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
-        return frozenset({*late, *others} - self.held.keys())
-
-    def host_steps(self, hosts: Hosts) -> HostSteps | None:
-        """Return ``whole`` as ranks are told it; None where each is by itself."""
-        if hosts.size == 1:
-            return None
-        counts = self.whole.values()
-        (most, _), *_ = Counter(counts).most_common(1)
-        return HostSteps(most, {number: count for number, count in enumerate(counts) if count != most})
-
     def begin_anew(self, hosts: Hosts) -> None:
         """Count from 0, at the beginning and when all ranks have ended; nothing is held."""
-        self.whole = dict.fromkeys(hosts.first, 0)
+        self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
         self.held: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         """Of hosts with ranks among ``held``, the step that theirs is."""
-        self._lacking = {host: hosts.active.get(host, 0) for host in hosts.first}
-        """Of each host, how many of its ranks that are not done have not handed over that one more."""
+        self._lacking = {host: [hosts.active.get(host, 0)] * self._buckets for host in hosts.first}
+        """Of each host, by bucket: how many of its ranks that are not done have not handed over that one more."""
+
+    def step(self, host: int) -> int | None:
+        """Return the step that a host's ranks have handed over that wait for others; None if none waits."""
+        return self._steps.get(host)
+
+    def holds(self, bucket: int) -> bool:
+        """Whether a gradient of a bucket waits."""
+        return any(bits >> bucket & 1 for bits in self.held.values())
+
+    def hold(self, rank: int, host: int, step: int, buckets: Sequence[int], bits: int) -> list[int]:
+        """A rank has handed over buckets of a step: return those in which its host lacks none now."""
+        self.held[rank] = self.held.get(rank, 0) | bits
+        self._steps[host] = step
+        lacking = self._lacking[host]
+        for bucket in buckets:
+            lacking[bucket] -= 1
+        return [bucket for bucket in buckets if not lacking[bucket]]
+
+    def finish(self, rank: int, host: int, ranks: Sequence[int]) -> list[int]:
+        """A rank is done, and waited for no more: return buckets that its host holds and lacks none of now."""
+        lacking, bits, held = self._lacking[host], self.held.get(rank, 0), 0
+        for each in ranks:
+            held |= self.held.get(each, 0)
+        for bucket in range(self._buckets):
+            lacking[bucket] -= not bits >> bucket & 1
+        return [bucket for bucket in range(self._buckets) if held >> bucket & 1 and not lacking[bucket]]
+
+    def let_go(self, host: int, ranks: Sequence[int], active: Sequence[int], buckets: Sequence[int]) -> None:
+        """A host's gradients of some buckets go; of its ranks some are ``active``."""
+        bits = sum(1 << bucket for bucket in buckets)
+        for rank in ranks:
+            left = self.held.pop(rank, 0) & ~bits
+            if left:
+                self.held[rank] = left
+        for bucket in buckets:
+            self._lacking[host][bucket] += len(active)
+            self.whole[bucket][host] += 1
+        if not any(rank in self.held for rank in ranks):
+            del self._steps[host]
+
+    def let_all_go(self, hosts: Hosts) -> None:
+        """All ranks are done: all gradients go."""
+        for host in list(self._steps):
+            bits = 0
+            for rank in hosts.ranks(host):
+                bits |= self.held.get(rank, 0)
+            self.let_go(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
+
+    def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int], bucket: int) -> frozenset[int]:
+        """Return the ``late`` ranks; in place of one that waits for others of its host in a bucket, these."""
+        held = {rank for rank, bits in self.held.items() if bits >> bucket & 1}
+        waited_for = hosts.among([rank for rank in late if rank in held])
+        others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
+        return frozenset({*late, *others} - held)
+
+    def host_steps(self, bucket: int) -> HostSteps:
+        """Return a bucket's ``whole`` as ranks are told it."""
+        counts = self.whole[bucket].values()
+        (most, _), *_ = Counter(counts).most_common(1)
+        return HostSteps(most, {number: count for number, count in enumerate(counts) if count != most})

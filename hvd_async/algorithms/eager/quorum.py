@@ -118,6 +118,10 @@ class RoundQuorum:
         drawn = self.drawn(active)
         return drawn if drawn in arrived else None
 
+    def least(self, active: int) -> int:
+        """Return how many have to be there before the round may fire, with so many that are not done."""
+        return min(self._least, active)
+
     def drawn(self, active: Collection[int]) -> int:
         """Return majority's initiator; drawn again only if the one before has finished."""
         if self._drawn is None or self._drawn not in active:

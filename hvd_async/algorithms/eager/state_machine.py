@@ -67,8 +67,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """Whether ranks step host by host."""
         self._late: set[int] = set()
         """Hosts some bucket of whose step was gathered after its round had fired."""
-        self._parts: dict[int, int] = {}
-        """Of each host, how many buckets of its step were gathered, while others are missing."""
+        self._gathering = Gathering(self._hosts, 0)
+        self._positions = Positions((), 0, ())
         self._buckets: list[Bucket] = []
         self._fired = 0
         """Rounds that all buckets have fired."""
@@ -126,15 +126,17 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        for bucket in self._buckets:
+        config, active = self._config, self._active()
+        assert config is not None
+        for index, bucket in enumerate(self._buckets):
             if bucket.waiting:
                 round_ = bucket.fired + 1
-                late = {r for r in self._active() if bucket.positions.of[r] < round_}
-                blocking = self._too_late(bucket, round_) or late
-                return f"round {round_}", bucket.gathering.missing(blocking, self._hosts, self._active())
-        for gathering in (bucket.gathering for bucket in self._buckets):
-            if gathering.held:
-                return "the step of a host", gathering.missing(gathering.held, self._hosts, self._active())
+                blocking = self._behind(index, round_ - config.max_staleness) or self._behind(index, round_)
+                return f"round {round_}", self._gathering.missing(blocking, self._hosts, active, index)
+        for index in range(len(self._buckets)):
+            if self._gathering.holds(index):
+                held = [rank for rank, bits in self._gathering.held.items() if bits >> index & 1]
+                return "the step of a host", self._gathering.missing(held, self._hosts, active, index)
         for bucket in self._buckets:
             if bucket.called and self._landed_of(bucket) < bucket.fired:
                 silent = frozenset(self.ranks) - bucket.answered
@@ -142,6 +144,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                     return f"round {bucket.fired}, which has begun,", silent
                 return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(self.ranks)
         return None
+
+    def _behind(self, index: int, position: int) -> set[int]:
+        """Return the ranks that are not done and have not come to this position in a bucket."""
+        return {rank for rank in self._active() if self._positions.at(rank, index) < position}
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
@@ -157,13 +163,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._grace = Grace(config.grace)
         if config.quorum == "auto":
             self._auto = AutoQuorum(self._hosts.first, config.max_staleness, config.pace)
-        self._parts = dict.fromkeys(self._hosts.first, 0)
-        self._buckets = [
-            Bucket(Positions(self.ranks, self._done), Gathering(self._hosts)) for _ in range(config.buckets)
-        ]
+        self._gathering = Gathering(self._hosts, config.buckets if self._by_hosts else 0)
+        self._positions = Positions(self.ranks, config.buckets, self._done)
         loaded = any(self._handed_over.values())
-        for bucket in self._buckets:
-            bucket.loaded = loaded
+        self._buckets = [Bucket(loaded=loaded) for _ in range(config.buckets)]
         return config
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
@@ -188,7 +191,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             raise ProtocolError(f"rank {rank} reported step {event.step} after step {last}")
         if event.hyper is not None:
             self._told[rank] = event.hyper
-        self._steppers.enter(rank, event.step, now)
+        self._steppers.enter(rank, event.step, now, self._fired)
         round_ = self._rounds.get(event.step)
         if round_ is None or round_.hyper is not None or self._fired < event.step:
             return []
@@ -197,80 +200,89 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _arrived(self, rank: int, event: GradientReady, now: float) -> list[Command]:
         self._running(rank, event)
-        step, host = event.step, self._hosts.of[rank]
-        named = [self._check_arrival(rank, host, step, index) for index in event.buckets]
-        if len(named) > 1 and len(set(event.buckets)) < len(named):
-            raise ProtocolError(f"rank {rank} named a bucket twice in {event.buckets}")
+        step, indices, all_buckets = event.step, event.buckets, self._buckets
+        bits = self._check_arrival(rank, step, indices)
         if event.landed > self._fired:
             raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
-        if 0 in event.buckets and 0 not in event.empty:
+        if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
         # a rank in its next step has seen the round of the one before
         self._landed = max(self._landed, step - 1, event.landed)
-        commands: list[Command] = []
-        for bucket in named:
-            bucket.loaded = True
-            if self._by_hosts:
-                bucket.gathering.hold(rank, host, step)
-                commands += self._gather(host, bucket, now)
-            else:
-                commands += self._come(host, bucket, (rank,), step, now)
-        return commands + self._advance(rank, now, event.buckets)
+        for index in indices:
+            all_buckets[index].loaded = True
+        if not self._by_hosts:
+            self._come(rank, (rank,), step, indices, bits, now)
+            commands: list[Command] = []
+        else:
+            host = self._hosts.of[rank]
+            commands = self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)
+        due = [index for index in indices if len(all_buckets[index].waiting) >= all_buckets[index].least]
+        return commands + self._advance(rank, now, due) if due else commands
 
-    def _check_arrival(self, rank: int, host: int, step: int, index: int) -> Bucket:
-        """Return the bucket that a rank's step may arrive for."""
-        if not 0 <= index < len(self._buckets):
-            raise ProtocolError(f"rank {rank} named bucket {index} of {len(self._buckets)}")
-        bucket = self._buckets[index]
-        position, held = bucket.positions.of[rank], bucket.gathering.held
-        if step != position + 1 or step > bucket.fired + 1 or rank in held:
-            raise ProtocolError(
-                f"rank {rank} handed over step {step} of bucket {index} after step "
-                f"{held.get(rank, position)}, with {bucket.fired} rounds fired"
-            )
-        if held and not bucket.gathering.fits(host, step):
+    def _check_arrival(self, rank: int, step: int, indices: Sequence[int]) -> int:
+        """Return the buckets that a rank's step may arrive for, as bits.
+
+        Raises:
+            ProtocolError: it may not.
+        """
+        bits, held = self._positions.ahead.get(rank, 0), self._gathering.held.get(rank, 0)
+        came, position = bits | held, self._positions.of[rank]
+        for index in indices:
+            if not 0 <= index < len(self._buckets):
+                raise ProtocolError(f"rank {rank} named bucket {index} of {len(self._buckets)}")
+            if step != position + 1 or came >> index & 1 or step > self._buckets[index].fired + 1:
+                raise ProtocolError(
+                    f"rank {rank} handed over step {step} of bucket {index} after step "
+                    f"{position + (came >> index & 1)}, with {self._buckets[index].fired} rounds fired"
+                )
+            came |= 1 << index
+        if self._by_hosts and self._gathering.step(self._hosts.of[rank]) not in (None, step):
             raise ProtocolError(f"rank {rank} handed over step {step}, and other ranks of its host another")
-        return bucket
+        return came & ~bits & ~held
 
-    def _gather(self, host: int, bucket: Bucket, now: float) -> list[Command]:
-        """Let a host's gradients of a bucket arrive if none is missing."""
-        taken = bucket.gathering.take(host, self._hosts.ranks(host), self._computing)
-        return [] if taken is None else self._come(host, bucket, *taken, now)
-
-    def _come(self, host: int, bucket: Bucket, ranks: Sequence[int], step: int, now: float) -> list[Command]:
-        """The gradients of ``ranks``, a host's that are not done, arrive; with the last bucket its step is whole."""
-        if ranks:
-            bucket.positions.step(ranks, step)
-            if step == bucket.fired + 1:
-                for rank in ranks:
-                    bucket.waiting[rank] = now
-                bucket.hosts[host] = None
-            elif self._by_hosts:
-                self._late.add(host)
-            if bucket is self._buckets[0]:
-                self._grace.arrived(step, now)
-        if self._auto is None and not self._by_hosts:
-            return []  # (nobody asks for more)
-        self._parts[host] = (self._parts[host] + 1) % len(self._buckets)
-        if not ranks or self._parts[host]:
+    def _gather(self, host: int, indices: Sequence[int], now: float) -> list[Command]:
+        """Let a host's gradients of buckets arrive of which none is missing; with the last bucket its step is whole."""
+        if not indices:
             return []
-        if self._auto is not None:
-            self._auto.arrived(host, now, late=self._fired >= step)
-        if host not in self._late:
+        ranks, step = self._hosts.ranks(host), self._gathering.step(host)
+        assert step is not None
+        active = [rank for rank in ranks if rank in self._computing]
+        self._gathering.let_go(host, ranks, active, indices)
+        bits = sum(1 << index for index in indices)
+        if not active or not self._come(host, active, step, indices, bits, now) or host not in self._late:
             return []
         self._late.remove(host)
         version = max(step, min(self._landed_of(each) for each in self._buckets))
-        return [EndStep(self._optimizer, self._hosts.number[host], bucket.gathering.whole[host], version)]
+        whole = self._gathering.whole[indices[0]][host]
+        return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
+
+    def _come(
+        self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float
+    ) -> bool:
+        """Gradients of a host's ranks that are not done arrive; return whether its step is whole."""
+        whole = self._positions.step(ranks, step, indices, bits)
+        for index in indices:
+            bucket = self._buckets[index]
+            if step == bucket.fired + 1:
+                bucket.waiting[host] = now
+                bucket.arrived += len(ranks)
+            elif self._by_hosts:
+                self._late.add(host)
+            if not index:
+                self._grace.arrived(step, now)
+        if whole and self._auto is not None:
+            self._auto.arrived(host, now, late=self._fired >= step)
+        return whole
 
     def _took(self, rank: int, event: VersionTaken, now: float) -> list[Command]:
         config = self._running(rank, event)
         if config.pace != "rounds":
             raise ProtocolError(f"rank {rank} sent VersionTaken in pace {config.pace!r}")
-        for bucket in self._buckets:
-            if not bucket.positions.of[rank] <= event.version <= bucket.fired or rank in bucket.gathering.held:
-                raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
-        for bucket in self._buckets:
-            bucket.positions.move(rank, event.version)
+        position = self._positions.of[rank]
+        ahead = rank in self._positions.ahead or rank in self._gathering.held
+        if ahead or not position <= event.version <= self._fired:
+            raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
+        self._positions.move(rank, event.version)
         return self._advance(rank, now)
 
     def _reported(self, rank: int, event: RoundsReceived) -> list[Command]:
@@ -285,37 +297,36 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return []
 
     def _check_finished(self, rank: int) -> None:
-        if any(rank in bucket.waiting for bucket in self._buckets):
+        if self._waits_in(rank):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
+
+    def _waits_in(self, rank: int) -> list[Bucket]:
+        """Return the buckets for whose next round a rank waits that is not done."""
+        at = self._positions.at
+        return [bucket for index, bucket in enumerate(self._buckets) if at(rank, index) > bucket.fired]
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
         return self._reported(rank, event) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
-        for bucket in self._buckets:  # its gradients stay pending there, and go with a later round
-            if bucket.waiting.pop(rank, None) is not None:
-                host = self._hosts.of[rank]
-                if not any(other in bucket.waiting for other in self._hosts.ranks(host)):
-                    del bucket.hosts[host]
+        if rank in self._computing and self._buckets:
+            host = self._hosts.of[rank]
+            for bucket in self._waits_in(rank):  # its gradients stay pending there, and go with a later round
+                bucket.arrived -= 1
+                if self._hosts.active[host] == 1:  # (where one of a host's ranks waits, all do)
+                    del bucket.waiting[host]
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if not self._buckets:
             return []
         host = self._hosts.of[rank]
         self._hosts.finish(rank)
-        for bucket in self._buckets:
-            bucket.positions.leave(rank)
-            bucket.gathering.finish(rank, host)
-        gathered = [self._gather(host, bucket, now) for bucket in self._buckets]
-        return [*itertools.chain(*gathered), *self._advance(rank, now)]
+        self._positions.leave(rank)
+        ready = self._gathering.finish(rank, host, self._hosts.ranks(host)) if self._by_hosts else ()
+        return [*self._gather(host, ready, now), *self._advance(rank, now)]
 
     # -- firing -----------------------------------------------------------------------------------------------
-
-    def _too_late(self, bucket: Bucket, round_: int) -> set[int]:
-        """Return the computing ranks whose next gradient would break the staleness bound if ``round_`` fired now."""
-        assert self._config is not None
-        return {r for r in self._active() if round_ - bucket.positions.of[r] > self._config.max_staleness}
 
     def _round(self, number: int) -> Round:
         round_ = self._rounds.get(number)
@@ -341,11 +352,12 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             bucket = self._buckets[index]
             if self._wakes:
                 self._wakes.pop(index, None)
-            arrived, number = bucket.hosts, bucket.fired + 1
+            arrived, number = bucket.waiting, bucket.fired + 1
             quorum = self._round(number).quorum if arrived else None
             initiator = None if quorum is None else quorum.initiator(arrived, active)
             if quorum is None or initiator is None:
                 bucket.quorum_at = None
+                bucket.least = 1 if quorum is None else quorum.least(len(active))
                 continue
             if bucket.quorum_at is None:
                 bucket.quorum_at = now
@@ -355,19 +367,24 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if now < until and len(arrived) < len(active):
                 self._wakes[index] = until
                 continue
-            if number - bucket.positions.lowest > self._config.max_staleness:
+            if number - self._positions.lowest_in(index) > self._config.max_staleness:
                 continue
-            last = next(reversed(bucket.waiting)) if by is None else by
+            last = self._last_of(next(reversed(arrived)), index) if by is None else by
             if self._timelines:
                 commands.append(self._explain(index, quorum.reason(arrived, active), last, now))
             started.append(self._fire(index, initiator, last, now))
         return commands + self._commands(started) if started else []
 
+    def _last_of(self, host: int, index: int) -> int:
+        """Return the last of a host's ranks that wait for a bucket's next round."""
+        ranks, number = self._hosts.ranks(host), self._buckets[index].fired + 1
+        return [rank for rank in ranks if rank in self._computing and self._positions.at(rank, index) == number][-1]
+
     def _explain(self, index: int, reason: str, by: int, now: float) -> ExplainRound:
         bucket = self._buckets[index]
-        number, arrivals = bucket.fired + 1, bucket.waiting
+        number, first = bucket.fired + 1, min(bucket.waiting.values(), default=now)
         held = self._steppers.waited(number, now) if self._is_last(index) else 0.0
-        trigger = RoundTrigger(reason, by, len(arrivals), min(arrivals.values(), default=now), now, held)
+        trigger = RoundTrigger(reason, by, bucket.arrived, first, now, held)
         return ExplainRound(self._optimizer, index, number, trigger)
 
     def _is_last(self, index: int) -> bool:
@@ -379,11 +396,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step: one of the
         host that this rank is the first of, if it can be."""
         bucket, last = self._buckets[index], self._is_last(index)
-        arrived = len(bucket.waiting)
-        bucket.waiting, bucket.hosts = {}, {}
+        arrived = bucket.arrived
+        bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
         bucket.fired += 1
         bucket.quorum_at = None
-        bucket.loaded = bool(bucket.gathering.held)
+        bucket.loaded = self._by_hosts and self._gathering.holds(index)
         bucket.fired_at, bucket.called = now, 0
         bucket.answered.clear()
         number, held = bucket.fired, 0.0
@@ -394,11 +411,12 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             self._fired = number
             held = self._steppers.waited(number, now)
             lead = self._steppers.lead(number, self._hosts.ranks(initiator))
+            self._steppers.forget(number)
             if lead is not None and round_.hyper is None:
                 self._settle(number, self._told[lead])
             if self._auto is not None:
                 self._auto.fired(now)
-        hyper, whole = round_.hyper if last else None, bucket.gathering.host_steps(self._hosts)
+        hyper, whole = round_.hyper if last else None, self._gathering.host_steps(index) if self._by_hosts else None
         return Started(index, number, by, arrived, held, hyper, whole)
 
     def _commands(self, started: list[Started]) -> list[Command]:
@@ -427,8 +445,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Reduce all pending gradients in a last round, with the last hyperparameters."""
-        for bucket in self._buckets:
-            bucket.gathering.take_all(self._hosts)
+        self._gathering.let_all_go(self._hosts)
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands, started = list[Command](), list[Started]()
@@ -444,10 +461,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
                 commands.append(SetHyperparameters(self._optimizer, number, self._to_send(self._last_hyper)))
         self._hosts.begin_anew()
-        self._parts = dict.fromkeys(self._hosts.first, 0)
-        for bucket in self._buckets:
-            bucket.positions.begin_anew(self.ranks, last)
-            bucket.gathering.begin_anew(self._hosts)
+        self._positions.begin_anew(self.ranks, last)
+        self._gathering.begin_anew(self._hosts)
         self._late.clear()
         self._steppers.clear()
         self._rounds.clear()
