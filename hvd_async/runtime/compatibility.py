@@ -23,7 +23,9 @@ def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
         size: ranks in the job.
     """
     members = opened.members  # (none are all: what that costs must not depend on how many these are)
-    if members and not (rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size):
+    if members and not (
+        rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size
+    ):
         return f"it shares an optimizer with the ranks {members}, of {size}"
     if len(opened.names) != len(opened.checksums):
         return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"

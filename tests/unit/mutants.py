@@ -58,34 +58,32 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "rounds are one staler than agreed": Mutant(
             "steps that differ",
-            "number - bucket.positions.lowest > self._config.max_staleness",
-            "number - bucket.positions.lowest > self._config.max_staleness + 1",
+            "number - self._positions.lowest_in(index) > self._config.max_staleness",
+            "number - self._positions.lowest_in(index) > self._config.max_staleness + 1",
         ),
         "who has arrived counts for the next round too": Mutant(
-            "opening", "bucket.waiting, bucket.hosts = {}, {}", "pass"
+            "opening", "bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1", "pass"
         ),
         "nothing goes out at a drain": Mutant(
             "two buckets, both late", "extra = self._flush and any(", "extra = False and any("
         ),
-        "a late gradient is not noted": Mutant(
-            "staleness 2", "bucket.loaded = True\n", "bucket.loaded = bucket.loaded\n"
-        ),
+        "a late gradient is not noted": Mutant("staleness 2", "all_buckets[index].loaded = True\n", "pass\n"),
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",
-            "self._steppers.lead(number, self._hosts",
-            "self._steppers.lead(min(self._steppers._by_step, default=0), self._hosts",
+            "lead = self._steppers.lead(number, self._hosts.ranks(initiator))",
+            "lead = next(iter(self._steppers._step_of), None)",
         ),
         "a round that has hyperparameters gets others": Mutant(
             "steps that differ", "round_ is None or round_.hyper is not None or self", "round_ is None or self"
         ),
         "late hyperparameters are not told": Mutant(
-            "opening", "return [SetHyperparameters(self._optimizer, event.step, self._to_send(self._told[rank]))]", "return []"
+            "opening", "return [self._commands.hyper(event.step, self._told[rank])]", "return []"
         ),
         "a drain's last round goes for one bucket": Mutant(
             "two buckets, both late", "while bucket.fired < last:", "if bucket.fired < last and not index:"
         ),
         "steps are not re-based at a drain": Mutant(
-            "two buckets", "bucket.positions.begin_anew(self.ranks, last)", "bucket.positions.begin_anew(self.ranks, 0)"
+            "two buckets", "self._positions.begin_anew(self.ranks, last)", "self._positions.begin_anew(self.ranks, 0)"
         ),
         "a quorum counts ranks that are done": Mutant(
             "all", "active, started, commands = self._hosts.active,", "active, started, commands = self._hosts.number,"
@@ -97,34 +95,34 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a rank that is done frees nobody": Mutant(
             "steps that differ",
-            "return [*itertools.chain(*gathered), *self._advance(rank, now)]",
-            "return [*itertools.chain(*gathered)]",
+            "return [*self._gather(host, ready, now), *self._advance(rank, now)]",
+            "return self._gather(host, ready, now)",
         ),
         "a rank that is done keeps its host waiting": Mutant(
-            "a host, uneven, cut", "[self._gather(host, bucket, now) for", "[[] for"
+            "a host, uneven, cut", "[*self._gather(host, ready, now), *self", "[*self"
         ),
         "a host's gradients go apart": Mutant(
-            "a host", "whole = round_.hyper if last else None, bucket.gathering.host_steps(self._hosts)",
-            "whole = round_.hyper if last else None, Gathering(self._hosts).host_steps(self._hosts)",
+            "a host",
+            "self._gathering.host_steps(index) if",
+            "Gathering(self._hosts, len(self._buckets)).host_steps(0) if",
         ),
         "a host is not told that its late step has ended": Mutant(
             "two hosts",
-            "return [EndStep(self._optimizer, self._hosts.number[host], bucket.gathering.whole[host], version)]",
+            "return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]",
             "return []",
         ),
         "what a host holds back is forgotten at a drain": Mutant(
-            "two hosts", "bucket.loaded = bool(bucket.gathering.held)", "bucket.loaded = False"
+            "two hosts", "bucket.loaded = self._by_hosts and self._gathering.holds(index)", "bucket.loaded = False"
         ),
         "a host's steps are not counted anew after an end": Mutant(
-            "a host", "bucket.gathering.begin_anew(self._hosts)", "pass"
+            "a host", "self._gathering.begin_anew(self._hosts)", "pass"
         ),
         "a host waits for its first rank alone": Mutant(
-            "a host", "take(host, self._hosts.ranks(host), self._computing)", "_let_go(host, [host], self._computing)"
+            "a host",
+            "self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)",
+            "(self._gathering.hold(rank, host, step, indices, bits), self._gather(host, indices, now))[1]",
         ),
-        "new hyperparameters are taken for those before": Mutant(
-            "steps that differ", "if hyper == self._sent_hyper:", "if self._sent_hyper is not None:"
-        ),
-        "a rank that is done is too late": Mutant("steps that differ", "bucket.positions.leave(rank)", "pass"),
+        "a rank that is done is too late": Mutant("steps that differ", "self._positions.leave(rank)", "pass"),
         "nobody is told when a grace ends": Mutant("grace", "self._wakes[index] = until", "pass"),
     },
     "gossip": {

@@ -27,6 +27,8 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
+from hvd_async.algorithms.eager.received_rounds import ReceivedRounds
+from hvd_async.algorithms.eager.round_commands import RoundCommands
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
@@ -108,7 +110,10 @@ class Rank:
 def snapshot(rounds: EagerStateMachine) -> dict[str, Any]:
     """The state machine's state, for comparison."""
     state = copy.deepcopy(vars(rounds))
-    return {key: vars(value) if isinstance(value, AutoQuorum | Grace) else value for key, value in state.items()}
+    return {
+        key: vars(value) if isinstance(value, AutoQuorum | Grace | ReceivedRounds | RoundCommands) else value
+        for key, value in state.items()
+    }
 
 
 class Simulation:

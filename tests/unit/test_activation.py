@@ -28,7 +28,9 @@ def situations(draw: st.DrawFn) -> tuple[int, set[int], list[int]]:
     return size, active, arrived
 
 
-def leader(quorum: Quorum, round_: int, arrived: list[int], active: set[int], ranks: Sequence[int], seed: int = 0) -> int | None:
+def leader(
+    quorum: Quorum, round_: int, arrived: list[int], active: set[int], ranks: Sequence[int], seed: int = 0
+) -> int | None:
     """The initiator, if the round may fire."""
     return RoundQuorum(quorum, round_, ranks, seed).initiator(arrived, active)
 

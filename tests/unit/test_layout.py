@@ -36,6 +36,8 @@ PURE = {
     "weight_prediction",
     "quasi_global",
     "grace",
+    "received_rounds",
+    "round_commands",
     "round_state",
     "hosts",
     "plan",

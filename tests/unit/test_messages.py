@@ -78,7 +78,8 @@ KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, e
          messages.Hyper: HYPER, messages.Hyper | None: st.none() | HYPER,
          messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
-         eager.HostSteps | None: st.none() | WHOLE, str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
+         eager.HostSteps | None: st.none() | WHOLE,
+         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
          dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
 

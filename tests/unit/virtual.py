@@ -77,7 +77,9 @@ class VirtualJob:
 
     def run(self) -> Course:
         """Until it is over."""
-        opening = [command for rank in range(self.size) for command in self.rounds.handle(rank, self._opened(rank), 0.0)]
+        opening = [
+            command for rank in range(self.size) for command in self.rounds.handle(rank, self._opened(rank), 0.0)
+        ]
         assert opening == [Accepted(0)]
         self._release(list(range(self.size)), 0.0)
         while not self._over:

@@ -97,7 +97,9 @@ class RoundQuorum:
 
     def __post_init__(self) -> None:
         alone = self.quorum in ("solo", "majority")
-        self._least = 1 if alone else len(self.ranks) if isinstance(self.quorum, str) else needed(self.quorum, len(self.ranks))
+        self._least = (
+            1 if alone else len(self.ranks) if isinstance(self.quorum, str) else needed(self.quorum, len(self.ranks))
+        )
         self._drawn: int | None = None
 
     def initiator(self, arrived: Collection[int], active: Collection[int]) -> int | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from hvd_async.algorithms.eager.messages import HostSteps
 from hvd_async.algorithms.eager.quorum import RoundQuorum
 from hvd_async.runtime.messages import Hyper
 
@@ -151,19 +149,6 @@ class Round:
 
     quorum: RoundQuorum
     hyper: Hyper | None = None
-
-
-class Started(NamedTuple):
-    """A bucket's round that has started; as of ``StartRound``."""
-
-    bucket: int
-    round: int
-    by: int
-    arrived: int
-    held: float
-    hyper: Hyper | None
-    """Of the round, with its last bucket; None if they are not known."""
-    whole: HostSteps | None
 
 
 class Steppers:

@@ -29,7 +29,6 @@ re-based to the rounds started and all ranks are active again); rejected, if the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,13 +43,13 @@ from hvd_async.algorithms.eager.messages import (
     ReportReceived,
     RoundsReceived,
     RoundTrigger,
-    SetHyperparameters,
-    StartRound,
     StepEntered,
     VersionTaken,
 )
 from hvd_async.algorithms.eager.quorum import RoundQuorum, check_quorum
-from hvd_async.algorithms.eager.round_state import Bucket, Positions, Round, Started, Steppers
+from hvd_async.algorithms.eager.received_rounds import ReceivedRounds
+from hvd_async.algorithms.eager.round_commands import RoundCommands, Started
+from hvd_async.algorithms.eager.round_state import Bucket, Positions, Round, Steppers
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
@@ -72,8 +71,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._buckets: list[Bucket] = []
         self._fired = 0
         """Rounds that all buckets have fired."""
-        self._landed = 0
-        """Rounds that are known to have come back in all buckets; of a single bucket more may be known."""
+        self._received = ReceivedRounds()
         self._wakes: dict[int, float] = {}
         """By bucket, when a grace ends that is all that holds its round back."""
         self._steppers = Steppers()
@@ -81,12 +79,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """Each rank's hyperparameters, as it told them last."""
         self._rounds: dict[int, Round] = {}
         self._last_hyper: Hyper = []
-        self._sent_hyper: Hyper | None = None
-        """Those that ranks were sent last."""
+        self._commands = RoundCommands(optimizer)
         self._timelines: list[int] = []
         """Ranks that record a timeline."""
-        self._calls = 0
-        """Rolls that were called."""
         self._handed_over = dict.fromkeys(ranks, 0)
         """Gradients of the first bucket that each rank has handed over, or brought along."""
 
@@ -110,16 +105,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def roll_call(self, fired_before: float) -> list[Command]:
         """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
-        late = [b for b in self._buckets if self._landed_of(b) < b.fired and b.fired_at <= fired_before]
-        if not late:
-            return []
-        self._calls += 1
-        for bucket in late:
-            bucket.called = bucket.called or self._calls
-        return [ReportReceived(self._optimizer, self._calls)]
-
-    def _landed_of(self, bucket: Bucket) -> int:
-        return max(bucket.landed, self._landed)
+        call = self._received.call(self._buckets, fired_before)
+        return [] if call is None else [ReportReceived(self._optimizer, call)]
 
     def take_notice(self) -> str | None:
         """Return a notice that another quorum was chosen, and why."""
@@ -137,13 +124,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if self._gathering.holds(index):
                 held = [rank for rank, bits in self._gathering.held.items() if bits >> index & 1]
                 return "the step of a host", self._gathering.missing(held, self._hosts, active, index)
-        for bucket in self._buckets:
-            if bucket.called and self._landed_of(bucket) < bucket.fired:
-                silent = frozenset(self.ranks) - bucket.answered
-                if silent:
-                    return f"round {bucket.fired}, which has begun,", silent
-                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(self.ranks)
-        return None
+        return self._received.blocked_on(self._buckets, self.ranks)
 
     def _behind(self, index: int, position: int) -> set[int]:
         """Return the ranks that are not done and have not come to this position in a bucket."""
@@ -196,7 +177,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if round_ is None or round_.hyper is not None or self._fired < event.step:
             return []
         self._settle(event.step, self._told[rank])
-        return [SetHyperparameters(self._optimizer, event.step, self._to_send(self._told[rank]))]
+        return [self._commands.hyper(event.step, self._told[rank])]
 
     def _arrived(self, rank: int, event: GradientReady, now: float) -> list[Command]:
         self._running(rank, event)
@@ -207,7 +188,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
         # a rank in its next step has seen the round of the one before
-        self._landed = max(self._landed, step - 1, event.landed)
+        self._received.note(max(step - 1, event.landed))
         for index in indices:
             all_buckets[index].loaded = True
         if not self._by_hosts:
@@ -252,13 +233,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if not active or not self._come(host, active, step, indices, bits, now) or host not in self._late:
             return []
         self._late.remove(host)
-        version = max(step, min(self._landed_of(each) for each in self._buckets))
+        version = max(step, min(self._received.of(each) for each in self._buckets))
         whole = self._gathering.whole[indices[0]][host]
         return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
 
-    def _come(
-        self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float
-    ) -> bool:
+    def _come(self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float) -> bool:
         """Gradients of a host's ranks that are not done arrive; return whether its step is whole."""
         whole = self._positions.step(ranks, step, indices, bits)
         for index in indices:
@@ -286,14 +265,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return self._advance(rank, now)
 
     def _reported(self, rank: int, event: RoundsReceived) -> list[Command]:
-        if len(event.landed) != len(self._buckets):
-            raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(self._buckets)}")
-        if any(landed > bucket.fired for bucket, landed in zip(self._buckets, event.landed, strict=True)):
-            raise ProtocolError(f"rank {rank} has seen rounds {event.landed}, which it cannot have")
-        for bucket, landed in zip(self._buckets, event.landed, strict=True):
-            if 0 < bucket.called <= event.call:
-                bucket.answered.add(rank)
-            bucket.landed = max(bucket.landed, landed)
+        self._received.report(rank, event, self._buckets)
         return []
 
     def _check_finished(self, rank: int) -> None:
@@ -373,7 +345,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if self._timelines:
                 commands.append(self._explain(index, quorum.reason(arrived, active), last, now))
             started.append(self._fire(index, initiator, last, now))
-        return commands + self._commands(started) if started else []
+        return [*commands, *self._commands.starts(started)] if started else []
 
     def _last_of(self, host: int, index: int) -> int:
         """Return the last of a host's ranks that wait for a bucket's next round."""
@@ -419,25 +391,6 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         hyper, whole = round_.hyper if last else None, self._gathering.host_steps(index) if self._by_hosts else None
         return Started(index, number, by, arrived, held, hyper, whole)
 
-    def _commands(self, started: list[Started]) -> list[Command]:
-        """Return the commands of rounds that have started by one event: one for all buckets that can be told alike."""
-        commands: list[Command] = []
-        for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
-            same = list(alike)
-            buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
-            hyper = next((one.hyper for one in same if one.hyper is not None), None)
-            sent, held = None if hyper is None else self._to_send(hyper), sum(one.held for one in same)
-            settled = hyper is not None
-            commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
-        return commands
-
-    def _to_send(self, hyper: Hyper) -> Hyper | None:
-        """Return hyperparameters as ranks are told them: None if they are those that were sent last."""
-        if hyper == self._sent_hyper:
-            return None
-        self._sent_hyper = hyper
-        return hyper
-
     def _settle(self, number: int, hyper: Hyper) -> None:
         self._rounds[number].hyper = self._last_hyper = hyper
         for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
@@ -456,10 +409,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 if self._timelines:
                     commands.append(self._explain(index, "drain: all ranks are done", rank, now))
                 started.append(self._fire(index, self._hosts.of[rank], rank, now))
-        commands += self._commands(sorted(started, key=lambda one: one.round))
+        commands += self._commands.starts(sorted(started, key=lambda one: one.round))
         for number, round_ in sorted(self._rounds.items()):
             if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
-                commands.append(SetHyperparameters(self._optimizer, number, self._to_send(self._last_hyper)))
+                commands.append(self._commands.hyper(number, self._last_hyper))
         self._hosts.begin_anew()
         self._positions.begin_anew(self.ranks, last)
         self._gathering.begin_anew(self._hosts)
