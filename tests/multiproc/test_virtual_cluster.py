@@ -64,18 +64,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_are_on_hosts_of_their_own_with_limited_links():
     say = 'echo "$HOROVOD_RANK $HOROVOD_LOCAL_RANK $HOROVOD_CROSS_RANK $(hostname) $(getent hosts $(hostname))"'
     before = left()
-    done = run(
-        "--hosts",
-        "2",
-        "--per-host",
-        "2",
-        "--mbit",
-        "20",
-        "--",
-        "sh",
-        "-c",
-        f"{say}; tc class show dev $HOROVOD_GLOO_IFACE",
-    )
+    done = run("--hosts", "2", "--per-host", "2", "--mbit", "20", "--", "sh", "-c", f"{say}; tc class show dev $HOROVOD_GLOO_IFACE")
     assert done.returncode == 0, done.stderr
     ranks = sorted(line.split() for line in done.stdout.splitlines() if line[0].isdigit())
     assert [rank[:3] for rank in ranks] == [[str(r), str(r % 2), str(r // 2)] for r in range(4)]

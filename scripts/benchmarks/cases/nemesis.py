@@ -153,11 +153,7 @@ def report_of(args: argparse.Namespace, found: list[tuple[Schedule, History | No
         histories = [history for _, history, _ in own if history is not None]
         recoveries = [one.seconds for history in histories for one in history.recoveries()]
         made = Counter(one.action for schedule, *_ in own for one in schedule.troubles)
-        setting = {
-            "framework": args.framework,
-            "virtual": args.virtual,
-            "seeds": [schedule.seed for schedule, *_ in own],
-        }
+        setting = {"framework": args.framework, "virtual": args.virtual, "seeds": [schedule.seed for schedule, *_ in own]}
         report.rows.append(
             row(
                 kind,
