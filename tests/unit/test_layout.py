@@ -36,6 +36,7 @@ PURE = {
     "weight_prediction",
     "quasi_global",
     "grace",
+    "arrivals",
     "received_rounds",
     "round_commands",
     "round_state",

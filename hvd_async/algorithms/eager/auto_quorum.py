@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +77,7 @@ class AutoQuorum:
         self._free.clear()
         self._waiting.clear()
 
-    def choose(self, round_: int, active: AbstractSet[int] | None = None) -> Choice:
+    def choose(self, round_: int, active: Collection[int] | None = None) -> Choice:
         """The count for a round, renewed every few rounds, from what the ``active`` ranks (all if None) have needed."""
         if round_ < self._renew_at:
             return self._choice
@@ -170,7 +169,8 @@ def _by_steps(table: Any, count: int, max_staleness: int) -> float:
     for step in range(steps):
         before = np.where(late[step - 1], arrivals[step - 1], fires[-1].time) if step else 0.0
         arrivals[step] = own = before + table[step]
-        last.append(_nth(own, len(own)))
+        if step + max_staleness < steps:
+            last.append(_nth(own, len(own)))
         reached = _nth(own, count)
         fires.append(max(reached, last[step - max_staleness]) if step >= max_staleness else reached)
         by = _until(own, fires[-1])

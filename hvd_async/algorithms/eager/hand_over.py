@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from hvd_async.algorithms.eager.counters import Counters, GradientLedger
+from hvd_async.algorithms.eager.messages import GradientReady
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.interfaces import Vector
 
@@ -20,6 +21,12 @@ class HandedOver(NamedTuple):
     version: int
     step: int
     in_step: bool
+
+
+def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientReady:
+    """Return the event that buckets of one step are with the engine of optimizer ``number``."""
+    empty = [one.bucket for one in taken if one.vector is None]
+    return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
 
 
 class HandOver:

@@ -53,7 +53,7 @@ class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
     buckets: list[int]
     step: int
     landed: int = 0
-    empty: list[int] = []
+    empty: list[int] = msgspec.field(default_factory=list)
 
 
 class VersionTaken(OptimizerEvent, frozen=True, tag=True):
@@ -94,7 +94,7 @@ class HostSteps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     have handed them over: the same number of most hosts, and that of the ``others`` by the host's number."""
 
     most: int
-    others: dict[int, int] = {}
+    others: dict[int, int] = msgspec.field(default_factory=dict)
 
     def of(self, host: int) -> int:
         """Return the number of a host."""
@@ -142,7 +142,7 @@ class EndStep(OptimizerCommand, frozen=True, tag=True):
 
 
 class SetHyperparameters(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
-    """The hyperparameters of a round all of whose buckets started before they were known; None: as of ``StartRound``."""
+    """The hyperparameters of a round that has started before they were known; None: as of ``StartRound``."""
 
     round: int
     hyper: Hyper | None = None

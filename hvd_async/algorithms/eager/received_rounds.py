@@ -1,4 +1,4 @@
-"""Which rounds have come back to some rank, as far as is known; who holds up one that does not is found by a roll call."""
+"""Which rounds have come back to some rank, as far as is known; a roll call finds who holds up one that does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReceivedRounds:
         return max(bucket.landed, self._whole)
 
     def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
-        """Return the number of the roll call that rounds need which fired so early and have not come back; else None."""
+        """Return the number of the roll call for rounds that fired so early and have not come back; None without any."""
         late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
         if not late:
             return None

@@ -143,6 +143,12 @@ class Bucket:
     """The ranks whose engines have submitted that round, as the roll call has shown."""
 
 
+def is_last(buckets: Sequence[Bucket], index: int) -> bool:
+    """Return whether all other buckets have fired the round that is next of this one."""
+    number = buckets[index].fired + 1
+    return all(bucket.fired >= number for other, bucket in enumerate(buckets) if other != index)
+
+
 @dataclass(slots=True)
 class Round:
     """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""

@@ -201,13 +201,11 @@ class RoundsInFlight:
         pairs = zip(held, self._wire.nbytes, strict=True)
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
-    def explain(self, command: ExplainRound) -> None:
-        """A bucket's round is about to start, as the timeline will say."""
-        if self.timeline is not None:
-            self._triggers[command.bucket, command.round] = command.trigger
-
-    def go(self, go: StartRound) -> None:
-        """Take the pending gradients of some buckets and submit them for a round."""
+    def go(self, go: StartRound | ExplainRound) -> None:
+        """Take the pending gradients of some buckets and submit them for a round, or learn why that is about to come."""
+        if isinstance(go, ExplainRound):
+            self._triggers[go.bucket, go.round] = go.trigger
+            return
         self._counters.started(go.by, go.held)
         if go.settled:
             self._set_hyper(go.round, go.hyper)

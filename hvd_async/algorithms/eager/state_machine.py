@@ -10,8 +10,8 @@ The laws it keeps:
    Where ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
    in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
    that they begin the next with equal weights.
-3. *Quorum.* When ``RoundQuorum`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all have, or
-   when its ``grace`` is over.
+3. *Quorum.* When ``RoundQuorum`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all
+   have, or when its ``grace`` is over.
 4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
    they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
    waits for them.
@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hvd_async.algorithms.eager.arrivals import check_arrival
 from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
 from hvd_async.algorithms.eager.grace import Grace
 from hvd_async.algorithms.eager.hosts import Gathering, Hosts
@@ -49,7 +50,7 @@ from hvd_async.algorithms.eager.messages import (
 from hvd_async.algorithms.eager.quorum import RoundQuorum, check_quorum
 from hvd_async.algorithms.eager.received_rounds import ReceivedRounds
 from hvd_async.algorithms.eager.round_commands import RoundCommands, Started
-from hvd_async.algorithms.eager.round_state import Bucket, Positions, Round, Steppers
+from hvd_async.algorithms.eager.round_state import Bucket, Positions, Round, Steppers, is_last
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
@@ -181,8 +182,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _arrived(self, rank: int, event: GradientReady, now: float) -> list[Command]:
         self._running(rank, event)
-        step, indices, all_buckets = event.step, event.buckets, self._buckets
-        bits = self._check_arrival(rank, step, indices)
+        step, indices, all_buckets, host = event.step, event.buckets, self._buckets, self._hosts.of[rank]
+        bits = check_arrival(rank, host, step, indices, all_buckets, self._positions, self._gathering)
         if event.landed > self._fired:
             raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
         if 0 in indices and 0 not in event.empty:
@@ -195,31 +196,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             self._come(rank, (rank,), step, indices, bits, now)
             commands: list[Command] = []
         else:
-            host = self._hosts.of[rank]
             commands = self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)
         due = [index for index in indices if len(all_buckets[index].waiting) >= all_buckets[index].least]
         return commands + self._advance(rank, now, due) if due else commands
-
-    def _check_arrival(self, rank: int, step: int, indices: Sequence[int]) -> int:
-        """Return the buckets that a rank's step may arrive for, as bits.
-
-        Raises:
-            ProtocolError: it may not.
-        """
-        bits, held = self._positions.ahead.get(rank, 0), self._gathering.held.get(rank, 0)
-        came, position = bits | held, self._positions.of[rank]
-        for index in indices:
-            if not 0 <= index < len(self._buckets):
-                raise ProtocolError(f"rank {rank} named bucket {index} of {len(self._buckets)}")
-            if step != position + 1 or came >> index & 1 or step > self._buckets[index].fired + 1:
-                raise ProtocolError(
-                    f"rank {rank} handed over step {step} of bucket {index} after step "
-                    f"{position + (came >> index & 1)}, with {self._buckets[index].fired} rounds fired"
-                )
-            came |= 1 << index
-        if self._by_hosts and self._gathering.step(self._hosts.of[rank]) not in (None, step):
-            raise ProtocolError(f"rank {rank} handed over step {step}, and other ranks of its host another")
-        return came & ~bits & ~held
 
     def _gather(self, host: int, indices: Sequence[int], now: float) -> list[Command]:
         """Let a host's gradients of buckets arrive of which none is missing; with the last bucket its step is whole."""
@@ -341,33 +320,27 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 continue
             if number - self._positions.lowest_in(index) > self._config.max_staleness:
                 continue
-            last = self._last_of(next(reversed(arrived)), index) if by is None else by
+            if by is None:  # the last that has come
+                ranks = self._hosts.ranks(next(reversed(arrived)))
+                last = [r for r in ranks if r in self._computing and self._positions.at(r, index) == number][-1]
+            else:
+                last = by
             if self._timelines:
                 commands.append(self._explain(index, quorum.reason(arrived, active), last, now))
             started.append(self._fire(index, initiator, last, now))
         return [*commands, *self._commands.starts(started)] if started else []
 
-    def _last_of(self, host: int, index: int) -> int:
-        """Return the last of a host's ranks that wait for a bucket's next round."""
-        ranks, number = self._hosts.ranks(host), self._buckets[index].fired + 1
-        return [rank for rank in ranks if rank in self._computing and self._positions.at(rank, index) == number][-1]
-
     def _explain(self, index: int, reason: str, by: int, now: float) -> ExplainRound:
         bucket = self._buckets[index]
         number, first = bucket.fired + 1, min(bucket.waiting.values(), default=now)
-        held = self._steppers.waited(number, now) if self._is_last(index) else 0.0
+        held = self._steppers.waited(number, now) if is_last(self._buckets, index) else 0.0
         trigger = RoundTrigger(reason, by, bucket.arrived, first, now, held)
         return ExplainRound(self._optimizer, index, number, trigger)
-
-    def _is_last(self, index: int) -> bool:
-        """Whether all other buckets have fired the round that is next of this one."""
-        number = self._buckets[index].fired + 1
-        return all(bucket.fired >= number for other, bucket in enumerate(self._buckets) if other != index)
 
     def _fire(self, index: int, initiator: int, by: int, now: float) -> Started:
         """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step: one of the
         host that this rank is the first of, if it can be."""
-        bucket, last = self._buckets[index], self._is_last(index)
+        bucket, last = self._buckets[index], is_last(self._buckets, index)
         arrived = bucket.arrived
         bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
         bucket.fired += 1

@@ -13,12 +13,11 @@ from concurrent.futures import Future
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.hand_over import HandOver
+from hvd_async.algorithms.eager.hand_over import HandOver, ready
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
     EndStep,
     ExplainRound,
-    GradientReady,
     ReportReceived,
     RoundsReceived,
     SetHyperparameters,
@@ -138,8 +137,7 @@ class EagerWorker(Worker):
         self._check_able()
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
-            step = self._steps + 1 + self._base
-            self._hand_over.give(bucket, vector, self.version, step)
+            self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
             self._post(lambda: self._arrive(number, step, in_step=False))
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
@@ -378,17 +376,13 @@ class EagerWorker(Worker):
         for bucket, vector, version, *_ in taken:
             self._in_flight.arrive(bucket, vector, version)
         if taken:
-            empty = [one.bucket for one in taken if one.vector is None]
-            landed = self._in_flight.complete
-            self.engine.send(GradientReady(number, [one.bucket for one in taken], step, landed, empty))
+            self.engine.send(ready(number, taken, self._in_flight.complete))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case StartRound():
+            case StartRound() | ExplainRound():
                 self._in_flight.go(command)
-            case ExplainRound():
-                self._in_flight.explain(command)
             case EndStep(_, host, steps, version):
                 if host == self._host:
                     self._in_flight.end_step(steps)
