@@ -28,7 +28,7 @@ class ReceivedRounds:
         return max(bucket.landed, self._whole)
 
     def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
-        """Return the number of the roll call for rounds that fired so early and have not come back; None without any."""
+        """Return the number of the roll call for rounds that fired so early and have not come back; None if none is."""
         late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
         if not late:
             return None

@@ -202,7 +202,7 @@ class RoundsInFlight:
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
     def go(self, go: StartRound | ExplainRound) -> None:
-        """Take the pending gradients of some buckets and submit them for a round, or learn why that is about to come."""
+        """Take the pending gradients of some buckets and submit them for a round, or note why one is about to."""
         if isinstance(go, ExplainRound):
             self._triggers[go.bucket, go.round] = go.trigger
             return
