@@ -291,8 +291,8 @@ class EagerWorld(World):
             case StartRound(_, buckets, number):
                 hosts = self.numbers[:: self.config.local_size] if self.by_hosts else ()
                 for bucket in buckets:
-                    whole = tuple(self.whole(bucket, host) for host in hosts)
-                    assert self._of_hosts(command) == whole, "a host's gradients go apart"
+                    own = tuple(self.whole(bucket, host) for host in hosts)
+                    assert self._of_hosts(command) == own, "a host's gradients go apart"
                     self._check_round(bucket, number, ending)
                 if command.settled:
                     self._check_hyper(number, self._sent(command.hyper), ending)
@@ -333,11 +333,8 @@ class EagerWorld(World):
 
     def _met(self, number: int, arrived: set[int], ranks: set[int]) -> bool:
         """Whether these hosts make the quorum of a round, of those of these ranks."""
-        quorum, active, hosts = (
-            self.config.quorum,
-            {self.host(rank) for rank in ranks},
-            self.numbers[:: self.config.local_size],
-        )
+        quorum, active = self.config.quorum, {self.host(rank) for rank in ranks}
+        hosts = self.numbers[:: self.config.local_size]
         if quorum == "majority":
             return initiator(number, self.config.seed, active, hosts) in arrived
         if quorum == "solo":

@@ -109,11 +109,8 @@ class Rank:
 
 def snapshot(rounds: EagerStateMachine) -> dict[str, Any]:
     """The state machine's state, for comparison."""
-    state = copy.deepcopy(vars(rounds))
-    return {
-        key: vars(value) if isinstance(value, AutoQuorum | Grace | ReceivedRounds | RoundCommands) else value
-        for key, value in state.items()
-    }
+    state, parts = copy.deepcopy(vars(rounds)), AutoQuorum | Grace | ReceivedRounds | RoundCommands
+    return {key: vars(value) if isinstance(value, parts) else value for key, value in state.items()}
 
 
 class Simulation:

@@ -372,10 +372,9 @@ class EagerWorker(Worker):
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, step: int, in_step: bool) -> None:
-        taken = self._hand_over.take(step, in_step)
-        for bucket, vector, version, *_ in taken:
-            self._in_flight.arrive(bucket, vector, version)
-        if taken:
+        if taken := self._hand_over.take(step, in_step):
+            for bucket, vector, version, *_ in taken:
+                self._in_flight.arrive(bucket, vector, version)
             self.engine.send(ready(number, taken, self._in_flight.complete))
 
     def on_command(self, command: OptimizerCommand) -> None:
