@@ -30,7 +30,7 @@ CANDIDATES = 9
 """Counts that are tried at the most."""
 ELEMENTS = 24_000
 """Steps of all ranks together that are replayed at the most, but ``FEWEST`` of each."""
-FEWEST = 12
+FEWEST = 10
 
 
 class Choice(NamedTuple):

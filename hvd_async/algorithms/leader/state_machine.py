@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             return self._config.whole
         return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
 
-    def _counting(self) -> set[int]:
+    def _counting(self) -> AbstractSet[int]:
         """Return the ranks whose steps count: active ones, in a cut finished ones too. Deleted ones never do."""
         return self._active() if self._flush else self.present
 
