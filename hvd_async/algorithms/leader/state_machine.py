@@ -161,7 +161,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return self._active() if self._flush else self.present
 
     def _count(self, ranks: Sequence[int]) -> int:
-        return len(self._counting().intersection(ranks))
+        return len(self._counting() & set(ranks))
 
     def _recent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks of these that may lead now: also finished ones, if all have."""
