@@ -60,7 +60,9 @@ class CollectiveQueue:
             present: ranks that still have the optimizer.
             draining: those that wait in a drain or cut.
         """
-        if not self.ready or not present <= self.ready.keys() | draining:
+        if not self.ready or len(self.ready) + len(draining) < len(present):  # (looked at by each event: not by rank)
+            return []
+        if not present <= self.ready.keys() | draining:
             return []
         ready, self.ready = dict(sorted(self.ready.items())), {}
         first = next(iter(ready.values()))

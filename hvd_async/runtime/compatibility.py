@@ -22,8 +22,10 @@ def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
         rank: whose it is.
         size: ranks in the job.
     """
-    members = opened.members or list(range(size))
-    if rank not in members or len(set(members)) < len(members) or not 0 <= min(members) <= max(members) < size:
+    members = opened.members  # (none are all: what that costs must not depend on how many these are)
+    if members and not (
+        rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size
+    ):
         return f"it shares an optimizer with the ranks {members}, of {size}"
     if len(opened.names) != len(opened.checksums):
         return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"

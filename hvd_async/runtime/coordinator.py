@@ -38,6 +38,7 @@ from hvd_async.runtime.messages import (
     Welcome,
 )
 from hvd_async.runtime.roll_call import SETTLE, RollCall
+from hvd_async.runtime.siblings import Siblings
 from hvd_async.runtime.state_machine import StateMachine
 
 MOST_OPTIMIZERS = 1024
@@ -84,6 +85,10 @@ class Coordinator:
         """Ranks that had left when their connection ended, and how it did."""
         self._roll: RollCall | None = None
         self._machines: dict[int, StateMachine[Any]] = {}
+        self._siblings: dict[tuple[int, ...], Siblings] = {}
+        """By the ranks that share them."""
+        self._siblings_of: dict[int, Siblings] = {}
+        """By the number of an optimizer."""
         self._ended: set[int] = set()
         """Numbers of optimizers that no rank has any more; engines may still report their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
@@ -121,7 +126,7 @@ class Coordinator:
                 for machine in self._machines.values():
                     deadline = machine.deadline()
                     if deadline is not None and deadline <= now:
-                        self._send(machine.tick(now), machine.ranks)
+                        self._command(machine, machine.tick(now))
                 self._warn(now)
                 self._judge(now)
         except Exception as error:
@@ -168,7 +173,7 @@ class Coordinator:
                     self._send_all(commands)
             case Leaving():
                 self._left.add(rank)
-                self._check_left()
+                self._check_left(rank)
                 if self._over:
                     return
                 if len(self._left) == self._size:
@@ -200,14 +205,20 @@ class Coordinator:
             kind = self._kinds[type(event.config)]
             machine = kind(event.optimizer, event.members or range(self._size))
             self._machines[event.optimizer] = machine
-        if isinstance(event, Registered) and rank not in machine.ranks:
+            self._siblings_of[event.optimizer] = self._siblings.setdefault(machine.ranks, Siblings())
+        if isinstance(event, Registered) and not machine.shares(rank):
             self._break(
                 f"rank {rank} shares optimizer {event.optimizer} with {event.members or 'all ranks'}, and others "
                 f"share it with {list(machine.ranks)}: pass the same process_set on every rank of it"
             )
             return
+        siblings = self._siblings_of[event.optimizer]
         if isinstance(event, Finished):
-            self._ask_to_register(rank, machine)
+            for other in siblings.to_open(event.optimizer):
+                self._command(other, other.ask_to_register(rank))
+        ends = isinstance(event, ENDS)  # (nothing else changes who waits for whom to register)
+        if ends:
+            siblings.before(machine, rank)
         try:
             commands = machine.handle(rank, event, now)
         except ProtocolError as error:
@@ -216,38 +227,40 @@ class Coordinator:
             what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
             self._lose(rank, f"broke the protocol: it sent {what}")
         else:
-            self._send(commands, machine.ranks)
+            self._command(machine, commands)
             if machine.over:
-                del self._machines[event.optimizer]
+                del self._machines[event.optimizer], self._siblings_of[event.optimizer]
                 self._ended.add(event.optimizer)
-            if isinstance(event, ENDS):  # (nothing else changes who waits for whom to register)
-                self._ask_for_missing()
-                self._check_left()
+            if ends:
+                for other, draining in siblings.after(event.optimizer, machine, rank):
+                    self._command(other, other.ask_to_register(draining))
+                if isinstance(event, Registered):
+                    self._check_left_of(event.optimizer, machine)
             if (notice := machine.take_notice()) is not None:
                 warn(f"optimizer {event.optimizer}, {notice}")
 
-    def _ask_to_register(self, rank: int, drained: StateMachine[Any]) -> None:
-        """Before ``rank`` is done with an optimizer: those that others are done with already, or about to be, and it
-        has not opened. (Whoever is done with one is done with all, but says so of each.)"""
-        for machine in self._machines.values():
-            about_to_be = bool(machine.opening) and machine.opening <= drained.draining
-            if machine.ranks == drained.ranks and (machine.only_drains or about_to_be):
-                self._send(machine.ask_to_register(rank), machine.ranks)
-
-    def _ask_for_missing(self) -> None:
-        """Ranks that wait in a drain for ranks that wait for them to open another optimizer: they open it now."""
-        for machine in self._machines.values():
-            for sibling in self._machines.values():
-                if sibling.ranks == machine.ranks and sibling.computing and sibling.computing <= machine.opening:
-                    for rank in sorted(sibling.draining):
-                        self._send(machine.ask_to_register(rank), machine.ranks)
-
-    def _check_left(self) -> None:
+    def _check_left(self, rank: int) -> None:
         """A rank that has left will never open what others wait for."""
-        for number, machine in self._machines.items():
+        for siblings in self._siblings.values():
+            if (number := siblings.awaiting(rank)) is not None:
+                self._lose_unopened(rank, number)
+                return
+
+    def _check_left_of(self, number: int, machine: StateMachine[Any]) -> None:
+        """Nor will those that had left before the first rank has opened it."""
+        if machine.first_opened:
             for rank in self._left:
-                if machine.awaits_registration_of(rank) and not self._over:
-                    self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
+                if machine.awaits_registration_of(rank):
+                    self._lose_unopened(rank, number)
+                    return
+
+    def _lose_unopened(self, rank: int, number: int) -> None:
+        self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
+
+    def _command(self, machine: StateMachine[Any], commands: list[Command]) -> None:
+        """Send the commands of a state machine, each to the ranks that it is for."""
+        for command in commands:
+            self._send([command], machine.recipients(command))
 
     def _send_all(self, commands: list[Command]) -> None:
         self._send(commands, range(self._size))

@@ -59,6 +59,7 @@ class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
     ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
     share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: gradients of an earlier run that
     this rank brings, and no round has carried; ``hyper`` is what it would apply them with, should nobody step.
+    ``timeline``: whether this rank records one, and is to be told why collectives start.
     """
 
     config: C
@@ -67,6 +68,7 @@ class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
     members: list[int] = []
     loaded: int = 0
     hyper: Hyper = []
+    timeline: bool = False
 
 
 class Finished(OptimizerEvent, frozen=True, tag=True):

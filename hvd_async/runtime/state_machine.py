@@ -13,12 +13,16 @@ The laws of ends, whatever the algorithm:
 3. *Collectives at ends*, and those that users call between them, run when all ranks that still have the optimizer wait
    in them, and over these ranks (``CollectiveQueue``).
 4. *Unregistered by all at once.* When no rank has the optimizer any more, one command has all ranks forget it.
+
+What an event costs does not depend on the number of ranks: the sets of ranks are kept, not made anew. Only what ends
+for all ranks at once (all have registered, have finished, or wait in a collective) takes time in proportion to them.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Generic, TypeVar
 
 from hvd_async.errors import ProtocolError, ranks_text
@@ -53,11 +57,17 @@ class StateMachine(abc.ABC, Generic[C]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         self._optimizer, self.ranks = optimizer, tuple(ranks)
         self._opened: dict[int, Registered[Any]] = {}
+        self._lowest: int | None = None
+        """The lowest rank that has opened."""
         self._config: C | None = None
         self._refused = False
         self._done: dict[int, None] = {}
         """Ranks that have finished, in order; departed ones stay."""
         self._absent: set[int] = set()
+        self._present = set(self.ranks)
+        self._computing = set(self.ranks)
+        self._opening: set[int] = set()
+        self._draining: set[int] = set()
         self._flush = False
         self._whole = True
         self._produced: dict[int, list[int]] = {}
@@ -79,12 +89,12 @@ class StateMachine(abc.ABC, Generic[C]):
         """Take in one event of ``rank`` at time ``now`` (s, any origin).
 
         Returns:
-            Commands, each for every rank that shares the optimizer, in the order in which they must be sent.
+            Commands, each for its ``recipients``, in the order in which they must be sent.
 
         Raises:
             ProtocolError: the event is not allowed now; nothing has changed.
         """
-        if rank not in self.ranks:
+        if not self.shares(rank):
             raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
         if isinstance(event, Registered):
             return self._on_registered(rank, event, now)
@@ -105,42 +115,61 @@ class StateMachine(abc.ABC, Generic[C]):
             return self._on_finished(rank, event, now)
         return self._on_event(rank, event, now)
 
+    def recipients(self, command: Command) -> Sequence[int]:
+        """Return the ranks that a command is for: all that share the optimizer, unless others had no use for it."""
+        return (command.rank,) if isinstance(command, RegisterOptimizer) else self.ranks
+
+    def shares(self, rank: int) -> bool:
+        """Whether ``rank`` is one of those that share the optimizer."""
+        return rank in self._present or rank in self._absent
+
     @property
     def over(self) -> bool:
         """Whether no rank has the optimizer any more."""
-        return len(self._absent) == len(self.ranks)
+        return not self._present
 
     @property
-    def present(self) -> set[int]:
+    def present(self) -> AbstractSet[int]:
         """The ranks that still have the optimizer."""
-        return set(self.ranks) - self._absent
+        return self._present
 
     @property
-    def draining(self) -> set[int]:
+    def draining(self) -> AbstractSet[int]:
         """The ranks that wait in a drain or cut."""
-        return self._done.keys() - self._absent
+        return self._draining
 
     @property
-    def computing(self) -> set[int]:
+    def computing(self) -> AbstractSet[int]:
         """The ranks that a drain or cut has to wait for."""
-        return self._active()
+        return self._computing
 
     @property
-    def opening(self) -> set[int]:
+    def opening(self) -> AbstractSet[int]:
         """The ranks that have opened, are not done, and wait for others to open."""
-        return self._opened.keys() - self._done.keys() if self._config is None else set()
+        return self._opening
 
     @property
     def only_drains(self) -> bool:
         """Whether all ranks that have opened are done, and wait for others to open."""
-        return self._config is None and bool(self._opened) and self._opened.keys() <= self._done.keys()
+        return self.open_to_ranks and bool(self._opened) and not self._opening
+
+    @property
+    def first_opened(self) -> bool:
+        """Whether just one of the ranks that still have the optimizer has opened it."""
+        return len(self._opened) - len(self._absent) == 1
+
+    @property
+    def open_to_ranks(self) -> bool:
+        """Whether ranks may still register."""
+        return self._config is None and not self._refused
 
     def ask_to_register(self, rank: int) -> list[Command]:
         """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
         if rank in self._asked or not self.awaits_registration_of(rank) or self._refused:
             return []
         self._asked.add(rank)
-        opened = self._opened[min(self._opened)]
+        assert self._lowest is not None
+        opened = self._opened[self._lowest]
         return [RegisterOptimizer(self._optimizer, rank, opened.names, opened.members)]
 
     @abc.abstractmethod
@@ -161,9 +190,9 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def awaits_registration_of(self, rank: int) -> bool:
         """Whether ranks wait for ``rank`` to open."""
-        if self._refused or not self._opened.keys() - self._absent:
+        if self._refused or len(self._opened) == len(self._absent):  # (whoever has departed had opened)
             return False
-        return rank in self.ranks and rank not in self._opened
+        return rank not in self._opened and self.shares(rank)
 
     def blocked_on(self) -> tuple[str, frozenset[int]] | None:
         """Return what ranks wait for, and which ranks are missing; None if none waits."""
@@ -222,12 +251,15 @@ class StateMachine(abc.ABC, Generic[C]):
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
         self._opened[rank] = event
+        self._opening.add(rank)
+        self._lowest = rank if self._lowest is None else min(self._lowest, rank)
         if len(self._opened) < len(self.ranks):
             return []
         problem = mismatch(self._opened)
         if problem is not None:
             self._refused = True
             return [Rejected(self._optimizer, problem)]
+        self._opening.clear()
         self._config = self._on_all_registered(event.config)
         finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
         return [Accepted(self._optimizer), *finished]
@@ -239,15 +271,21 @@ class StateMachine(abc.ABC, Generic[C]):
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
         return self._config
 
-    def _active(self) -> set[int]:
-        return set(self.ranks) - self._done.keys()
+    def _active(self) -> AbstractSet[int]:
+        return self._computing
+
+    def _note_done(self, rank: int) -> None:
+        self._done[rank] = None
+        self._computing.discard(rank)
+        self._opening.discard(rank)
 
     def _on_finished(self, rank: int, event: Finished, now: float) -> list[Command]:
         if rank in self._done:
             raise ProtocolError(f"rank {rank} sent Finished although it is done")
         self._check_finished(rank)
         self._check_produced(rank, event.produced)
-        self._done[rank] = None
+        self._note_done(rank)
+        self._draining.add(rank)
         self._flush = self._flush or event.flush
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
@@ -269,10 +307,12 @@ class StateMachine(abc.ABC, Generic[C]):
         self._whole = False
         self._produced[rank] = event.produced
         self._absent.add(rank)
+        self._present.discard(rank)
+        self._draining.discard(rank)
         self._forget(rank)
         self._collectives.remove(rank)
         was_done = rank in self._done
-        self._done[rank] = None
+        self._note_done(rank)
         if self.over:
             return [Unregister(self._optimizer)]
         commands = self._due_collectives()
@@ -283,7 +323,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return [*commands, *([] if was_done else self._on_rank_finished(rank, now))]
 
     def _due_collectives(self) -> list[Command]:
-        return [*self._collectives.due(self.present, self.draining)]
+        return [*self._collectives.due(self._present, self._draining)]
 
     def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
@@ -316,6 +356,8 @@ class StateMachine(abc.ABC, Generic[C]):
         self._shown.clear()
         self._flush = False
         self._done = dict.fromkeys(gone)
+        self._computing = set(self._present)
+        self._draining.clear()
         for rank in gone:
             commands += self._on_rank_finished(rank, now)
         return commands

@@ -65,6 +65,7 @@ class Worker(abc.ABC):
         """The hyperparameters that the coordinator knows of."""
         self._restored = 0
         """Whether something of an earlier run was brought along; of gradients, how many."""
+        self._records_timeline = False
         self._wait_s = 0.0
         self._calls = CollectiveCalls(engine, process_set, self._await)
         self.last_done = -1
@@ -100,7 +101,8 @@ class Worker(abc.ABC):
             self._told = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
             restored, members = int(self._restored), list(self._members)
-            self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper or []))
+            hyper, timeline = hyper or [], self._records_timeline
+            self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper, timeline))
 
     def await_registration(self) -> None:
         """The second half of ``connect``: wait until every rank has registered.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.algorithms.eager.messages import GradientReady, RoundTrigger, StartRound, StepEntered
+from hvd_async.algorithms.eager.messages import GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
 from hvd_async.runtime.addresses import own_addresses, reachable
@@ -101,7 +101,7 @@ def test_events_and_commands_travel_in_order():
         assert heard == [list(range(200))] * 2
         for round_ in range(200):
             for rank in range(2):
-                made.hub.send([rank], StartRound(0, 0, round_, None, RoundTrigger("why", 0, 1, 0.0, 0.0, 0.0)))
+                made.hub.send([rank], StartRound(0, [0], round_, 0, [1]))
         made.hub.flush()
         for channel in channels:
             commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
@@ -182,9 +182,9 @@ def test_a_closed_channel_is_gone_at_the_hub_after_all_it_said():
         second.send(Hello("b", 2))
         assert made.hear() == (1, Hello("b", 2))
         for step in range(20):
-            first.send(GradientReady(0, 0, step))
+            first.send(GradientReady(0, [0], step))
         first.close()
-        assert [made.hear() for _ in range(20)] == [(0, GradientReady(0, 0, step)) for step in range(20)]
+        assert [made.hear() for _ in range(20)] == [(0, GradientReady(0, [0], step)) for step in range(20)]
         rank, gone = made.hear()
         assert rank == 0
         assert isinstance(gone, Gone)

@@ -84,7 +84,7 @@ def test_events_come_by_a_relay_in_each_ranks_order(below):
     say_hello(below)
     for step in range(100):
         for channel in below.channels:
-            channel.send(GradientReady(0, 0, step))
+            channel.send(GradientReady(0, [0], step))
     heard: list[list[int]] = [[] for _ in range(4)]
     for _ in range(400):
         rank, event = below.hear()
@@ -108,9 +108,9 @@ def test_commands_for_all_and_for_some(below):
 def test_a_rank_behind_a_relay_that_dies_is_gone_after_all_it_said(below):
     say_hello(below)
     for step in range(20):
-        below.channels[2].send(GradientReady(0, 0, step))
+        below.channels[2].send(GradientReady(0, [0], step))
     below.channels[2].close()
-    assert [below.hear() for _ in range(20)] == [(2, GradientReady(0, 0, step)) for step in range(20)]
+    assert [below.hear() for _ in range(20)] == [(2, GradientReady(0, [0], step)) for step in range(20)]
     assert below.hear() == (2, Gone(DIED))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.algorithms.eager.messages import (
@@ -66,13 +66,16 @@ class EagerBook(Book):
     settled_rounds: set[int] = field(default_factory=set)
     """Those whose hyperparameters were told."""
     hyper: Any = None
-    """The hyperparameters that were told last."""
+    """The hyperparameters that were told last; at first, those that the first rank registered with."""
+    sent: Any = None
+    """Those that ranks were sent last."""
     entered: dict[int, int] = field(default_factory=dict)
     """The step that each rank has said last that it is in."""
 
 
 class EagerWorld(World):
-    """Every rank's even steps hand gradients over before ``step()``, as overlap with backward does; others in it."""
+    """Every rank's even steps hand gradients over before ``step()``, bucket by bucket, as overlap with backward does;
+    others all at once in it."""
 
     rank_type, book_type = EagerRank, EagerBook
     config: EagerConfig
@@ -122,13 +125,15 @@ class EagerWorld(World):
         overlaps = (rank.place + rank.at) % 2 == 0
         if rank.phase == 0:
             rank.steps += 1
-            rank.phase = 1
-            if not overlaps:
-                self._enter(rank)
-            return self._hand_over(rank)
+            if overlaps:
+                rank.phase = 1
+                return self._hand_over(rank, [0])
+            rank.phase = buckets
+            self._enter(rank)
+            return self._hand_over(rank, list(range(buckets)))
         if rank.phase < buckets:
             rank.phase += 1
-            return self._hand_over(rank)
+            return self._hand_over(rank, [rank.phase - 1])
         if rank.phase == buckets:
             if overlaps:
                 self._enter(rank)
@@ -149,11 +154,11 @@ class EagerWorld(World):
         number = rank.steps + rank.base
         rank.outbox.append(StepEntered(0, number, self._hyper(rank.number, number)))
 
-    def _hand_over(self, rank: EagerRank) -> None:
-        bucket = rank.phase - 1
-        rank.pending[bucket].append(rank.version)
-        rank.produced[bucket] += 1
-        rank.outbox.append(GradientReady(0, bucket, rank.steps + rank.base, rank.ready if self.by_hosts else 0))
+    def _hand_over(self, rank: EagerRank, buckets: list[int]) -> None:
+        for bucket in buckets:
+            rank.pending[bucket].append(rank.version)
+            rank.produced[bucket] += 1
+        rank.outbox.append(GradientReady(0, buckets, rank.steps + rank.base, rank.ready if self.by_hosts else 0))
 
     def has_all(self, rank: EagerRank) -> bool:
         assert rank.drained is not None
@@ -169,19 +174,9 @@ class EagerWorld(World):
 
     def on_command(self, rank: EagerRank, command: Any) -> None:
         match command:
-            case ("round", bucket, number, knows, whole):
-                assert number == rank.submitted[bucket] + 1, "rounds out of order"
-                rank.submitted[bucket] = number
-                going = len(rank.pending[bucket])
-                if self.by_hosts:
-                    may = whole[rank.place // self.config.local_size]
-                    rank.whole[number] = min(may, rank.whole.get(number, may))
-                    going = min(going, may - rank.released[bucket])
-                    rank.released[bucket] += going
-                for version in rank.pending[bucket][:going]:
-                    stale = number - 1 - version
-                    assert 0 <= stale <= self.config.max_staleness, f"{stale} rounds stale in round {number}"
-                del rank.pending[bucket][:going]
+            case ("round", buckets, number, knows, whole):
+                for bucket in buckets:
+                    self._submit(rank, bucket, number, whole)
                 if knows:
                     rank.knows.add(number)
             case EndStep(_, host, steps, version):
@@ -197,6 +192,20 @@ class EagerWorld(World):
                     rank.released, rank.host_steps, rank.ends_at = [0] * self.config.buckets, 0, command.rounds
                     rank.whole = dict.fromkeys(rank.whole, 0)
                 super().on_command(rank, command)
+
+    def _submit(self, rank: EagerRank, bucket: int, number: int, whole: tuple[int, ...]) -> None:
+        assert number == rank.submitted[bucket] + 1, "rounds out of order"
+        rank.submitted[bucket] = number
+        going = len(rank.pending[bucket])
+        if self.by_hosts:
+            may = whole[rank.place // self.config.local_size]
+            rank.whole[number] = min(may, rank.whole.get(number, may))
+            going = min(going, may - rank.released[bucket])
+            rank.released[bucket] += going
+        for version in rank.pending[bucket][:going]:
+            stale = number - 1 - version
+            assert 0 <= stale <= self.config.max_staleness, f"{stale} rounds stale in round {number}"
+        del rank.pending[bucket][:going]
 
     def landing(self, rank: EagerRank) -> list[int]:
         number = rank.ready + 1
@@ -240,16 +249,18 @@ class EagerWorld(World):
 
     def slim(self, command: Command) -> Any:
         match command:
-            case StartRound(_, bucket, number, hyper, _, whole):
-                return ("round", bucket, number, hyper is not None, tuple(whole))
+            case StartRound(_, buckets, number):
+                return ("round", tuple(buckets), number, command.settled, self._of_hosts(command))
         return command
 
     def hear(self, rank: EagerRank, event: OptimizerEvent) -> None:
         book = self.book
         match event:
-            case GradientReady(_, bucket, step, _):
-                book.handed[bucket][rank.number] += 1
-                book.before[bucket][rank.number], book.step[bucket][rank.number] = book.step[bucket][rank.number], step
+            case GradientReady(_, buckets, step, _):
+                for bucket in buckets:
+                    book.handed[bucket][rank.number] += 1
+                    book.before[bucket][rank.number] = book.step[bucket][rank.number]
+                    book.step[bucket][rank.number] = step
             case StepEntered(_, step, _):
                 book.entered[rank.number] = step
             case VersionTaken(_, version):
@@ -277,20 +288,35 @@ class EagerWorld(World):
 
     def check(self, command: Command, ending: bool) -> None:
         match command:
-            case StartRound(_, bucket, number, hyper, _, whole):
+            case StartRound(_, buckets, number):
                 hosts = self.numbers[:: self.config.local_size] if self.by_hosts else ()
-                assert whole == [self.whole(bucket, host) for host in hosts], "a host's gradients go apart"
-                self._check_round(bucket, number, ending)
-                if hyper is not None:
-                    self._check_hyper(number, hyper, ending)
+                for bucket in buckets:
+                    own = tuple(self.whole(bucket, host) for host in hosts)
+                    assert self._of_hosts(command) == own, "a host's gradients go apart"
+                    self._check_round(bucket, number, ending)
+                if command.settled:
+                    self._check_hyper(number, self._sent(command.hyper), ending)
             case SetHyperparameters(_, number, hyper):
                 assert number not in self.book.settled_rounds, "hyperparameters of a round that has them"
-                self._check_hyper(number, hyper, ending)
+                self._check_hyper(number, self._sent(hyper), ending)
             case EndStep(_, host, steps, _):
                 first = self.numbers[:: self.config.local_size][host]
                 assert all(self.whole(bucket, first) == steps for bucket in range(self.config.buckets))
             case _:
                 raise AssertionError(f"{command} of a partial allreduce")
+
+    def _of_hosts(self, start: StartRound) -> tuple[int, ...]:
+        """``StartRound.whole``, host by host."""
+        hosts = range(len(self.numbers) // self.config.local_size if self.by_hosts else 0)
+        return tuple(start.whole.of(host) for host in hosts) if start.whole is not None else ()
+
+    def _sent(self, hyper: Any) -> Any:
+        """What ranks take hyperparameters for: None stands for those that they were sent last."""
+        book = self.book
+        assert hyper is None or hyper != book.sent, "hyperparameters are sent again"
+        book.sent = book.sent if hyper is None else hyper
+        assert book.sent is not None, "no hyperparameters were sent before"
+        return book.sent
 
     def _check_round(self, bucket: int, number: int, ending: bool) -> None:
         book = self.book
@@ -307,11 +333,8 @@ class EagerWorld(World):
 
     def _met(self, number: int, arrived: set[int], ranks: set[int]) -> bool:
         """Whether these hosts make the quorum of a round, of those of these ranks."""
-        quorum, active, hosts = (
-            self.config.quorum,
-            {self.host(rank) for rank in ranks},
-            self.numbers[:: self.config.local_size],
-        )
+        quorum, active = self.config.quorum, {self.host(rank) for rank in ranks}
+        hosts = self.numbers[:: self.config.local_size]
         if quorum == "majority":
             return initiator(number, self.config.seed, active, hosts) in arrived
         if quorum == "solo":
@@ -363,11 +386,12 @@ class EagerWorld(World):
     def age(self) -> None:
         machine: Any = self.machine
         for bucket in machine._buckets:
-            bucket.waiting = {rank: _older(at) for rank, at in bucket.waiting.items()}
+            bucket.waiting = {host: _older(at) for host, at in bucket.waiting.items()}
             bucket.quorum_at = None if bucket.quorum_at is None else _older(bucket.quorum_at)
-            bucket.wake_at = None if bucket.wake_at is None else bucket.wake_at - 1.0
             bucket.fired_at = _older(bucket.fired_at)
-        machine._in_step = {rank: replace(said, at=_older(said.at)) for rank, said in machine._in_step.items()}
+        machine._wakes = {bucket: at - 1.0 for bucket, at in machine._wakes.items()}
+        for since in machine._steppers._by_step.values():
+            since.update({rank: _older(at) for rank, at in since.items()})
 
 
 def _older(time: float) -> float:

@@ -329,7 +329,7 @@ class Simulation:
         moves: list[OptimizerEvent] = [
             Registered(0, self.config, ["w"], [1]),
             StepEntered(0, 1, []),
-            GradientReady(0, 0, 1),
+            GradientReady(0, [0], 1),
             ExchangeDone(0, 0),
             ExchangeDone(0, ledger.exchanges + 1),
             Finished(0, [10**6, 10**6]),

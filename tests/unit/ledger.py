@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    ExplainRound,
     GradientReady,
+    RoundTrigger,
     SetHyperparameters,
     StartRound,
     StepEntered,
@@ -60,7 +62,8 @@ class Ledger:
         self._in_step: dict[int, tuple[int, float]] = {}
         self._moments: list[list[Moment]] = [[] for _ in range(config.buckets)]
         self._unsettled: set[int] = set()
-        self._quorums: dict[int, set[int]] = {}
+        self._triggers: dict[tuple[int, int], RoundTrigger] = {}
+        self._sent: Hyper | None = None
 
     def hear(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """An event that is about to reach the state machine."""
@@ -68,11 +71,12 @@ class Ledger:
             case Registered():
                 self.opened = event.hyper if rank == self.ranks[0] else self.opened
                 self._hyper[rank] = event.hyper
-            case GradientReady(_, bucket, step):
-                assert step == self.position[bucket][rank] + 1
-                self.position[bucket][rank] = step
-                if step == self.fired[bucket] + 1:
-                    self.arrivals.setdefault((bucket, step), {})[rank] = now
+            case GradientReady(_, buckets, step):
+                for bucket in buckets:
+                    assert step == self.position[bucket][rank] + 1
+                    self.position[bucket][rank] = step
+                    if step == self.fired[bucket] + 1:
+                        self.arrivals.setdefault((bucket, step), {})[rank] = now
             case VersionTaken(_, version):
                 assert self.config.pace == "rounds"
                 for position in self.position:
@@ -98,8 +102,11 @@ class Ledger:
         """
         ending = any(isinstance(c, Drained) for c in commands)
         for command in commands:
-            if isinstance(command, StartRound):
-                self._check_go(command, ending, rank, now)
+            if isinstance(command, ExplainRound):
+                assert (command.bucket, command.round) not in self._triggers
+                self._triggers[command.bucket, command.round] = command.trigger
+            elif isinstance(command, StartRound):
+                self._check_start(command, ending, rank, now)
             elif isinstance(command, SetHyperparameters):
                 self._check_settle(command)
             elif isinstance(command, Drained):
@@ -131,28 +138,51 @@ class Ledger:
     def _drawn(self, round_: int, active: frozenset[int]) -> int:
         return initiator(round_, self.config.seed, active, self.ranks)
 
-    def _quorum(self, go: StartRound) -> Quorum:
+    def _quorum(self, trigger: RoundTrigger) -> Quorum:
         """The configuration's, or what "auto" said it chose, the same for every bucket of a round."""
         if self.config.quorum != "auto":
             return self.config.quorum
-        match = CHOSEN.fullmatch(go.firing.reason)
-        assert match, go.firing.reason
+        match = CHOSEN.fullmatch(trigger.reason)
+        assert match, trigger.reason
         self.last_quorum = int(match[1])
         assert 1 <= self.last_quorum <= len(self.active())
         return self.last_quorum
 
-    def _check_go(self, go: StartRound, ending: bool, rank: int | None, now: float) -> None:
-        bucket, round_ = go.bucket, go.round
+    def _check_start(self, start: StartRound, ending: bool, rank: int | None, now: float) -> None:
+        """Each of its buckets; the last of all that fires the round tells its hyperparameters, if they are known."""
+        held = 0.0
+        for bucket, arrived in zip(start.buckets, start.arrived, strict=True):
+            trigger = self._triggers.pop((bucket, start.round))
+            assert (trigger.by, trigger.arrived) == (start.by, arrived)
+            held += trigger.held
+            leader = self._check_go(bucket, start.round, trigger, ending, rank, now)
+        assert start.held == held
+        whole = min(self.fired) >= start.round
+        hyper = self._told_hyper(start.hyper) if start.settled else None
+        assert start.settled or start.hyper is None
+        self._check_hyper(start.round, hyper, whole, leader)
+
+    def _told_hyper(self, hyper: Hyper | None) -> Hyper:
+        """What ranks take them for: None stands for those they were told last."""
+        assert hyper is None or hyper != self._sent, "told again"
+        self._sent = self._sent if hyper is None else hyper
+        assert self._sent is not None
+        return self._sent
+
+    def _check_go(
+        self, bucket: int, round_: int, trigger: RoundTrigger, ending: bool, rank: int | None, now: float
+    ) -> int | None:
+        """Return who leads it; None at an end."""
         assert round_ == self.fired[bucket] + 1, f"bucket {bucket}: round {round_} after {self.fired[bucket]}"
         arrived = self.arrivals.get((bucket, round_), {})
         leader = None
         if ending:
             assert self.done == set(self.ranks)
             assert self.flush, "a last round although no rank asked for one"
-            assert go.firing.reason == "drain: all ranks are done"
+            assert trigger.reason == "drain: all ranks are done"
             self.drain_rounds.add(round_)
         else:
-            quorum, active = self._quorum(go), self.active()
+            quorum, active = self._quorum(trigger), self.active()
             assert self._met(round_, quorum, arrived, active), f"round {round_} fired with {arrived} of {active}"
             since = now
             for moment in reversed(self._moments[bucket]):
@@ -165,25 +195,20 @@ class Ledger:
             leader = self._drawn(round_, active) if quorum == "majority" else next(iter(arrived))
         self.fired[bucket] = round_
         self._moments[bucket].clear()
-        whole = min(self.fired) >= round_
-        self._check_firing(go, rank, arrived, whole, now)
-        self._check_hyper(round_, go.hyper, whole, leader)
-
-    def _check_firing(
-        self, go: StartRound, rank: int | None, arrived: dict[int, float], whole: bool, now: float
-    ) -> None:
-        firing = go.firing
-        assert firing.by == (list(arrived)[-1] if rank is None else rank)
-        assert firing.arrived == len(arrived)
-        assert firing.first == min(arrived.values(), default=now)
-        assert firing.fired == now
-        held = [now - since for step, since in self._in_step.values() if step == go.round]
-        assert abs(firing.held - (sum(held) if whole else 0.0)) < 1e-9
+        assert trigger.by == (list(arrived)[-1] if rank is None else rank)
+        assert trigger.arrived == len(arrived)
+        assert trigger.first == min(arrived.values(), default=now)
+        assert trigger.fired == now
+        held = [now - since for step, since in self._in_step.values() if step == round_]
+        assert abs(trigger.held - (sum(held) if min(self.fired) >= round_ else 0.0)) < 1e-9
+        return leader
 
     def _check_hyper(self, round_: int, hyper: Hyper | None, whole: bool, leader: int | None) -> None:
         """Those of the last bucket's initiator if it is in the step, else of the first rank that is."""
         assert round_ not in self.hypers, "the hyperparameters were known already"
-        if leader is None:
+        if leader is None and not whole:
+            assert hyper is None, "hyperparameters of a round that is not settled"
+        elif leader is None:
             assert hyper == (self.hypers[max(self.hypers)] if self.hypers else self.opened)
         elif not whole or not self.steppers.get(round_):
             assert hyper is None, "hyperparameters of a round that is not settled"
@@ -201,8 +226,9 @@ class Ledger:
         assert settle.round in self._unsettled, "SetHyperparameters that nobody waits for"
         self._unsettled.discard(settle.round)
         (first,) = self.steppers[settle.round]
-        assert settle.hyper == self._told[first, settle.round]
-        self.hypers[settle.round] = settle.hyper
+        hyper = self._told_hyper(settle.hyper)
+        assert hyper == self._told[first, settle.round]
+        self.hypers[settle.round] = hyper
 
     def _check_all_done(self, drained: Drained, rank: int | None) -> None:
         assert self.done == set(self.ranks)

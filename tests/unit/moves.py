@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.messages import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.runtime.messages import Accepted, Command, Hyper, Registered
 
@@ -12,10 +12,13 @@ SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 PACED = EagerConfig("solo", 2, 0.0, 0, 1, "rounds")
 
 
-def opened(config: EagerConfig, size: int) -> EagerStateMachine:
-    """A machine whose ranks have all opened."""
+def opened(config: EagerConfig, size: int, timeline: bool = False) -> EagerStateMachine:
+    """A machine whose ranks have all opened; ``timeline``: rank 0 records one."""
     rounds = EagerStateMachine(7, range(size))
-    commands = [c for rank in range(size) for c in rounds.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
+    commands: list[Command] = []
+    for rank in range(size):
+        own = Registered(7, config, ["w"], [1], timeline=timeline and rank == 0)
+        commands += rounds.handle(rank, own, 0.0)
     assert commands == [Accepted(7)]
     return rounds
 
@@ -23,7 +26,7 @@ def opened(config: EagerConfig, size: int) -> EagerStateMachine:
 def step(rounds: EagerStateMachine, rank: int, number: int, now: float = 0.0) -> list[Command]:
     """One whole step of a rank in a one-bucket job."""
     told = rounds.handle(rank, StepEntered(7, number, [{"lr": rank}]), now)
-    return told + rounds.handle(rank, GradientReady(7, 0, number), now)
+    return told + rounds.handle(rank, GradientReady(7, [0], number), now)
 
 
 def kinds(commands: Sequence[Command]) -> list[str]:
@@ -31,5 +34,7 @@ def kinds(commands: Sequence[Command]) -> list[str]:
 
 
 def whys(commands: Sequence[Command]) -> list[tuple[int, int, Hyper | None, str]]:
-    """Of rounds that fire: (bucket, round, hyperparameters, reason)."""
-    return [(c.bucket, c.round, c.hyper, c.firing.reason) for c in commands if isinstance(c, StartRound)]
+    """Of rounds that fire, where a rank records a timeline: (bucket, round, hyperparameters, reason)."""
+    reasons = {(c.bucket, c.round): c.trigger.reason for c in commands if isinstance(c, ExplainRound)}
+    starts = [(bucket, c) for c in commands if isinstance(c, StartRound) for bucket in c.buckets]
+    return [(bucket, c.round, c.hyper, reasons[bucket, c.round]) for bucket, c in starts]

@@ -60,69 +60,72 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "rounds are one staler than agreed": Mutant(
             "steps that differ",
-            "round_ - bucket.position[r] > self._config.max_staleness",
-            "round_ - bucket.position[r] > self._config.max_staleness + 1",
+            "number - self._positions.lowest_in(index) > self._config.max_staleness",
+            "number - self._positions.lowest_in(index) > self._config.max_staleness + 1",
         ),
         "who has arrived counts for the next round too": Mutant(
-            "opening", "arrivals, bucket.waiting = bucket.waiting, {}", "arrivals = bucket.waiting"
+            "opening", "bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1", "pass"
         ),
         "nothing goes out at a drain": Mutant(
             "two buckets, both late", "extra = self._flush and any(", "extra = False and any("
         ),
-        "a late gradient is not noted": Mutant(
-            "staleness 2", "bucket.loaded = True\n", "bucket.loaded = bucket.loaded\n"
-        ),
+        "a late gradient is not noted": Mutant("staleness 2", "all_buckets[index].loaded = True\n", "pass\n"),
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",
-            "[*leads, *self._in_step.values()] if rank.step == number)",
-            "[*leads, *self._in_step.values()])",
+            "lead = self._steppers.lead(number, self._hosts.ranks(initiator))",
+            "lead = next(iter(self._steppers._step_of), None)",
         ),
         "a round that has hyperparameters gets others": Mutant(
-            "steps that differ", "round_ is None or round_.hyper is not None or not", "round_ is None or not"
+            "steps that differ", "round_ is None or round_.hyper is not None or self", "round_ is None or self"
         ),
         "late hyperparameters are not told": Mutant(
-            "opening", "return [SetHyperparameters(self._optimizer, event.step, hyper)]", "return []"
+            "opening", "return [self._commands.hyper(event.step, self._told[rank])]", "return []"
         ),
         "a drain's last round goes for one bucket": Mutant(
             "two buckets, both late", "while bucket.fired < last:", "if bucket.fired < last and not index:"
         ),
         "steps are not re-based at a drain": Mutant(
-            "two buckets", "dict.fromkeys(self.ranks, last)", "dict(bucket.position)"
+            "two buckets", "self._positions.begin_anew(self.ranks, last)", "self._positions.begin_anew(self.ranks, 0)"
         ),
         "a quorum counts ranks that are done": Mutant(
-            "all", "active, whose = set(self._hosts.among(self._active())),", "active, whose = set(self._hosts.first),"
+            "all", "active, started, commands = self._hosts.active,", "active, started, commands = self._hosts.number,"
         ),
         "a version that is taken frees nobody": Mutant(
             "pace by rounds",
-            "        return self._advance(rank, now)\n\n    def _present",
-            "        return []\n\n    def _present",
+            "        return self._advance(rank, now)\n\n    def _reported",
+            "        return []\n\n    def _reported",
         ),
         "a rank that is done frees nobody": Mutant(
             "steps that differ",
-            "return [*itertools.chain(*gathered), *self._advance(rank, now)]",
-            "return [*itertools.chain(*gathered)]",
+            "return [*self._gather(host, ready, now), *self._advance(rank, now)]",
+            "return self._gather(host, ready, now)",
         ),
         "a rank that is done keeps its host waiting": Mutant(
-            "a host, uneven, cut", "[self._gather(self._hosts.of[rank], bucket, now) for", "[[] for"
+            "a host, uneven, cut", "[*self._gather(host, ready, now), *self", "[*self"
         ),
         "a host's gradients go apart": Mutant(
-            "a host", "list(bucket.gathering.whole.values())", "[n + 1 for n in bucket.gathering.whole.values()]"
+            "a host",
+            "self._gathering.host_steps(index) if",
+            "Gathering(self._hosts, len(self._buckets)).host_steps(0) if",
         ),
         "a host is not told that its late step has ended": Mutant(
             "two hosts",
-            "return [EndStep(self._optimizer, self._hosts.first.index(host), bucket.gathering.whole[host], version)]",
+            "return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]",
             "return []",
         ),
         "what a host holds back is forgotten at a drain": Mutant(
-            "two hosts", "bucket.loaded = bool(bucket.gathering.held)", "bucket.loaded = False"
+            "two hosts", "bucket.loaded = self._by_hosts and self._gathering.holds(index)", "bucket.loaded = False"
         ),
         "a host's steps are not counted anew after an end": Mutant(
-            "a host", "bucket.gathering.begin_anew()", "bucket.gathering.held.clear()"
+            "a host", "self._gathering.begin_anew(self._hosts)", "pass"
         ),
         "a host waits for its first rank alone": Mutant(
-            "a host", "gather(host, self._hosts.ranks(host), self._done)", "gather(host, [host], self._done)"
+            "a host",
+            "self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)",
+            "(self._gathering.hold(rank, host, step, indices, bits), self._gather(host, indices, now))[1]",
         ),
-        "nobody is told when a grace ends": Mutant("grace", "bucket.wake_at = until", "bucket.wake_at = None"),
+        "a rank that is done is too late": Mutant("steps that differ", "self._positions.leave(rank)", "pass"),
+        "nobody is told when a grace ends": Mutant("grace", "self._wakes[index] = until", "pass"),
     },
     "gossip": {
         "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),

@@ -233,7 +233,7 @@ class Simulation:
         if number not in ledger.opened:
             return [StepTaken(0, 1.0), PullDone(0, 1), Finished(0, [0])]
         moves: list[OptimizerEvent] = [
-            *(Registered(0, self.config, ["w"], [1]), StepEntered(0, 1, []), GradientReady(0, 0, 1)),
+            *(Registered(0, self.config, ["w"], [1]), StepEntered(0, 1, []), GradientReady(0, [0], 1)),
             *(MessageQueued(0, 1), PairRequested(0), AverageEntered(0, 1, [1.0])),
             *(PullDone(0, 0), PullDone(0, ledger.pulls + 1), Finished(0, []), Finished(0, [10**6, 10**6])),
             Finished(0, [ledger.produced[number] - 1]),

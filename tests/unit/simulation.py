@@ -27,6 +27,8 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
+from hvd_async.algorithms.eager.received_rounds import ReceivedRounds
+from hvd_async.algorithms.eager.round_commands import RoundCommands
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
@@ -107,8 +109,8 @@ class Rank:
 
 def snapshot(rounds: EagerStateMachine) -> dict[str, Any]:
     """The state machine's state, for comparison."""
-    state = copy.deepcopy(vars(rounds))
-    return {key: vars(value) if isinstance(value, AutoQuorum | Grace) else value for key, value in state.items()}
+    state, parts = copy.deepcopy(vars(rounds)), AutoQuorum | Grace | ReceivedRounds | RoundCommands
+    return {key: vars(value) if isinstance(value, parts) else value for key, value in state.items()}
 
 
 class Simulation:
@@ -152,7 +154,7 @@ class Simulation:
         """The training thread: yields wherever others may come between; ``rank.waits`` says that it cannot go on."""
         members, loaded = list(self.job.ranks), rank.index in self.job.loaded
         rank.told = self.hyper(rank.number, 0)
-        rank.outbox.append(Registered(0, self.config, ["w"], [1], members, loaded, rank.told))
+        rank.outbox.append(Registered(0, self.config, ["w"], [1], members, loaded, rank.told, rank.index == 0))
         yield from self._until(rank, lambda: rank.agreed)
         for number, segment in enumerate(self.job.steps):
             count, start = segment[rank.index], rank.version
@@ -190,16 +192,21 @@ class Simulation:
         yield  # backward; buckets become ready in any order, before or after step() is reached
         order: list[int | None] = [*range(self.config.buckets), None]
         self.random.shuffle(order)
-        for bucket in order:
+        ready: list[int] = []
+        for at, bucket in enumerate(order, 1):
             if bucket is None:
                 hyper = self.hyper(rank.number, step)
                 rank.outbox.append(StepEntered(0, step, None if hyper == rank.told else hyper))
                 rank.told = hyper
             else:
-                if self.random.random() >= self.job.empty:
-                    self.produced[bucket].append(gradient)
-                    rank.pending[bucket].append(gradient)
-                rank.outbox.append(GradientReady(0, bucket, step))
+                ready.append(bucket)
+            if ready and (at == len(order) or self.random.random() < 0.5):  # (else the engine has not looked yet)
+                for each in ready:
+                    if self.random.random() >= self.job.empty:
+                        self.produced[each].append(gradient)
+                        rank.pending[each].append(gradient)
+                rank.outbox.append(GradientReady(0, ready, step))
+                ready = []
             yield
         yield from self._until(rank, lambda: rank.ready >= step)
         most = 1 if rank.index in self.job.one_by_one else rank.ready
@@ -293,15 +300,10 @@ class Simulation:
         match command:
             case Accepted():
                 rank.agreed = True
-            case StartRound(_, bucket, round_, hyper, _):
-                taken, rank.pending[bucket] = rank.pending[bucket], []
-                for gradient in taken:
-                    stale = round_ - 1 - gradient[2]
-                    assert 0 <= stale <= self.config.max_staleness, f"{gradient} is {stale} stale in round {round_}"
-                    self.staleness.append(stale)
-                self.carried.setdefault((bucket, round_), []).extend(taken)
-                self.joined[bucket, round_] = self.joined.get((bucket, round_), 0) + 1
-                if hyper is not None:
+            case StartRound(_, buckets, round_):
+                for bucket in buckets:
+                    self._submit(rank, bucket, round_)
+                if command.settled:
                     rank.knows.add(round_)
             case SetHyperparameters(_, round_, _):
                 rank.knows.add(round_)
@@ -309,6 +311,15 @@ class Simulation:
                 assert rank.drained is None
                 rank.drained = command
                 rank.at_cut = [list(pending) for pending in rank.pending]
+
+    def _submit(self, rank: Rank, bucket: int, round_: int) -> None:
+        taken, rank.pending[bucket] = rank.pending[bucket], []
+        for gradient in taken:
+            stale = round_ - 1 - gradient[2]
+            assert 0 <= stale <= self.config.max_staleness, f"{gradient} is {stale} stale in round {round_}"
+            self.staleness.append(stale)
+        self.carried.setdefault((bucket, round_), []).extend(taken)
+        self.joined[bucket, round_] = self.joined.get((bucket, round_), 0) + 1
 
     # -- the coordinator --------------------------------------------------------------------------------------
 
@@ -348,12 +359,12 @@ class Simulation:
         r, buckets = rank.number, self.config.buckets
         many = [10**6] * buckets
         if not rank.opened:
-            return [StepEntered(0, 1, []), GradientReady(0, 0, 1), VersionTaken(0, 0), Finished(0, [0] * buckets)]
+            return [StepEntered(0, 1, []), GradientReady(0, [0], 1), VersionTaken(0, 0), Finished(0, [0] * buckets)]
         if not any(isinstance(c, Accepted) for c in self.log):
             return [
                 Registered(0, self.config, ["w"], [1]),
                 StepEntered(0, 1, []),
-                GradientReady(0, 0, 1),
+                GradientReady(0, [0], 1),
                 VersionTaken(0, 0),
             ]
         bucket = self.random.randrange(buckets)
@@ -361,11 +372,13 @@ class Simulation:
         position, fired = ledger.position[bucket][r], ledger.fired[bucket]
         moves: list[OptimizerEvent] = [
             Registered(0, self.config, ["w"], [1]),
-            GradientReady(0, -1, position + 1),
-            GradientReady(0, buckets, position + 1),
-            GradientReady(0, bucket, position),
-            GradientReady(0, bucket, position + 2),
-            GradientReady(0, bucket, fired + 2),
+            GradientReady(0, [-1], position + 1),
+            GradientReady(0, [buckets], position + 1),
+            GradientReady(0, [bucket, buckets], position + 1),
+            GradientReady(0, [bucket, bucket], position + 1),
+            GradientReady(0, [bucket], position),
+            GradientReady(0, [bucket], position + 2),
+            GradientReady(0, [bucket], fired + 2),
             VersionTaken(0, fired + 1),
             VersionTaken(0, position - 1),
             Finished(0, many[1:]),
@@ -374,7 +387,7 @@ class Simulation:
             moves.append(VersionTaken(0, position))
         if r in ledger.done:
             moves += [
-                GradientReady(0, bucket, position + 1),
+                GradientReady(0, [bucket], position + 1),
                 StepEntered(0, 10**6, []),
                 VersionTaken(0, fired),
                 Finished(0, many),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.quorum import check_quorum, decide, initiator, needed, parse_quorum
+from hvd_async.algorithms.eager.quorum import Quorum, RoundQuorum, check_quorum, initiator, needed, parse_quorum
 
 SIZES = st.integers(1, 9)
 RANKS = (0, 1, 3, 4, 7, 8, 12, 20, 21)
@@ -27,52 +28,57 @@ def situations(draw: st.DrawFn) -> tuple[int, set[int], list[int]]:
     return size, active, arrived
 
 
+def leader(
+    quorum: Quorum, round_: int, arrived: list[int], active: set[int], ranks: Sequence[int], seed: int = 0
+) -> int | None:
+    """The initiator, if the round may fire."""
+    return RoundQuorum(quorum, round_, ranks, seed).initiator(arrived, active)
+
+
 @given(situations(), st.sampled_from(["solo", "majority", "all", 1, 3, 0.5]), st.integers(1, 99), st.integers(0, 9))
 def test_nobody_there_never_fires(situation, quorum, round_, seed):
     size, active, _ = situation
-    decision = decide(quorum, round_, [], active, RANKS[:size], seed)
-    assert decision == (False, None, "nobody has arrived")
+    assert leader(quorum, round_, [], active, RANKS[:size], seed) is None
 
 
 @given(situations(), st.integers(1, 99))
 def test_solo_fires_on_the_first(situation, round_):
     size, active, arrived = situation
-    decision = decide("solo", round_, arrived, active, RANKS[:size], 0)
-    assert decision.fire == bool(arrived)
-    assert decision.initiator == (arrived[0] if arrived else None)
+    assert leader("solo", round_, arrived, active, RANKS[:size]) == (arrived[0] if arrived else None)
 
 
 @given(situations(), st.integers(1, 99), st.integers(0, 5))
 def test_majority_fires_when_the_drawn_rank_is_there(situation, round_, seed):
     size, active, arrived = situation
-    decision = decide("majority", round_, arrived, active, RANKS[:size], seed)
+    quorum = RoundQuorum("majority", round_, RANKS[:size], seed)
     drawn = initiator(round_, seed, active, RANKS[:size])
-    assert decision.fire == (drawn in arrived)
-    if arrived:
-        assert decision.initiator == drawn
-        assert f"rank {drawn} was drawn" in decision.reason
+    assert quorum.initiator(arrived, active) == (drawn if drawn in arrived else None)
+    assert quorum.reason(arrived, active).startswith(f"majority: rank {drawn} was drawn; {len(arrived)} of")
+    if others := set(RANKS[:size]) - {drawn}:
+        assert quorum.drawn(others) in others, "the one before has finished"
 
 
 @given(situations(), st.integers(1, 99))
 def test_all_waits_for_every_active_rank(situation, round_):
     size, active, arrived = situation
-    assert decide("all", round_, arrived, active, RANKS[:size], 0).fire == (set(arrived) == active)
+    fires = leader("all", round_, arrived, active, RANKS[:size]) is not None
+    assert fires == (set(arrived) == active)
 
 
 @given(situations(), st.integers(1, 99), st.data())
 def test_count_and_fraction_mean_min_of_it_and_who_is_left(situation, round_, data):
     size, active, arrived = situation
     count = data.draw(st.integers(1, size))
-    expected = bool(arrived) and len(arrived) >= min(count, len(active))
-    assert decide(count, round_, arrived, active, RANKS[:size], 0).fire == expected
-    assert decide(count / size, round_, arrived, active, RANKS[:size], 0).fire == expected
-    if arrived:
-        assert decide(count, round_, arrived, active, RANKS[:size], 0).initiator == arrived[0]
+    fires = bool(arrived) and len(arrived) >= min(count, len(active))
+    expected = arrived[0] if fires else None
+    assert leader(count, round_, arrived, active, RANKS[:size]) == expected
+    assert leader(count / size, round_, arrived, active, RANKS[:size]) == expected
 
 
 def test_why_a_count_was_chosen_is_told():
-    decision = decide(2, 5, [3, 1], {0, 1, 3}, [0, 1, 3], 0, "auto: learned")
-    assert decision == (True, 3, "quorum: 2 of 3 are in, 2 needed (auto: learned)")
+    quorum = RoundQuorum(2, 5, [0, 1, 3], 0, "auto: learned")
+    assert quorum.initiator([3, 1], {0, 1, 3}) == 3
+    assert quorum.reason([3, 1], {0, 1, 3}) == "quorum: 2 of 3 are in, 2 needed (auto: learned)"
 
 
 @given(SIZES, st.floats(0.01, 1.0))

@@ -156,7 +156,7 @@ def test_a_drain_says_nothing_about_the_ranks():
 
 def test_auto_tells_what_it_chooses_and_why():
     """Rank 2 takes 9 s, the others 1 s: synchronous at first, then two of three."""
-    rounds = opened(EagerConfig("auto", 16, 0.0, 0, 1), 3)
+    rounds = opened(EagerConfig("auto", 16, 0.0, 0, 1), 3, timeline=True)
     told, reasons, now = [rounds.take_notice()], [], 0.0
     for number in range(1, 13):
         for rank, seconds in ((0, 1.0), (1, 1.0), (2, 9.0)):
@@ -181,7 +181,7 @@ def test_auto_learns_how_long_a_rank_takes_until_its_last_bucket_and_nothing_fro
 
     def arrive(rank: int, number: int, *times: float) -> None:
         for bucket, now in enumerate(times):
-            rounds.handle(rank, GradientReady(7, bucket, number), now)
+            rounds.handle(rank, GradientReady(7, [bucket], number), now)
 
     arrive(0, 1, 5.0, 6.0)
     arrive(1, 1, 7.0, 8.0)  # fired at 8: both are free

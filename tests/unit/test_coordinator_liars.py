@@ -63,7 +63,7 @@ class Stage:
             command == Accepted(0) or (isinstance(command, StartRound) and command.round == self.step)
         ) and self.step < 5:
             self.step += 1
-            self._honest += [StepEntered(0, self.step, []), GradientReady(0, 0, self.step)]
+            self._honest += [StepEntered(0, self.step, []), GradientReady(0, [0], self.step)]
 
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         for _ in range(2):
@@ -121,7 +121,7 @@ CANNOT_BE: dict[str, list[Event]] = {
     "a trillion buckets": [opened(EagerConfig("solo", 2, 0.0, 0, 10**12), members=ALONE, number=9)],
     "a negative number of buckets": [opened(EagerConfig("solo", 2, 0.0, 0, -1), members=ALONE, number=9)],
     "no such quorum": [opened(EagerConfig("some", 2, 0.0, 0, 1), members=ALONE, number=9), StepEntered(9, 1, []),
-                       GradientReady(9, 0, 1)],
+                       GradientReady(9, [0], 1)],
     "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), PairRequested(9)],
     "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), PairRequested(9)],
     "no such rank in a group": [opened(LeaderConfig("lsgd", [[5]], 1, 1, ""), members=ALONE, number=9)],

@@ -309,7 +309,7 @@ def test_an_average_needs_no_exchange_and_holds_none_up():
 ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
     "opened twice": ("sgp", [], Registered(7, SGP, ["w"], [1]), "twice"),
     "a step of partial allreduce": ("sgp", [], StepEntered(7, 1, []), "sent StepEntered of a gossip"),
-    "an arrival of partial allreduce": ("sgp", [], GradientReady(7, 0, 1), "sent GradientReady of a gossip"),
+    "an arrival of partial allreduce": ("sgp", [], GradientReady(7, [0], 1), "sent GradientReady of a gossip"),
     "offered twice": (
         "sgp",
         [MessageQueued(7, 1), MessageQueued(7, 2)],

@@ -54,7 +54,7 @@ def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
     machine = opened(EagerStateMachine(0, [0, 1, 2]), EAGER)
     machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
     machine.handle(0, StepEntered(0, 1, []), 1.0)
-    machine.handle(0, GradientReady(0, 0, 1), 1.0)
+    machine.handle(0, GradientReady(0, [0], 1), 1.0)
     assert machine.roll_call(5.0)
     for rank in (0, 1):
         machine.handle(rank, RoundsReceived(0, 1, [0]), 5.0)

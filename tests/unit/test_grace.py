@@ -35,13 +35,13 @@ def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[flo
     fired: list[tuple[float, int]] = []
 
     def note(commands, now):
-        fired.extend((now, command.firing.arrived) for command in commands if isinstance(command, StartRound))
+        fired.extend((now, command.arrived[0]) for command in commands if isinstance(command, StartRound))
 
     for at, step, rank in events:
         while (due := made.deadline()) is not None and due <= at:
             note(made.tick(due), due)
         note(made.handle(rank, StepEntered(0, step, []), at), at)
-        note(made.handle(rank, GradientReady(0, 0, step, len(fired)), at), at)
+        note(made.handle(rank, GradientReady(0, [0], step, len(fired)), at), at)
     return fired
 
 

@@ -11,10 +11,8 @@ import pytest
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.messages import RoundTrigger, StartRound
+from hvd_async.algorithms.eager.messages import HostSteps, StartRound
 from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
-
-FIRED = RoundTrigger("why", 0, 2, 0.0, 0.0, 0.0)
 
 
 class Bench:
@@ -46,7 +44,7 @@ class Bench:
 
     def go(self, round_: int, whole: int) -> None:
         """A round starts, and so many steps of host 1 are whole."""
-        self.rounds.go(StartRound(0, 0, round_, [], FIRED, [9, whole]))
+        self.rounds.go(StartRound(0, [0], round_, 0, [2], settled=True, hyper=[], whole=HostSteps(9, {1: whole})))
 
 
 @pytest.fixture

@@ -73,11 +73,12 @@ FIRING = st.builds(
     fired=st.floats(0, 9),
     held=st.floats(0, 9),
 )
-FIRED = eager.RoundTrigger("solo: rank 0 came first", 0, 1, 0.0, 0.0, 0.0)
+WHOLE = st.builds(eager.HostSteps, most=NUMBERS, others=st.dictionaries(NUMBERS, NUMBERS))
 KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.RoundTrigger: FIRING,
          messages.Hyper: HYPER, messages.Hyper | None: st.none() | HYPER,
          messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
+         eager.HostSteps | None: st.none() | WHOLE,
          str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
          dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
@@ -116,7 +117,7 @@ def test_every_command_comes_back(command):
 
 @given(st.floats(allow_nan=False))
 def test_hyperparameters_travel_exactly(value):
-    go = CODEC.decode_command(encode(eager.StartRound(0, 0, 1, [{"lr": value}], FIRED)))
+    go = CODEC.decode_command(encode(eager.StartRound(0, [0], 1, 0, [1], settled=True, hyper=[{"lr": value}])))
     assert isinstance(go, eager.StartRound)
     assert go.hyper is not None
     assert go.hyper[0]["lr"] == value

@@ -332,7 +332,7 @@ def test_ranks_that_differ_are_refused_and_nothing_is_pulled():
 ILLEGAL: dict[str, tuple[list[OptimizerEvent], OptimizerEvent, str]] = {
     "opened twice": ([], Registered(7, PAIRS, ["w"], [1]), "twice"),
     "a step of partial allreduce": ([], StepEntered(7, 1, []), "sent StepEntered to follow a leader"),
-    "an arrival of partial allreduce": ([], GradientReady(7, 0, 1), "sent GradientReady to follow"),
+    "an arrival of partial allreduce": ([], GradientReady(7, [0], 1), "sent GradientReady to follow"),
     "a message of gossip": ([], MessageQueued(7, 1), "sent MessageQueued to follow"),
     "a step after done": ([Finished(7, [0])], StepTaken(7, 1.0), "although it is done"),
     "landed what did not go": ([StepTaken(7, 1.0)] * 4, PullDone(7, 2), "saw pull 2 land, of 1"),

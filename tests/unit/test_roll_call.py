@@ -59,7 +59,7 @@ def test_each_bucket_is_looked_after():
     rounds = opened(TWO, 2)
     rounds.handle(0, StepEntered(7, 1, []), 1.0)
     for bucket in (0, 1):
-        assert "StartRound" in kinds(rounds.handle(0, GradientReady(7, bucket, 1), 1.0))
+        assert "StartRound" in kinds(rounds.handle(0, GradientReady(7, [bucket], 1), 1.0))
     assert kinds(rounds.roll_call(2.0)) == ["ReportReceived"]
     rounds.handle(0, RoundsReceived(7, 1, [1, 0]), 2.0)
     assert rounds.blocked_on() == ("round 1, which has begun,", frozenset({1}))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
+    ExplainRound,
     GradientReady,
     RoundTrigger,
     SetHyperparameters,
@@ -131,10 +132,13 @@ def test_simulation_tries_illegal_moves_and_late_hypers():
 
 
 def test_solo_fires_for_the_first_with_its_hyperparameters():
-    rounds = opened(SOLO, 2)
-    assert step(rounds, 1, 1, 3.0) == [
-        StartRound(7, 0, 1, [{"lr": 1}], RoundTrigger("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0))
-    ]
+    rounds = opened(SOLO, 2, timeline=True)
+    explain, start = step(rounds, 1, 1, 3.0)
+    trigger = RoundTrigger("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0)
+    assert explain == ExplainRound(7, 0, 1, trigger)
+    assert start == StartRound(7, [0], 1, by=1, arrived=[1], held=0.0, settled=True, hyper=[{"lr": 1}])
+    assert list(rounds.recipients(explain)) == [0], "nobody else reads why"
+    assert list(rounds.recipients(start)) == [0, 1]
     assert step(rounds, 0, 1) == []
 
 
@@ -149,11 +153,14 @@ def test_a_late_gradient_keeps_its_rank_from_nothing():
 
 
 def test_count_fires_with_the_count_and_the_first_leads():
-    rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3)
+    rounds = opened(EagerConfig(2, 9, 0.0, 0, 1), 3, timeline=True)
     assert step(rounds, 2, 1, 3.0) == []
     assert rounds.blocked_on() == ("round 1", {0, 1})
     why = RoundTrigger("quorum: 2 of 3 are in, 2 needed", 0, 2, first=3.0, fired=4.5, held=1.5)
-    assert step(rounds, 0, 1, 4.5) == [StartRound(7, 0, 1, [{"lr": 2}], why)]
+    assert step(rounds, 0, 1, 4.5) == [
+        ExplainRound(7, 0, 1, why),
+        StartRound(7, [0], 1, by=0, arrived=[2], held=1.5, settled=True, hyper=[{"lr": 2}]),
+    ]
 
 
 def test_grace_waits_for_more_but_not_longer_than_for_all():
@@ -173,8 +180,8 @@ def test_grace_waits_for_more_but_not_longer_than_for_all():
 
 def test_a_round_that_no_rank_has_come_to_step_for_gets_its_hyperparameters_at_the_end():
     """Rank 0's backward pass hands all over; then its optimizer is deleted."""
-    rounds = opened(SOLO, 2)
-    assert whys(rounds.handle(0, GradientReady(7, 0, 1), 0.0)) == [(0, 1, None, "solo: rank 0 came first")]
+    rounds = opened(SOLO, 2, timeline=True)
+    assert whys(rounds.handle(0, GradientReady(7, [0], 1), 0.0)) == [(0, 1, None, "solo: rank 0 came first")]
     assert rounds.handle(0, OptimizerDeleted(7, [1]), 0.0) == []
     told, drained = rounds.handle(1, Finished(7, [0]), 0.0)
     assert told == SetHyperparameters(7, 1, [])

@@ -14,20 +14,20 @@ from tests.unit.simulation import snapshot
 ILLEGAL = {
     "opened twice": (lambda: opened(SOLO, 2), Registered(7, SOLO, ["w"], [1])),
     "stepped before opening": (lambda: EagerStateMachine(7, range(2)), StepEntered(7, 1, [])),
-    "arrived before opening": (lambda: EagerStateMachine(7, range(2)), GradientReady(7, 0, 1)),
+    "arrived before opening": (lambda: EagerStateMachine(7, range(2)), GradientReady(7, [0], 1)),
     "done before opening": (lambda: EagerStateMachine(7, range(2)), Finished(7, [0])),
-    "bucket too high": (lambda: opened(SOLO, 2), GradientReady(7, 1, 1)),
-    "bucket negative": (lambda: opened(SOLO, 2), GradientReady(7, -1, 1)),
-    "step skipped": (lambda: opened(SOLO, 2), GradientReady(7, 0, 2)),
-    "step zero": (lambda: opened(SOLO, 2), GradientReady(7, 0, 0)),
-    "step again": (lambda: _after(step, 0, 1), GradientReady(7, 0, 1)),
+    "bucket too high": (lambda: opened(SOLO, 2), GradientReady(7, [1], 1)),
+    "bucket negative": (lambda: opened(SOLO, 2), GradientReady(7, [-1], 1)),
+    "step skipped": (lambda: opened(SOLO, 2), GradientReady(7, [0], 2)),
+    "step zero": (lambda: opened(SOLO, 2), GradientReady(7, [0], 0)),
+    "step again": (lambda: _after(step, 0, 1), GradientReady(7, [0], 1)),
     "ahead of the rounds": (
         lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)),
-        GradientReady(7, 0, 2),
+        GradientReady(7, [0], 2),
     ),
     "hyper again": (lambda: _after(step, 0, 1), StepEntered(7, 1, [])),
     "done while waiting": (lambda: _after(step, 0, 1, config=EagerConfig("all", 0, 0.0, 0, 1)), Finished(7, [1])),
-    "step after done": (lambda: _after(EagerStateMachine.handle, 0, Finished(7, [0]), 0.0), GradientReady(7, 0, 1)),
+    "step after done": (lambda: _after(EagerStateMachine.handle, 0, Finished(7, [0]), 0.0), GradientReady(7, [0], 1)),
     "hyper after done": (lambda: _after(EagerStateMachine.handle, 0, Finished(7, [0]), 0.0), StepEntered(7, 1, [])),
     "took in pace steps": (lambda: opened(SOLO, 2), VersionTaken(7, 0)),
     "took what has not fired": (lambda: opened(PACED, 2), VersionTaken(7, 1)),
@@ -62,7 +62,7 @@ def test_events_before_all_have_opened_are_illegal():
     rounds = EagerStateMachine(7, range(2))
     rounds.handle(0, Registered(7, SOLO, ["w"], [1]), 0.0)
     before = snapshot(rounds)
-    for event in (StepEntered(7, 1, []), GradientReady(7, 0, 1)):
+    for event in (StepEntered(7, 1, []), GradientReady(7, [0], 1)):
         with pytest.raises(ProtocolError, match="before all ranks had opened"):
             rounds.handle(0, event, 0.0)
     assert snapshot(rounds) == before
@@ -77,7 +77,7 @@ def test_a_rank_may_be_done_before_the_others_have_opened():
         rounds.handle(0, Finished(7, [0]), 0.0)
     assert rounds.handle(1, Registered(7, SOLO, ["w"], [1]), 0.0) == [Accepted(7)]
     rounds.handle(1, StepEntered(7, 1, []), 0.0)
-    assert [type(c) for c in rounds.handle(1, GradientReady(7, 0, 1), 0.0)] == [StartRound]
+    assert [type(c) for c in rounds.handle(1, GradientReady(7, [0], 1), 0.0)] == [StartRound]
     assert rounds.handle(1, Finished(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
 
 

@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered, VersionTaken
+from hvd_async.algorithms.eager.messages import (
+    EagerConfig,
+    ExplainRound,
+    GradientReady,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.runtime.messages import Accepted, Command, Registered
 
@@ -70,7 +77,9 @@ class VirtualJob:
 
     def run(self) -> Course:
         """Until it is over."""
-        opening = [command for rank in range(self.size) for command in self.rounds.handle(rank, self._opened(), 0.0)]
+        opening = [
+            command for rank in range(self.size) for command in self.rounds.handle(rank, self._opened(rank), 0.0)
+        ]
         assert opening == [Accepted(0)]
         self._release(list(range(self.size)), 0.0)
         while not self._over:
@@ -79,8 +88,8 @@ class VirtualJob:
             self.course.seconds = now
         return self.course
 
-    def _opened(self) -> Registered:
-        return Registered(0, self.config, ["w"], [1])
+    def _opened(self, rank: int) -> Registered:
+        return Registered(0, self.config, ["w"], [1], timeline=rank == 0)
 
     def _arrive(self, rank: int, now: float) -> None:
         self._step[rank] = step = self._version[rank] + 1 if self.config.pace == "rounds" else self._step[rank] + 1
@@ -88,7 +97,7 @@ class VirtualJob:
         self.course.given[rank] += 1
         self._waiting.append(rank)
         self._on_command(self.rounds.handle(rank, StepEntered(0, step, []), now), now)
-        self._on_command(self.rounds.handle(rank, GradientReady(0, 0, step), now), now)
+        self._on_command(self.rounds.handle(rank, GradientReady(0, [0], step), now), now)
         self._go_on(rank, now)
 
     def _go_on(self, rank: int, now: float) -> None:
@@ -111,10 +120,11 @@ class VirtualJob:
 
     def _on_command(self, commands: list[Command], now: float) -> None:
         for command in commands:
-            if isinstance(command, StartRound):
+            if isinstance(command, ExplainRound):
+                self.course.reasons.append(command.trigger.reason)
+            elif isinstance(command, StartRound):
                 course = self.course
                 course.rounds = command.round
-                course.reasons.append(command.firing.reason)
                 stale = [command.round - 1 - version for _, version in self._pending]
                 course.staleness.update(stale)
                 course.fresh += stale.count(0)

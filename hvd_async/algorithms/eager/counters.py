@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.algorithms.eager.messages import RoundTrigger
 from hvd_async.errors import GradientLossError
 from hvd_async.runtime.messages import Drained
 from hvd_async.stats import Stats
@@ -40,13 +39,17 @@ class Counters:
         with self._lock:
             self._staleness.update(staleness)
 
-    def went(self, bucket: int, firing: RoundTrigger, nbytes: int) -> None:
-        """A bucket's part has been given to a collective."""
+    def started(self, by: int, held: float) -> None:
+        """Buckets of a round have started by an event of rank ``by``; ranks have waited ``held`` s in all for that."""
+        with self._lock:
+            self._held_s[by] += held
+
+    def went(self, bucket: int, arrived: int, nbytes: int) -> None:
+        """A bucket's part has been given to a collective, for which so many ranks had arrived."""
         with self._lock:
             self._sent += nbytes
-            self._held_s[firing.by] += firing.held
             if bucket == 0:
-                self._contributors[firing.arrived] += 1
+                self._contributors[arrived] += 1
 
     def came(self, seconds: float) -> None:
         """A whole round was back so many seconds after its first command."""

@@ -39,20 +39,13 @@ class Grace:
         self._intervals: deque[float] = deque(maxlen=WINDOW)
         self._open: dict[int, _Arrivals] = {}
         self._counts: deque[int] = deque(maxlen=WINDOW)
+        self._longest = self._usual = 0.0
 
     def seconds(self, arrived: int) -> float:
         """Return how long a round waits after its quorum came together, with so many ranks (or hosts) in by now."""
         if self._fixed is not None:
             return self._fixed
         return self._longest if arrived < self._usual else 0.0
-
-    @property
-    def _longest(self) -> float:
-        return SHARE * _median(self._intervals)
-
-    @property
-    def _usual(self) -> float:
-        return _median(self._counts)
 
     def quorum_reached(self, round_: int, arrived: int, now: float) -> None:
         """The quorum of a round came together at ``now`` (s), with so many ranks (or hosts) in."""
@@ -71,9 +64,11 @@ class Grace:
             return
         if self._fired_at is not None:
             self._intervals.append(now - self._fired_at)
+            self._longest = SHARE * _median(self._intervals)
         self._fired_at = now
         for old in [number for number in self._open if number <= round_ - SETTLED]:
             self._counts.append(self._open.pop(old).count)
+            self._usual = _median(self._counts)
 
     def interrupted(self) -> None:
         """Ranks have done something else (a drain): the time until the next round says nothing."""

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from hvd_async.algorithms.eager.counters import Counters, GradientLedger
+from hvd_async.algorithms.eager.messages import GradientReady
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.interfaces import Vector
 
 
 class HandedOver(NamedTuple):
-    """One bucket of a step's gradient (None: an empty one), and the version it was computed at."""
+    """One bucket of a step's gradient (None: an empty one), the version it was computed at, the step's number, and
+    whether it comes with ``step()``, which says so first; else before it."""
 
     bucket: int
     vector: Vector | None
     version: int
+    step: int
+    in_step: bool
+
+
+def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientReady:
+    """Return the event that buckets of one step are with the engine of optimizer ``number``."""
+    empty = [one.bucket for one in taken if one.vector is None]
+    return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
 
 
 class HandOver:
@@ -56,7 +66,7 @@ class HandOver:
         if sorted([*self.handed, *others]) != list(range(len(self._nbytes))):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self.handed)} and {sorted(others)} are there")
 
-    def give(self, bucket: int, vector: Vector | None, version: int) -> None:
+    def give(self, bucket: int, vector: Vector | None, version: int, step: int, in_step: bool = False) -> None:
         """Hand a bucket over; the engine comes for it by ``take``, in order."""
         if bucket in self.brought:
             vector = None
@@ -65,7 +75,7 @@ class HandOver:
         if vector is not None:
             self._counters.add_held_bytes(self._nbytes[bucket])
         self.handed.add(bucket)
-        self._leaving.append(HandedOver(bucket, vector, version))
+        self._leaving.append(HandedOver(bucket, vector, version, step, in_step))
 
     def end_step(self) -> None:
         """All buckets of the step were handed over."""
@@ -75,12 +85,22 @@ class HandOver:
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def take(self) -> HandedOver:
-        """Return the first of those that are on their way."""
-        return self._leaving.popleft()
+    def take(self, step: int, in_step: bool) -> list[HandedOver]:
+        """Return those of a step that are on their way, so that one event tells of all.
 
-    def take_rest(self) -> list[HandedOver]:
-        """Return all that are on their way, after the engine's end."""
-        rest = list(self._leaving)
+        Args:
+            in_step: whether the coordinator was told that this rank is in ``step()``. Until then those are left here
+                that come with it; and if there are any, all: the training thread is about to say so.
+        """
+        count = 0
+        while count < len(self._leaving) and self._leaving[count].step == step:  # (others may come meanwhile, behind)
+            if self._leaving[count].in_step and not in_step:
+                return []
+            count += 1
+        return [self._leaving.popleft() for _ in range(count)]
+
+    def take_rest(self) -> list[tuple[int, Vector | None, int]]:
+        """Return all that are on their way (bucket, vector, version), after the engine's end."""
+        rest = [(bucket, vector, version) for bucket, vector, version, *_ in self._leaving]
         self._leaving.clear()
         return rest

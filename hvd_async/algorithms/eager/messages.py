@@ -39,21 +39,21 @@ class EagerConfig(Config, frozen=True, tag=True):
         return self.buckets
 
 
-class StepEntered(OptimizerEvent, frozen=True, tag=True):
+class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
     """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last."""
 
     step: int
     hyper: Hyper | None = None
 
 
-class GradientReady(OptimizerEvent, frozen=True, tag=True):
-    """The gradient of ``bucket`` of this rank's step (``empty``: none) is with its engine, where so many rounds have
-    landed."""
+class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
+    """The gradients of these ``buckets`` of this rank's step (``empty``: of those, none) are with its engine, where so
+    many rounds have landed."""
 
-    bucket: int
+    buckets: list[int]
     step: int
     landed: int = 0
-    empty: bool = False
+    empty: list[int] = msgspec.field(default_factory=list)
 
 
 class VersionTaken(OptimizerEvent, frozen=True, tag=True):
@@ -89,18 +89,47 @@ class RoundTrigger(msgspec.Struct, frozen=True):
     held: float
 
 
-class StartRound(OptimizerCommand, frozen=True, tag=True):
-    """Submit the pending gradient of this bucket for this round. ``hyper``: None if it follows.
+class HostSteps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Of each host, how many of its ranks' gradients of a bucket since the last drain or cut may go, as all its ranks
+    have handed them over: the same number of most hosts, and that of the ``others`` by the host's number."""
 
-    ``whole``: of each host, how many of its ranks' gradients since the last drain or cut may go, as all its ranks have
-    handed them over; empty where each rank is by itself.
+    most: int
+    others: dict[int, int] = msgspec.field(default_factory=dict)
+
+    def of(self, host: int) -> int:
+        """Return the number of a host."""
+        return self.others.get(host, self.most)
+
+
+class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
+    """Submit the pending gradients of these buckets for this round.
+
+    Attributes:
+        by: the rank whose event made it start.
+        arrived: of each of these buckets, how many ranks had arrived for it.
+        held: seconds that the ranks in this step have waited until then, added up; 0 unless all buckets have started.
+        settled: whether the round's hyperparameters are known now; else ``SetHyperparameters`` or the start of another
+            bucket follows.
+        hyper: where they are known: these; None if they are those of the round that had its own last.
+        whole: None where each rank is by itself.
     """
+
+    buckets: list[int]
+    round: int
+    by: int
+    arrived: list[int]
+    held: float = 0.0
+    settled: bool = False
+    hyper: Hyper | None = None
+    whole: HostSteps | None = None
+
+
+class ExplainRound(OptimizerCommand, frozen=True, tag=True):
+    """For ranks that record a timeline: why and when a bucket's round starts, before it does."""
 
     bucket: int
     round: int
-    hyper: Hyper | None
-    firing: RoundTrigger
-    whole: list[int] = msgspec.field(default_factory=list)
+    trigger: RoundTrigger
 
 
 class EndStep(OptimizerCommand, frozen=True, tag=True):
@@ -112,11 +141,11 @@ class EndStep(OptimizerCommand, frozen=True, tag=True):
     version: int
 
 
-class SetHyperparameters(OptimizerCommand, frozen=True, tag=True):
-    """The hyperparameters of a round that started with a bucket before they were known."""
+class SetHyperparameters(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
+    """The hyperparameters of a round that has started before they were known; None: as of ``StartRound``."""
 
     round: int
-    hyper: Hyper
+    hyper: Hyper | None = None
 
 
 class ReportReceived(OptimizerCommand, frozen=True, tag=True):
@@ -126,4 +155,4 @@ class ReportReceived(OptimizerCommand, frozen=True, tag=True):
 
 
 EVENTS = (StepEntered, GradientReady, VersionTaken, RoundsReceived)
-COMMANDS = (StartRound, EndStep, SetHyperparameters, ReportReceived)
+COMMANDS = (StartRound, ExplainRound, EndStep, SetHyperparameters, ReportReceived)

@@ -1,4 +1,4 @@
-"""When does a round fire? Quorums as pure functions: who has arrived -> (fire?, why).
+"""When does a round fire? Quorums, pure: who has arrived -> its initiator, if it may fire, and why.
 
 Sources: solo and majority are those of Li et al., "Taming Unbalanced Training Workloads in Deep Learning with Partial
 Collective Operations", PPoPP 2020 (majority: an initiator drawn anew each round from a seed all ranks share, so that
@@ -10,20 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 Quorum = str | int | float
 NAMES = ("solo", "majority", "all", "auto")
-
-
-class Decision(NamedTuple):
-    """Whether a round may fire, who its initiator is (None: nobody yet), and why, for people."""
-
-    fire: bool
-    initiator: int | None
-    reason: str
 
 
 def check_quorum(quorum: Quorum, size: int | None, whom: str = "ranks") -> None:
@@ -69,7 +60,7 @@ def waits_for_all(quorum: Quorum, size: int) -> bool:
     return needed(quorum, size) >= size
 
 
-def initiator(round: int, seed: int, active: AbstractSet[int], ranks: Sequence[int]) -> int:
+def initiator(round: int, seed: int, active: Collection[int], ranks: Sequence[int]) -> int:
     """Majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
 
     A permutation, so that a rank that finishes changes the draw only of the rounds that were its own.
@@ -84,35 +75,67 @@ def _order(round: int, seed: int, ranks: tuple[int, ...]) -> list[int]:
     return order
 
 
-def decide(
-    quorum: Quorum,
-    round: int,
-    arrived: Sequence[int],
-    active: AbstractSet[int],
-    ranks: Sequence[int],
-    seed: int,
-    why: str = "",
-    whose: str = "",
-) -> Decision:
-    """May ``round`` fire? Where ranks step host by host, each host is here as its first rank.
+@dataclass
+class RoundQuorum:
+    """One round's quorum, for all its buckets. Where ranks step host by host, each host is here as its first rank.
 
     Args:
         quorum: one that ``check_quorum`` accepted, with a number in place of "auto".
-        arrived: the active ranks that have arrived for this round, in order of arrival.
-        active: the ranks that are not done; a quorum never asks for more than these.
+        round: its number.
         ranks: all that share the optimizer.
         seed: of majority's draw.
         why: why this quorum, if it was chosen by itself.
         whose: "the host of " where hosts are counted, for people.
     """
-    if not arrived:
-        return Decision(False, None, "nobody has arrived")
-    first, present, left = arrived[0], len(arrived), len(active)
-    if quorum == "solo":
-        return Decision(True, first, f"solo: {whose}rank {first} came first")
-    if quorum == "majority":
-        drawn = initiator(round, seed, active, ranks)
-        return Decision(drawn in arrived, drawn, f"majority: {whose}rank {drawn} was drawn; {present} of {left} are in")
-    want = left if isinstance(quorum, str) else min(needed(quorum, len(ranks)), left)
-    text = f"quorum: {present} of {left} are in, {want} needed"
-    return Decision(present >= want, first, f"{text} ({why})" if why else text)
+
+    quorum: Quorum
+    round: int
+    ranks: Sequence[int] = field(repr=False)
+    seed: int
+    why: str = ""
+    whose: str = ""
+
+    def __post_init__(self) -> None:
+        alone = self.quorum in ("solo", "majority")
+        self._least = (
+            1 if alone else len(self.ranks) if isinstance(self.quorum, str) else needed(self.quorum, len(self.ranks))
+        )
+        self._drawn: int | None = None
+
+    def initiator(self, arrived: Collection[int], active: Collection[int]) -> int | None:
+        """May the round fire? It is asked at each arrival, so the answer takes no longer where there are more ranks.
+
+        Args:
+            arrived: the active ranks that have arrived for this round, in order of arrival.
+            active: the ranks that are not done; a quorum never asks for more than these.
+
+        Returns:
+            The rank whose hyperparameters it takes, if it can be; None if it may not fire yet.
+        """
+        present = len(arrived)
+        if not present or (present < self._least and present < len(active)):
+            return None
+        if self.quorum != "majority":
+            return next(iter(arrived))
+        drawn = self.drawn(active)
+        return drawn if drawn in arrived else None
+
+    def least(self, active: int) -> int:
+        """Return how many have to be there before the round may fire, with so many that are not done."""
+        return min(self._least, active)
+
+    def drawn(self, active: Collection[int]) -> int:
+        """Return majority's initiator; drawn again only if the one before has finished."""
+        if self._drawn is None or self._drawn not in active:
+            self._drawn = initiator(self.round, self.seed, active, self.ranks)
+        return self._drawn
+
+    def reason(self, arrived: Collection[int], active: Collection[int]) -> str:
+        """Return why the round may fire, for people."""
+        present, left = len(arrived), len(active)
+        if self.quorum == "solo":
+            return f"solo: {self.whose}rank {next(iter(arrived))} came first"
+        if self.quorum == "majority":
+            return f"majority: {self.whose}rank {self.drawn(active)} was drawn; {present} of {left} are in"
+        text = f"quorum: {present} of {left} are in, {min(self._least, left)} needed"
+        return f"{text} ({self.why})" if self.why else text

@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass, field, replace
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.messages import RoundTrigger, StartRound
+from hvd_async.algorithms.eager.messages import ExplainRound, RoundTrigger, StartRound
 from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -58,6 +56,18 @@ class _Flight:
     """``ReducedRound.whole``: the least of the buckets that have gone."""
 
 
+@dataclass(frozen=True)
+class _Start:
+    """One bucket of a ``StartRound``."""
+
+    optimizer: int
+    bucket: int
+    round: int
+    arrived: int
+    whole: int | None
+    """Of this rank's host; None if it steps by itself."""
+
+
 class RoundsInFlight:
     """One optimizer's gradients.
 
@@ -87,8 +97,12 @@ class RoundsInFlight:
         self._units: dict[str, float] = {}
         """By what gradients are divided in the next round of a name: the one before by this name says it on all ranks,
         and has landed on each before the next goes."""
-        self._held: deque[StartRound] = deque()
+        self._held: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
+        self._last_hyper: Hyper | None = None
+        """The hyperparameters that were sent last."""
+        self._triggers: dict[tuple[int, int], RoundTrigger] = {}
+        """By bucket and round, for the timeline, until the round is back."""
         self._next_ready = 1
         self.landed = [0] * self._buckets
         """Completed rounds, by bucket."""
@@ -135,7 +149,7 @@ class RoundsInFlight:
             held.released = 0
         for flight in self._flights.values():
             flight.whole = 0
-        self._held = deque(msgspec.structs.replace(go, whole=[0] * len(go.whole)) for go in self._held)
+        self._held = deque(replace(start, whole=None if start.whole is None else 0) for start in self._held)
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """Add a gradient, computed at ``version``, to the pending ones."""
@@ -169,7 +183,7 @@ class RoundsInFlight:
     def keep_for_cut(self) -> None:
         """Keep a copy of the pending gradients, as the state to save after a cut; not of those that a round will carry
         which has started, and waits for its name."""
-        going = {go.bucket for go in self._held}
+        going = {start.bucket for start in self._held}
         held = [
             PendingGradient(None, []) if vector is None or bucket in going else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
@@ -187,25 +201,33 @@ class RoundsInFlight:
         pairs = zip(held, self._wire.nbytes, strict=True)
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
-    def go(self, go: StartRound) -> None:
-        """Take the pending gradients and submit them for a round."""
+    def go(self, go: StartRound | ExplainRound) -> None:
+        """Take the pending gradients of some buckets and submit them for a round, or note why one is about to."""
+        if isinstance(go, ExplainRound):
+            self._triggers[go.bucket, go.round] = go.trigger
+            return
+        self._counters.started(go.by, go.held)
+        if go.settled:
+            self._set_hyper(go.round, go.hyper)
+        whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
+        for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
+            self._start(_Start(go.optimizer, bucket, go.round, arrived, whole))
+
+    def _start(self, go: _Start) -> None:
         name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
         if name in self._busy or any(held.bucket == go.bucket for held in self._held):
             self._held.append(go)  # its name, or that of a round before it, is still in flight here
             return
         self._busy.add(name)
         flight = self._flight(go.round)
-        if go.hyper is not None:
-            flight.hyper = go.hyper
-        if self._host is not None:
-            whole = go.whole[self._host]
-            self.release(go.bucket, whole)
-            flight.whole = whole if flight.whole is None else min(flight.whole, whole)
+        if go.whole is not None:
+            self.release(go.bucket, go.whole)
+            flight.whole = go.whole if flight.whole is None else min(flight.whole, go.whole)
         late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
         keep = self._engine.elastic
         if keep:
             flight.taken[go.bucket] = self._pending[go.bucket]
-        taken = self._take(go.bucket, go.firing, late_by)
+        taken = self._take(go.bucket, go.arrived, late_by)
         vector = self._wire.zeros(go.bucket) if taken is None else taken
         unit = self._units.get(name, self._wire.first_unit)
         submitted = time.monotonic()
@@ -213,8 +235,9 @@ class RoundsInFlight:
         def landed(sums: Vector) -> None:
             self._busy.discard(name)
             self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
-            if self.timeline is not None:
-                self.timeline.round(go.optimizer, go.bucket, go.round, go.firing, submitted, time.monotonic(), late_by)
+            trigger = self._triggers.pop((go.bucket, go.round), None)
+            if self.timeline is not None and trigger is not None:
+                self.timeline.round(go.optimizer, go.bucket, go.round, trigger, submitted, time.monotonic(), late_by)
             flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
             tally = self._wire.tally(decoded)  # now, and not when the last has come and all wait
             flight.counts[go.bucket] = tally.gradients
@@ -223,7 +246,7 @@ class RoundsInFlight:
             self._pass_on()
             held, self._held = self._held, deque()
             for late in held:
-                self.go(late)
+                self._start(late)
 
         wire, keep = self._wire, keep or taken is None
         self._engine.submit(
@@ -234,16 +257,21 @@ class RoundsInFlight:
             group=(go.optimizer, go.round),
         )
 
-    def settle(self, round_: int, hyper: Hyper) -> None:
-        """A round's hyperparameters."""
-        self._flight(round_).hyper = hyper
+    def settle(self, round_: int, hyper: Hyper | None) -> None:
+        """A round's hyperparameters; None if they are those that were sent last."""
+        self._set_hyper(round_, hyper)
         self._pass_on()
 
-    def _take(self, bucket: int, firing: RoundTrigger, staleness: list[int]) -> Vector | None:
+    def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
+        self._last_hyper = self._last_hyper if hyper is None else hyper
+        assert self._last_hyper is not None, "a round has the hyperparameters of one before, and there was none"
+        self._flight(round_).hyper = self._last_hyper
+
+    def _take(self, bucket: int, arrived: int, staleness: list[int]) -> Vector | None:
         taken, self._pending[bucket] = self._pending[bucket], _Pending()
         if bucket == 0:
             self._counters.took(staleness)
-        self._counters.went(bucket, firing, self._wire.bytes_sent(bucket))
+        self._counters.went(bucket, arrived, self._wire.bytes_sent(bucket))
         if taken.vector is None:
             self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
         return taken.vector

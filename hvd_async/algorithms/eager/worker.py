@@ -13,11 +13,11 @@ from concurrent.futures import Future
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.hand_over import HandOver
+from hvd_async.algorithms.eager.hand_over import HandOver, ready
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
     EndStep,
-    GradientReady,
+    ExplainRound,
     ReportReceived,
     RoundsReceived,
     SetHyperparameters,
@@ -73,6 +73,7 @@ class EagerWorker(Worker):
         ranks = wire.members or range(engine.size)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
+        self._records_timeline = self._in_flight.timeline is not None
         # Training thread's:
         self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
         self._hand_over = HandOver(wire.nbytes, self._counters)
@@ -136,8 +137,8 @@ class EagerWorker(Worker):
         self._check_able()
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
-            self._hand_over.give(bucket, vector, self.version)
-            self._post(lambda step=self._steps + 1 + self._base: self._arrive(number, step))  # type: ignore[misc]
+            self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
+            self._post(lambda: self._arrive(number, step, in_step=False))
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
@@ -204,7 +205,7 @@ class EagerWorker(Worker):
         """Hand over what is left of this step."""
         step = self._steps + 1 + self._base
         for bucket, vector in vectors.items():
-            self._hand_over.give(bucket, vector, self.version)
+            self._hand_over.give(bucket, vector, self.version, step, in_step=True)
         self._in_flight.forget_cut()
         self._steps += 1
         self._hand_over.end_step()
@@ -212,8 +213,7 @@ class EagerWorker(Worker):
 
         def hand_over() -> None:
             self.engine.send(StepEntered(number, step, told))
-            for _ in vectors:
-                self._arrive(number, step)
+            self._arrive(number, step, in_step=True)
 
         self._post(hand_over)
 
@@ -371,15 +371,16 @@ class EagerWorker(Worker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def _arrive(self, number: int, step: int) -> None:
-        bucket, vector, version = self._hand_over.take()
-        self._in_flight.arrive(bucket, vector, version)
-        self.engine.send(GradientReady(number, bucket, step, self._in_flight.complete, vector is None))
+    def _arrive(self, number: int, step: int, in_step: bool) -> None:
+        if taken := self._hand_over.take(step, in_step):
+            for bucket, vector, version, *_ in taken:
+                self._in_flight.arrive(bucket, vector, version)
+            self.engine.send(ready(number, taken, self._in_flight.complete))
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case StartRound():
+            case StartRound() | ExplainRound():
                 self._in_flight.go(command)
             case EndStep(_, host, steps, version):
                 if host == self._host:

@@ -39,7 +39,7 @@ class Forgetful(EagerWorker):
     def on_command(self, command: Command) -> None:
         """Note which round has gone."""
         if isinstance(command, StartRound):
-            self._gone[command.bucket] = command.round
+            self._gone.update(dict.fromkeys(command.buckets, command.round))
         super().on_command(command)
 
     def hand_over(self, bucket: int, vector: Vector | None) -> None:

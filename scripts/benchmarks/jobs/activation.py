@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.messages import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
@@ -41,8 +41,9 @@ class Listener:
         self._changed = threading.Condition()
         self._agreed = self._drained = self.deleted = False
         self.went: dict[int, tuple[float, float]] = {}
+        self._first: dict[int, float] = {}
         config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
-        self._send(Registered(self._number, config, ["nothing"], [0]))
+        self._send(Registered(self._number, config, ["nothing"], [0], timeline=True))
         self._wait(lambda: self._agreed)
 
     def arrive(self, step: int) -> None:
@@ -51,7 +52,7 @@ class Listener:
 
         def say() -> None:
             self._engine.send(StepEntered(number, step, []))
-            self._engine.send(GradientReady(number, 0, step))
+            self._engine.send(GradientReady(number, [0], step))
 
         self._engine.call_soon(say)
 
@@ -72,8 +73,10 @@ class Listener:
         now = time.monotonic()
         with self._changed:
             match command:
+                case ExplainRound():
+                    self._first[command.round] = command.trigger.first
                 case StartRound():
-                    self.went[command.round] = (now, command.firing.first)
+                    self.went[command.round] = (now, self._first[command.round])
                 case Accepted():
                     self._agreed = True
                 case Drained():
