@@ -90,6 +90,7 @@ class ControlProcess:
 
     Attributes:
         door: where it can be reached.
+        pid: the process's number.
 
     Raises:
         EngineError: it could not be started.
@@ -111,7 +112,7 @@ class ControlProcess:
                 f"the {role}'s process ended before it had begun (status {self._process.wait()}; what it said is on "
                 f"stderr): {' '.join(command)}. HVD_ASYNC_RELAYS_FROM=0 does without."
             )
-        self.door = door
+        self.door, self.pid = door, self._process.pid
 
     def begin(self, setup: Setup) -> ControlProcess:
         """Give it what it has to know."""
