@@ -151,7 +151,8 @@ class Job(abc.ABC):
         self._waiting: dict[int, Rank] = {}
         self._at_barrier: Counter[int] = Counter()
         self._total = self._ended = 0
-        self._seconds: float | None = None
+        self._begun = 0.0
+        self._stopped: float | None = None
         self._waited = 0.0
         for rank in ranks:
             self.coordinator.register(rank.index, Registered(0, config, ["w"], [1], hyper=HYPER))
@@ -178,17 +179,18 @@ class Job(abc.ABC):
         return None
 
     def _over(self) -> bool:
-        return self._ended == len(self.ranks) if self.setup.drains else self._seconds is not None
+        return self._ended == len(self.ranks) if self.setup.drains else self._stopped is not None
 
     def _outcome(self) -> Outcome:
-        assert self._seconds is not None
+        assert self._stopped is not None
+        seconds, steps = self._stopped - self._begun, self._total - self.setup.untimed * len(self.ranks)
         count, produced, applied = max(1, self._total), *self._conserved()
         return Outcome(
             arm=self.arm,
             ranks=len(self.ranks),
-            steps=self._total,
-            seconds=self._seconds,
-            steps_per_s=self._total / len(self.ranks) / self._seconds if self._seconds else math.inf,
+            steps=steps,
+            seconds=seconds,
+            steps_per_s=steps / len(self.ranks) / seconds if seconds else math.inf,
             staleness=self.staleness,
             wait_s=self._waited / count,
             sent_bytes=self.sent * len(self.ranks) / count,
@@ -197,7 +199,7 @@ class Job(abc.ABC):
             produced=produced,
             applied=applied,
             coordinator_s=self.coordinator.cpu,
-            drain_s=self.clock.now - self._seconds,
+            drain_s=self.clock.now - self._stopped,
             actions=self.clock.actions,
         )
 
@@ -239,20 +241,22 @@ class Job(abc.ABC):
         """Whether all that was commanded before the end has completed."""
 
     def _has_finished(self, rank: Rank) -> bool:
-        return self._seconds is not None if self._own_pace else rank.steps >= self.setup.steps
+        return self._stopped is not None if self._own_pace else rank.steps >= self.setup.steps
 
     def _end_step(self, rank: Rank) -> None:
         rank.steps += 1
         waited, rank.waited = rank.waited, 0.0
-        if self._seconds is not None:
+        if self._stopped is not None:
             return  # of a rank at its own pace, after the window
         self._total += 1
         self._waited += waited
+        if self._total == self.setup.untimed * len(self.ranks):
+            self._begun = self.clock.now
         if self._total == self.setup.times.size and not (self._own_pace and self.setup.window is not None):
             self._stop()
 
     def _stop(self) -> None:
-        self._seconds = self.clock.now
+        self._stopped = self.clock.now
 
     def seconds_of(self, rank: Rank) -> float:
         """Return how long a rank computes in its next step."""

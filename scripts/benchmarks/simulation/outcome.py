@@ -23,6 +23,7 @@ class Setup(NamedTuple):
         window: seconds in which ranks that step at their own pace take as many steps as they can; None: until all
             together have taken those of ``times``.
         drains: whether the job drains at its end.
+        untimed: steps of each rank at the start that do not count, in which ranks come to their rhythm.
         seed: of what is drawn: majority's initiators, losses.
     """
 
@@ -35,6 +36,7 @@ class Setup(NamedTuple):
     barrier: bool = False
     window: float | None = None
     drains: bool = True
+    untimed: int = 0
     seed: int = 0
 
     @property
@@ -54,10 +56,11 @@ class Outcome(NamedTuple):
     Attributes:
         arm: its algorithm.
         ranks: how many.
-        steps: of all ranks together.
-        seconds: until the last rank has taken its steps; the window, where ranks step at their own pace.
+        steps: of all ranks together that count.
+        seconds: from the first that counts until the last rank has taken its steps; the window, where ranks step at
+            their own pace.
         steps_per_s: steps of a rank a second, the mean over the ranks.
-        staleness: rounds (gossip: steps, averagings; leaders: steps) between computing and applying: how often each.
+        staleness: of all steps, rounds (gossip: steps, averagings; leaders: steps) between computing and applying: how often each.
         wait_s: seconds that a rank waits in a step, mean over ranks and steps.
         sent_bytes: that a rank sends in a step, mean.
         collectives: rounds, exchanges, averages and pulls.
