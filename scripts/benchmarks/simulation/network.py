@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..support.network_model import power_sgd_megabytes
-
-ELEMENT_BYTES: Mapping[str, float] = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
-"""Bytes of an element that is sent, by compression; int8 has a scale for every 2,048 elements."""
+from ..support.network_model import BYTES, power_sgd_megabytes
 
 
 class Network(NamedTuple):
@@ -79,7 +75,7 @@ def sent_bytes(megabytes: float, compression: str) -> float:
     """Return the bytes of so many MB of weights or gradients in float32 when they are sent."""
     if compression == "powersgd":
         return 1e6 * power_sgd_megabytes(megabytes)
-    return 1e6 * megabytes * ELEMENT_BYTES[compression] / ELEMENT_BYTES["none"]
+    return 1e6 * megabytes * BYTES[compression] / BYTES["none"]
 
 
 def _levels(ranks: int) -> int:
