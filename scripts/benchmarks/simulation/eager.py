@@ -84,12 +84,8 @@ class EagerJob(Job):
         self._ready = 0
         """Rounds that the ranks can apply."""
         self._produced = self._applied = self._rounds = self._arrived = 0
+        """Rounds, and the ranks that had arrived for them, but for a drain's, for which none does."""
         super().__init__(arm, setup, machine, config, ranks, own_pace=pace == "rounds")
-
-    @property
-    def rounds(self) -> int:
-        """Rounds that have started, of all buckets together."""
-        return self._rounds
 
     # -- training threads ---------------------------------------------------------------------------------------
 
@@ -140,7 +136,7 @@ class EagerJob(Job):
     def _submit(self, bucket: int, command: StartRound) -> None:
         taken, self._pending[bucket] = self._pending[bucket], []
         self._taken[command.round, bucket] = len(taken)
-        self._rounds += 1
+        self._rounds += command.firing.arrived > 0
         self._arrived += command.firing.arrived
         if not bucket:
             self.staleness.update(command.round - 1 - version for _, version in taken)
