@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -20,8 +20,9 @@ from scripts.benchmarks.support.schedule import gradients_of, linear, one_random
 from scripts.benchmarks.support.stalls import stalls
 
 SLOW = Network(latency=0.002, bandwidth=1e8, hop=0.0001, cycle=0.001, operation=0.002, event=1e-5, sending=1e-5)
+QUORUMS = ("all", "majority", "solo", "k3", "0.75", "auto")
 OURS = (
-    *("all", "majority", "solo", "k3", "0.75", "auto", "sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco"),
+    *(*QUORUMS, "sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco"),
     *("local", "slowmo", "local-int8", "local-sgd", "dpsgd-avg4", "osgp-bf16", "lsgd", "easgd"),
 )
 RIVALS = ("horovod", "ddp-fp16", "post-local-sgd", "decent-dp")
@@ -63,7 +64,7 @@ def test_free_communication_gives_the_figures_of_the_schedule_played(arm, times)
 def test_free_communication_gives_each_gradients_staleness(arm):
     times = uneven()
     late = [gradient.staleness for gradient in gradients_of(play(times, arm))]
-    assert sorted(simulate(arm, Setup(times), grace=0.0).staleness.elements()) == sorted(late)
+    assert sorted(Counter(simulate(arm, Setup(times), grace=0.0).staleness).elements()) == sorted(late)
 
 
 @pytest.mark.parametrize("arm", ["solo", "majority", "k3"])
@@ -271,8 +272,9 @@ def test_nothing_is_lost_whatever_the_network(arm):
             assert found.produced == found.applied
             assert found.steps >= 24 * ranks
             assert found.seconds > 0
-    own = {"auto": 24 * 8 * 3, "local-sgd": 0}.get(arm)
-    assert own is None or found.produced == own
+            assert found.produced > 0 or arm == "local-sgd"  # which hands nothing over but averages
+            if arm in QUORUMS:
+                assert found.produced == 24 * ranks * setup.buckets
 
 
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
@@ -294,13 +296,9 @@ def test_the_same_seed_gives_the_same_and_another_does_not(arm):
 
 
 def test_where_nobody_can_go_on_it_says_who_waits():
-    times = workloads.constant(3, 4, 0.1)
-    times[1, 2] = math.inf
-    job = job_of("all", Setup(times))
-    with pytest.raises(RuntimeError, match="nobody can go on"):
-        job.clock.after(0.0, lambda: None)
-        job.ranks[2].steps, job.setup = 0, job.setup
-        job.coordinator.receive = lambda rank, events: None  # the coordinator hears nothing
+    job = job_of("all", Setup(workloads.constant(3, 4, 0.1)))
+    job.coordinator.receive = lambda rank, events: None  # it hears nothing
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2, 3\] wait for"):
         job.run()
 
 
@@ -331,7 +329,9 @@ def test_hierarchical_sgd_is_as_much_quicker_as_published():
 
 def test_rows_of_the_case_scale():
     said = []
-    rows = scale.simulated_rows(["horovod", "solo", "adpsgd"], [8, 16], options={"solo": {"grace": 0.0}}, say=said.append)
+    rows = scale.simulated_rows(
+        ["horovod", "solo", "adpsgd"], [8, 16], options={"solo": {"grace": 0.0}}, say=said.append
+    )
     assert [(row["setting"]["ranks"], row["arm"]) for row in rows] == [
         (ranks, arm) for ranks in (8, 16) for arm in ("horovod", "solo", "adpsgd")
     ]

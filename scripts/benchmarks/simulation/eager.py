@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
@@ -117,7 +118,7 @@ class EagerJob(Job):
     def _counts(self, rank: Rank) -> list[int]:
         return [rank.steps] * self._buckets
 
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         return self._ready >= drained.rounds
 
     # -- engines ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvd_async.algorithms.gossip.messages import ExchangeDone, RankFinished, StartAverage, StartExchange
 from hvd_async.algorithms.gossip.options import ALGORITHMS
@@ -14,9 +15,10 @@ from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Command, Drained
 
 from .edges import Edges
-from .job import Delayed, Job, Rank
+from .job import Job, Rank
 from .network import ring_bytes, sent_bytes
 from .outcome import Setup
+from .wire import Delayed
 
 Message = tuple[int, int, tuple[int, ...]]
 """A sender, its step, its receivers."""
@@ -82,7 +84,7 @@ class GossipJob(Job):
         last = self.finished[rank]
         return last + 1 if last and self.sends_early else last
 
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         return self.completed >= drained.rounds and not self._under_way
 
     def _conserved(self) -> tuple[int, int]:

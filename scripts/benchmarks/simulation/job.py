@@ -1,25 +1,25 @@
-"""A simulated job: ranks' training threads, their engines, the wire and the coordinator around a state machine.
+"""A simulated job: ranks' training threads and their engines around the wire and the coordinator. Pure.
 
 All ranks get a command at one time, when the last of them has it, since a collective starts with the last rank that
-submits it; so what engines do for a command is done once for all. Horovod's collectives run one at a time over the
-whole job, in the order of the commands.
+submits it; so what engines do for a command is done once for all.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_async.runtime.messages import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
 
 from .clock import Clock
-from .network import Network
+from .coordinator import Coordinator
 from .outcome import Outcome, Setup
+from .wire import Wire
 
 Wait = float | Callable[[], bool]
 """What a training thread does next: compute for so many seconds, or wait until something is so."""
@@ -36,6 +36,7 @@ class Rank:
         waited: seconds, in all.
         until: what its training thread waits for; None if it computes, or has ended.
         since: when that began.
+        thread: computes and waits.
     """
 
     index: int
@@ -43,79 +44,7 @@ class Rank:
     waited: float = 0.0
     until: Callable[[], bool] | None = None
     since: float = 0.0
-    thread: Iterator[Wait] = iter(())
-
-
-class Wire:
-    """Collectives of all ranks, one at a time."""
-
-    def __init__(self, clock: Clock, network: Network, ranks: int) -> None:
-        self._clock, self._network, self._ranks = clock, network, ranks
-        self._free = 0.0
-        self.count = 0
-
-    def submit(self, seconds: float, done: Callable[..., None], *arguments: Any) -> None:
-        """Run a collective that every rank has submitted: it takes ``seconds`` on the wire, then ``done`` is called."""
-        network, start = self._network, max(self._clock.now, self._free)
-        if network.cycle:
-            start = math.ceil(start / network.cycle - 1e-9) * network.cycle
-            start = max(start, self._clock.now)
-        self._free = start + network.agreement(self._ranks) + network.operation + seconds
-        self.count += 1
-        self._clock.at(self._free, done, *arguments)
-
-
-class Coordinator:
-    """The coordinator's thread: events one after the other into the state machine, its commands to all ranks."""
-
-    def __init__(
-        self, machine: StateMachine[Any], clock: Clock, network: Network, deliver: Callable[[Command], None]
-    ) -> None:
-        self._machine, self._clock, self._network, self._deliver = machine, clock, network, deliver
-        self._busy = 0.0
-        self._wakes_at: float | None = None
-        self.cpu = 0.0
-
-    def register(self, rank: int, event: OptimizerEvent) -> None:
-        """Take in the registration of a rank, before the clock starts."""
-        self._machine.handle(rank, event, 0.0)
-
-    def receive(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
-        """Take in one message of a rank, with these events, as soon as those before it are handled."""
-        if not self._network.event:
-            self._handle(rank, events)
-            return
-        seconds = len(events) * self._network.event
-        self._busy = max(self._clock.now, self._busy) + seconds
-        self.cpu += seconds
-        self._clock.at(self._busy, self._handle, rank, events)
-
-    def _handle(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
-        for event in events:
-            self._send(self._machine.handle(rank, event, self._clock.now))
-        self._set_alarm()
-
-    def _tick(self) -> None:
-        self._wakes_at = None
-        deadline = self._machine.deadline()
-        if deadline is not None and deadline <= self._clock.now:
-            self._send(self._machine.tick(self._clock.now))
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        deadline = self._machine.deadline()
-        if deadline is not None and deadline != self._wakes_at:
-            self._wakes_at = deadline
-            self._clock.at(max(deadline, self._clock.now), self._tick)
-
-    def _send(self, commands: Sequence[Command]) -> None:
-        if not commands:
-            return
-        seconds = self._network.command_cpu(len(self._machine.ranks))
-        self._busy = max(self._clock.now, self._busy) + seconds
-        self.cpu += seconds
-        for command in commands:
-            self._clock.at(self._busy + self._network.to_coordinator(), self._deliver, command)
+    thread: Iterator[Wait] = field(default_factory=lambda: iter(()))
 
 
 class Job(abc.ABC):
@@ -146,7 +75,7 @@ class Job(abc.ABC):
         self.staleness: Counter[int] = Counter()
         self.sent = 0.0
         """Bytes that a rank has sent, mean over the ranks."""
-        self.drained: Drained | None = None
+        self.drained: Drained[Any] | None = None
         self._own_pace = own_pace
         self._waiting: dict[int, Rank] = {}
         self._at_barrier: Counter[int] = Counter()
@@ -237,7 +166,7 @@ class Job(abc.ABC):
         return [rank.steps]
 
     @abc.abstractmethod
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         """Whether all that was commanded before the end has completed."""
 
     def _has_finished(self, rank: Rank) -> bool:
@@ -299,23 +228,3 @@ class Job(abc.ABC):
     @abc.abstractmethod
     def _on_command(self, command: Command) -> None:
         """Do what a command of the family's own says, on all ranks."""
-
-
-class Delayed:
-    """Collectives in the order of the commands, some of which wait until ranks have what they carry."""
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[set[Any], Callable[[], None]]] = deque()
-
-    def add(self, lacking: set[Any], submit: Callable[[], None]) -> None:
-        """Submit as soon as nothing is lacking, and those before are submitted."""
-        self._held.append((lacking, submit))
-        self.advance()
-
-    def advance(self) -> None:
-        """Submit what can be."""
-        while self._held and not self._held[0][0]:
-            self._held.popleft()[1]()
-
-
-__all__ = ["HYPER", "Coordinator", "Delayed", "Job", "Rank", "Wait", "Wire"]

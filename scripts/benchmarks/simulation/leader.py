@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +97,7 @@ class LeaderJob(Job):
             del self._busy[command.group]
         self._wake()
 
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         return self._completed == self._started
 
     def _conserved(self) -> tuple[int, int]:

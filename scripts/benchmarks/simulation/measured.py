@@ -64,20 +64,51 @@ SLOW_RANK = {
 }
 """Samples a second of all ranks, by how much slower the last rank is."""
 SLOW_NETWORK = {
-    **{"horovod": 2993.0, "ddp": 2929.0, "post-local-sgd": 1196.0, "torchft": 1238.0, "decent-dp": 1422.0},
-    **{"solo": 2996.0, "sgp": 2055.0, "osgp": 1420.0, "dpsgd": 1403.0, "adpsgd": 663.0, "lsgd": 596.0, "easgd": 589.0},
-    **{"osgp-bf16": 735.0, "dpsgd-bf16": 758.0, "osgp-int8": 665.0, "dpsgd-int8": 675.0},
+    "horovod": 2993.0,
+    "ddp": 2929.0,
+    "post-local-sgd": 1196.0,
+    "torchft": 1238.0,
+    "decent-dp": 1422.0,
+    "solo": 2996.0,
+    "sgp": 2055.0,
+    "osgp": 1420.0,
+    "dpsgd": 1403.0,
+    "adpsgd": 663.0,
+    "lsgd": 596.0,
+    "easgd": 589.0,
+    "osgp-bf16": 735.0,
+    "dpsgd-bf16": 758.0,
+    "osgp-int8": 665.0,
+    "dpsgd-int8": 675.0,
 }
 """Milliseconds a step, 8 MB over links of 50 Mbit/s."""
 AVERAGES = {
-    **{"horovod": 2942.0, "post-local-sgd": 1171.0, "torchft": 1193.0, "torchft-diloco": 1198.0, "decent-dp": 1363.0},
-    **{"ddp-powersgd": 688.0, "local-sgd": 1194.0, "dpsgd": 1354.0, "dpsgd-avg4": 1948.0, "sgp-avg4": 2597.0},
-    **{"dpsgd-bf16": 700.0, "dpsgd-int8": 677.0, "osgp-bf16": 703.0, "osgp-int8": 610.0},
+    "horovod": 2942.0,
+    "post-local-sgd": 1171.0,
+    "torchft": 1193.0,
+    "torchft-diloco": 1198.0,
+    "decent-dp": 1363.0,
+    "ddp-powersgd": 688.0,
+    "local-sgd": 1194.0,
+    "dpsgd": 1354.0,
+    "dpsgd-avg4": 1948.0,
+    "sgp-avg4": 2597.0,
+    "dpsgd-bf16": 700.0,
+    "dpsgd-int8": 677.0,
+    "osgp-bf16": 703.0,
+    "osgp-int8": 610.0,
 }
 """The same on another machine."""
 LOCAL_STEPS = {
-    **{"post-local-sgd": 295.0, "torchft": 305.0, "osgp-bf16": 179.0, "osgp-int8": 156.0, "local": 225.0},
-    **{"local-int8": 149.0, "local-int8-avg8": 148.0, "local-bf16": 187.0, "diloco-int8": 153.0},
+    "post-local-sgd": 295.0,
+    "torchft": 305.0,
+    "osgp-bf16": 179.0,
+    "osgp-int8": 156.0,
+    "local": 225.0,
+    "local-int8": 149.0,
+    "local-int8-avg8": 148.0,
+    "local-bf16": 187.0,
+    "diloco-int8": 153.0,
 }
 """Milliseconds a step, 2 MB; post-local SGD is compared with."""
 MORE_RANKS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..support.schedule import Schedule
@@ -60,7 +61,8 @@ class Outcome(NamedTuple):
         seconds: from the first that counts until the last rank has taken its steps; the window, where ranks step at
             their own pace.
         steps_per_s: steps of a rank a second, the mean over the ranks.
-        staleness: of all steps, rounds (gossip: steps, averagings; leaders: steps) between computing and applying: how often each.
+        staleness: rounds (gossip: steps, averagings; leaders: steps) between computing and applying, of all steps, and
+            how often each.
         wait_s: seconds that a rank waits in a step, mean over ranks and steps.
         sent_bytes: that a rank sends in a step, mean.
         collectives: rounds, exchanges, averages and pulls.
@@ -77,7 +79,7 @@ class Outcome(NamedTuple):
     steps: int
     seconds: float
     steps_per_s: float
-    staleness: Counter[int] = Counter()
+    staleness: Mapping[int, int] = MappingProxyType({})
     wait_s: float = 0.0
     sent_bytes: float = 0.0
     collectives: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.pairing import Pairing
@@ -58,5 +59,5 @@ class PairJob(GossipJob):
             for pairing in self._pairings:
                 pairing.finished(command.rank)
 
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         return self.completed >= drained.rounds

@@ -1,7 +1,7 @@
 """A published study of stragglers at 64 to 256 ranks, replayed: hierarchical SGD over synchronous SGD. Pure.
 
-PyTorch's blog on straggler mitigation: steps of 55 ms, in which a rank stands still for 1 s with a probability of 2% (at
-64 ranks) or 1% (at 128 and 256). Its groups and periods are not known here, so several are simulated. Communication
+PyTorch's blog on straggler mitigation: steps of 55 ms, in which a rank stands still for 1 s with a probability of 2%
+(at 64 ranks) or 1% (at 128 and 256). Its groups and periods are not known here, so several are simulated. Communication
 costs nothing but the latency of messages: the 55 ms are a whole step's.
 """
 

@@ -6,6 +6,7 @@ What differs is when a rank sends, and for which messages it waits; the numbers 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
@@ -95,7 +96,7 @@ class PushSumJob(GossipJob):
             if self.missing(self.ranks[waiting.index]):
                 self.send(waiting, WaitingForMessage(0, self.completed))
 
-    def _has_all(self, drained: Drained) -> bool:
+    def _has_all(self, drained: Drained[Any]) -> bool:
         if not super()._has_all(drained):
             return False
         for rank in self.ranks:  # at the end all that is left is mixed in; of no step: discarded at both ends
