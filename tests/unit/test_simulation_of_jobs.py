@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_async import topology
+from hvd_async.algorithms.gossip.messages import WaitingForMessage
 from hvd_async.algorithms.gossip.plan import make_plan
 from scripts.benchmarks.simulation import measured, published, scale, workloads
 from scripts.benchmarks.simulation.arms import job_of, simulate
@@ -45,6 +46,14 @@ def test_the_clock_runs_actions_in_order_and_those_of_one_time_as_they_were_aske
     assert (clock.now, clock.actions) == (2.0, 4)
     with pytest.raises(ValueError, match="is to happen at"):
         clock.at(1.0, seen.append, "late")
+
+
+def test_workloads_are_what_they_say():
+    assert workloads.one_slow(2, 3, 1.0, 5.0).tolist() == [[1.0, 1.0, 5.0]] * 2
+    assert np.median(workloads.lengths(100, 100, 0.2, 0.5, 0)) == pytest.approx(0.2, rel=0.02)
+    stalled = workloads.stalls(200, 100, 0.055, 1.0, 0.02, 0)
+    assert sorted(np.unique(stalled)) == pytest.approx([0.055, 1.055])
+    assert (stalled > 1).mean() == pytest.approx(0.02, rel=0.1)
 
 
 # -- partial allreduce ------------------------------------------------------------------------------------------
@@ -110,6 +119,13 @@ def test_grace_lets_those_in_that_come_right_after():
     assert simulate("solo", Setup(times)).contributors > 1.5  # grace="auto" has learned it
 
 
+def test_a_round_starts_when_its_grace_is_over_whether_or_not_somebody_comes():
+    found = simulate("solo", Setup(np.array([[1.0, 9.0]] * 4)), grace=0.5)
+    # Rank 0 waits half a second for rank 1 in each of its four steps; rank 1 is late for all but the last round.
+    assert found.wait_s == pytest.approx(4 * 0.5 / 8)
+    assert found.seconds == 36.0
+
+
 # -- what communication takes, by hand --------------------------------------------------------------------------
 
 
@@ -168,7 +184,9 @@ def test_gossip_without_delays_runs_at_the_speed_of_computation(arm):
     assert found.wait_s == 0.0
 
 
-@pytest.mark.parametrize(("arm", "step"), [("sgp", 2.5), ("osgp", 1.5), ("dpsgd", 1.5), ("adpsgd", 1.0)])
+@pytest.mark.parametrize(
+    ("arm", "step"), [("sgp", 2.5), ("osgp", 1.5), ("dpsgd", 1.5), ("adpsgd", 1.0), ("exact-diffusion", 4.0)]
+)
 def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
     network = Network(bandwidth=1e6)
     found = simulate(arm, Setup(workloads.constant(24, 8, 1.0), network, megabytes=1.5, untimed=8))
@@ -200,6 +218,33 @@ def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_
     job.run(until=900.0)
     standing = {rank.index: (rank.steps + 1, job.missing(rank)) for rank in job.ranks if rank.until is not None}
     assert standing == {3: (6, {2}), 4: (7, {3}), 5: (8, {4}), 0: (9, {5}), 1: (10, {0})}
+
+
+def test_a_rank_that_waits_says_so_at_once_and_after_each_exchange_that_brings_nothing():
+    """On a ring to the right rank 0 is slow: rank 1 waits for it, also when the others' messages have travelled."""
+    times = workloads.constant(1, 3, 1.0)
+    times[0, 0] = 10.0
+    job, heard = job_of("sgp", Setup(times, Network(bandwidth=1e6), megabytes=2.0), graph="ring-right"), []
+    receive = job.coordinator.receive
+    job.coordinator.receive = lambda rank, events: (heard.append((job.clock.now, rank, events)), receive(rank, events))
+    job.run(until=9.0)
+    assert [(now, rank, e.seen) for now, rank, (e,) in heard if isinstance(e, WaitingForMessage)] == [
+        *((1.0, 1, 0), (1.0, 2, 0)),
+        *((3.0, 1, 1), (7.0, 1, 2)),  # rank 1's message has travelled alone; so has rank 2's, after a while
+    ]
+
+
+def test_who_waits_to_be_averaged_goes_on_when_all_its_neighbours_have_finished():
+    """An averaging takes 100 s; rank 0 waits for it after four steps, until rank 1 finishes at 30 s."""
+    times = np.array([[1.0, 10.0]] * 50)
+    job = job_of("adpsgd", Setup(times, Network(bandwidth=1e4), megabytes=1.0, window=25.0))
+    job.run(until=29.0)
+    assert [rank.steps for rank in job.ranks] == [4, 2]
+    job.run(until=31.0)
+    assert [rank.steps for rank in job.ranks] == [5, 3]
+    found = job.run()
+    assert found.steps == 4 + 2
+    assert found.drain_s > 70.0
 
 
 def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
@@ -255,7 +300,8 @@ def test_averages_inside_groups_wait_for_the_group_alone():
     network = Network(operation=0.5)
     apart = averaged("groups", Setup(times, network), 0.0, [Level(2, 1)])
     assert apart.seconds == 7.0  # 5.5 and 1.5 of the first; 1.5 and 3.5 of the second: 7.0 and 5.0
-    assert averaged("both", Setup(times, network), 0.0, [Level(2, 1), Level(4, 2)]).seconds == 7.0
+    both = averaged("both", Setup(times, network), 0.0, [Level(2, 1), Level(4, 2)])
+    assert (both.seconds, both.wait_s, apart.wait_s) == (7.0, 14 / 8, 10 / 8)
     assert averaged("all", Setup(times, network), 0.0, [Level(4, 1)]).seconds == 5.5 + 3.5
     assert averaged("late", Setup(times, network), 0.0, [Level(4, 2)]).seconds == 6.5
     assert simulate("horovod", Setup(times, network)).seconds == 5.5 + 3.5
@@ -341,4 +387,5 @@ def test_rows_of_the_case_scale():
         assert row["speedup"] >= 1.0
         assert row["setting"]["steps"] == scale.steps_for(row["setting"]["ranks"])
         assert 0 <= row["coordinator_share"] < 1
+    assert (scale.steps_for(8), scale.steps_for(9)) == (100, 50)
     assert scale.steps_for(9999) == scale.steps_for(10_000) == scale.steps_for(20_000) == 8

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_async.algorithms.gossip.messages import ExchangeDone, RankFinished, StartAverage, StartExchange
+from hvd_async.algorithms.gossip.messages import ExchangeDone, StartAverage, StartExchange
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Command, Drained
@@ -63,8 +63,6 @@ class GossipJob(Job):
         kind = ALGORITHMS[edges.config.algorithm]
         self.edges, self.config, self.sends_early = edges, edges.config, kind.sends_before_update
         self.message_bytes = sent_bytes(setup.megabytes, edges.config.compression)
-        self.finished: dict[int, int] = {}
-        """The last step of each rank that has finished."""
         self.averages: set[int] = set()
         """Averages that have completed."""
         self.completed = 0
@@ -76,13 +74,6 @@ class GossipJob(Job):
         self._produced = self._applied = 0
         machine, ranks = GossipStateMachine(0, range(setup.ranks)), [GossipRank(i) for i in range(setup.ranks)]
         super().__init__(arm, setup, machine, edges.config, ranks, own_pace=kind.pairs)
-
-    def last(self, rank: int, step: int) -> int:
-        """Return the last step of which a rank sends or receives messages; ``step`` if it goes on."""
-        if rank not in self.finished:
-            return step
-        last = self.finished[rank]
-        return last + 1 if last and self.sends_early else last
 
     def _has_all(self, drained: Drained[Any]) -> bool:
         return self.completed >= drained.rounds and not self._under_way
@@ -113,8 +104,6 @@ class GossipJob(Job):
             case StartAverage():
                 self._under_way += 1
                 self._start_average(command)
-            case RankFinished(_, rank, step):
-                self.finished[rank] = step
 
     def _submit(self, command: StartExchange) -> None:
         messages: list[Message] = [

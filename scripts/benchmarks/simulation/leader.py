@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +54,6 @@ class LeaderJob(Job):
         self._groups: dict[int, Sequence[int]] = {**dict(enumerate(groups)), ALL_RANKS: range(setup.ranks)}
         self._size = sent_bytes(setup.megabytes, "none")
         self._random = np.random.default_rng(setup.seed)
-        self._busy: dict[int, deque[StartPull]] = {}
-        """Pulls that wait for the last one of their group, by group."""
         self._started = self._completed = 0
         machine, ranks = LeaderStateMachine(0, range(setup.ranks)), [Rank(i) for i in range(setup.ranks)]
         super().__init__(arm, setup, machine, config, ranks, own_pace=True)
@@ -68,12 +65,7 @@ class LeaderJob(Job):
     def _on_command(self, command: Command) -> None:
         if isinstance(command, StartPull) and command.leader != NO_LEADER:
             self._started += 1
-            waiting = self._busy.get(command.group)
-            if waiting is None:
-                self._busy[command.group] = deque()
-                self._submit(command)
-            else:
-                waiting.append(command)
+            self._submit(command)
 
     def _submit(self, command: StartPull) -> None:
         members, network = self._groups[command.group], self.setup.network
@@ -91,10 +83,6 @@ class LeaderJob(Job):
         self._completed += 1
         self.staleness.update(self.ranks[r].steps - before for r, before in zip(members, pull.steps, strict=True))
         self.send(self.ranks[members[0]], PullDone(0, command.round))
-        if self._busy[command.group]:
-            self._submit(self._busy[command.group].popleft())
-        else:
-            del self._busy[command.group]
         self._wake()
 
     def _has_all(self, drained: Drained[Any]) -> bool:

@@ -1,6 +1,7 @@
 """Push-sum, simulated: SGP, OSGP, D-PSGD, exact diffusion, NoLoCo and averages, as ``PushSumWorker``'s training thread.
 
-What differs is when a rank sends, and for which messages it waits; the numbers that are mixed take no part in that.
+What differs is when a rank sends, and for which messages it waits; the numbers that are mixed take no part in that. All
+ranks take as many steps, so that nobody has to be told after which step another one has finished.
 """
 
 from __future__ import annotations
@@ -48,18 +49,15 @@ class PushSumJob(GossipJob):
         if self.sends_early:
             self._offer(rank, step + 1)
 
-    def _receivers(self, rank: GossipRank, step: int) -> tuple[int, ...]:
-        return tuple(to for to in self.edges.out(rank.index, step) if step <= self.last(to, step))
-
     def _announce(self, rank: GossipRank, step: int) -> None:
-        if self._receivers(rank, step):
+        if self.edges.out(rank.index, step):
             rank.coming.add(step)
             self.send(rank, MessageComing(0, step))
 
     def _offer(self, rank: GossipRank, step: int) -> None:
         if not self.edges.moves(step):
             return
-        receivers = self._receivers(rank, step)
+        receivers = self.edges.out(rank.index, step)
         rank.offered += bool(receivers)
         if receivers or step in rank.coming:
             rank.outbox[step] = receivers
@@ -70,11 +68,7 @@ class PushSumJob(GossipJob):
     def missing(self, rank: GossipRank) -> set[int]:
         """Return the ranks whose messages a rank's step still waits for."""
         latest = rank.begun - self.config.max_staleness
-        return {
-            sender
-            for sender, step in rank.expected
-            if step <= latest and (sender, step) not in rank.received and step <= self.last(sender, step)
-        }
+        return {sender for sender, step in rank.expected - rank.received if step <= latest}
 
     def _await_messages(self, rank: GossipRank, step: int) -> Iterator[Wait]:
         rank.begun = step
