@@ -27,14 +27,22 @@ BACKWARD = 2 / 3
 """Share of the backward pass in a step's computation: twice the work of the forward pass."""
 
 
+# What the messages look like is known here alone.
+
+
 def gradients_ready(buckets: list[int], step: int, landed: int) -> list[OptimizerEvent]:
     """Return the events which say that these buckets of a step are with the engine."""
     return [GradientReady(0, bucket, step, landed) for bucket in buckets]
 
 
-def buckets_of(command: StartRound) -> list[int]:
-    """Return the buckets whose round starts."""
-    return [command.bucket]
+def started(command: StartRound) -> list[tuple[int, int]]:
+    """Return the buckets whose round starts, each with the number of ranks that had arrived for it."""
+    return [(command.bucket, command.firing.arrived)]
+
+
+def is_settled(command: StartRound) -> bool:
+    """Return whether the round's hyperparameters are known."""
+    return command.hyper is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -126,25 +134,25 @@ class EagerJob(Job):
     def _on_command(self, command: Command) -> None:
         match command:
             case StartRound():
-                if command.hyper is not None:
+                if is_settled(command):
                     self._settled.add(command.round)
-                for bucket in buckets_of(command):
-                    self._submit(bucket, command)
-            case SetHyperparameters(_, round_, _):
-                self._settled.add(round_)
+                for bucket, arrived in started(command):
+                    self._submit(bucket, command.round, arrived)
+            case SetHyperparameters():
+                self._settled.add(command.round)
                 self._advance()
 
-    def _submit(self, bucket: int, command: StartRound) -> None:
+    def _submit(self, bucket: int, round_: int, arrived: int) -> None:
         taken, self._pending[bucket] = self._pending[bucket], []
-        self._taken[command.round, bucket] = len(taken)
-        self._rounds += command.firing.arrived > 0
-        self._arrived += command.firing.arrived
+        self._taken[round_, bucket] = len(taken)
+        self._rounds += arrived > 0
+        self._arrived += arrived
         if not bucket:
-            self.staleness.update(command.round - 1 - version for _, version in taken)
+            self.staleness.update(round_ - 1 - version for _, version in taken)
         ranks = len(self.ranks)
         self.sent += ring_bytes(self._bytes, ranks)
         seconds = self.setup.network.allreduce_seconds(self._bytes, ranks)
-        self.wire.submit(seconds, self._complete, command.round)
+        self.wire.submit(seconds, self._complete, round_)
 
     def _complete(self, round_: int) -> None:
         self._done[round_] += 1
