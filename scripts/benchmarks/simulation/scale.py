@@ -19,8 +19,8 @@ ARMS = (
     *("sgp", "osgp", "dpsgd", "adpsgd", "local-sgd", "local", "lsgd", "easgd"),
 )
 COMPUTE, DELAY, MEGABYTES = 0.3, 0.3, 100.0
-STEPS: Mapping[int, int] = {8: 100, 64: 50, 512: 20, 1024: 20, 4096: 8, 10_000: 8}
-"""Steps of each rank, by number of ranks; of other numbers as many as the next larger one has."""
+STEPS = 32
+"""Steps of each rank, as many at every size: how much ranks that are late hide of it depends on how many there are."""
 HOST = 8
 """Ranks of a host, which share a relay, and a leader."""
 NETWORK = Network(
@@ -39,21 +39,17 @@ NETWORK = Network(
 """A cluster whose ranks have 25 Gbit/s each, a coordinator that handles a rank's two events of a step in 5 us."""
 
 
-def steps_for(ranks: int) -> int:
-    """Return how many steps are simulated at a number of ranks."""
-    return next((steps for size, steps in sorted(STEPS.items()) if ranks <= size), min(STEPS.values()))
-
-
-def one_late(ranks: int, seed: int) -> Schedule:
+def one_late(steps: int, ranks: int, seed: int) -> Schedule:
     """Return the schedule in which one random rank is late in every step."""
-    return one_random(steps_for(ranks), ranks, COMPUTE, DELAY, seed)
+    return one_random(steps, ranks, COMPUTE, DELAY, seed)
 
 
 def simulated_rows(
     arms: Iterable[str] = ARMS,
     sizes: Iterable[int] = SIZES,
+    steps: int = STEPS,
     network: Network = NETWORK,
-    schedule: Callable[[int, int], Schedule] = one_late,
+    schedule: Callable[[int, int, int], Schedule] = one_late,
     megabytes: float = MEGABYTES,
     seed: int = 0,
     options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -68,8 +64,9 @@ def simulated_rows(
     Args:
         arms: names as the benchmarks' cases have them.
         sizes: numbers of ranks.
+        steps: of each rank; of all together as many as if each took these, where ranks step at their own pace.
         network: what messages and collectives take.
-        schedule: gives the computation, [steps, ranks], from the number of ranks and the seed.
+        schedule: gives the computation, [steps, ranks], from these two numbers and the seed.
         megabytes: of gradients and weights.
         seed: of the schedule, and of what algorithms draw.
         options: of arms: those of ``job_of``.
@@ -77,7 +74,7 @@ def simulated_rows(
     """
     arms, rows = list(arms), []
     for ranks in sizes:
-        times = schedule(ranks, seed)
+        times = schedule(steps, ranks, seed)
         setup = Setup(times, network, megabytes, local_size=HOST, drains=False, seed=seed)
         base: Outcome | None = simulate("horovod", setup) if "horovod" in arms else None
         for arm in arms:
