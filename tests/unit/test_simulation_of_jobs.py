@@ -375,17 +375,18 @@ def test_hierarchical_sgd_is_as_much_quicker_as_published():
 
 def test_rows_of_the_case_scale():
     said = []
-    rows = scale.simulated_rows(
-        ["horovod", "solo", "adpsgd"], [8, 16], options={"solo": {"grace": 0.0}}, say=said.append
-    )
-    assert [(row["setting"]["ranks"], row["arm"]) for row in rows] == [
-        (ranks, arm) for ranks in (8, 16) for arm in ("horovod", "solo", "adpsgd")
-    ]
+    arms, options = ["horovod", "solo", "adpsgd"], {"solo": {"grace": 0.0}}
+    rows = scale.simulated_rows(arms, [8, 16], steps=12, options=options, say=said.append)
+    assert [(row["setting"]["ranks"], row["arm"]) for row in rows] == list(itertools.product((8, 16), arms))
     assert len(said) == len(rows)
     for row in rows:
         assert row["value"] > 0
         assert row["speedup"] >= 1.0
-        assert row["setting"]["steps"] == scale.steps_for(row["setting"]["ranks"])
+        assert row["setting"]["steps"] == 12
         assert 0 <= row["coordinator_share"] < 1
-    assert (scale.steps_for(8), scale.steps_for(9)) == (100, 50)
-    assert scale.steps_for(9999) == scale.steps_for(10_000) == scale.steps_for(20_000) == 8
+    times = scale.one_late(12, 8, 0)
+    assert rows[1]["bound"] == pytest.approx(12 * 0.6 / times.sum(axis=0).max())
+    assert rows[2]["bound"] == pytest.approx(12 * 0.6 / times.sum(axis=0).mean())
+    longer = scale.simulated_rows(["solo"], [8], network=scale.NETWORK._replace(event=0.02))
+    assert longer[0]["speedup"] is None
+    assert longer[0]["coordinator_share"] > 0.5

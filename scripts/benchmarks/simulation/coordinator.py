@@ -12,6 +12,11 @@ from .clock import Clock
 from .network import Network
 
 
+def recipients(machine: StateMachine[Any], command: Command) -> Sequence[int]:
+    """Return the ranks that a command is sent to."""
+    return machine.ranks
+
+
 class Coordinator:
     """The coordinator of one optimizer, which handles one event after the other.
 
@@ -60,9 +65,11 @@ class Coordinator:
             self._clock.at(max(deadline, self._clock.now), self._tick)
 
     def _send(self, commands: Sequence[Command]) -> None:
+        """Send commands of one event: together, so that a rank gets one message with all of them."""
         if not commands:
             return
-        seconds = self._network.command_cpu(len(self._machine.ranks))
+        ranks = max((recipients(self._machine, command) for command in commands), key=len)
+        seconds = self._network.command_cpu(len(ranks))
         self._busy = max(self._clock.now, self._busy) + seconds
         self.cpu += seconds
         for command in commands:
