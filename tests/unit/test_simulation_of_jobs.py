@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -154,6 +155,14 @@ def test_the_coordinator_handles_one_event_after_the_other():
     # To the coordinator and back by relays; 16 events; one command to each of two relays.
     assert found.seconds == pytest.approx(1.0 + 2 * 0.1 + 16 * 0.01 + 2 * 0.02)
     assert found.coordinator_s == pytest.approx(16 * 0.01 + 2 * 0.02)
+
+
+def test_a_command_goes_out_before_the_next_message_is_handled():
+    network = Network(event=0.01, sending=0.02)
+    found = simulate("solo", Setup(workloads.constant(1, 4, 1.0), network, drains=False), grace=0.0)
+    # Two events of the first rank, then the command to four ranks; the others' gradients are late and wait for nothing.
+    assert found.seconds == pytest.approx(1.0 + 2 * 0.01 + 4 * 0.02)
+    assert found.contributors == 1.0
 
 
 def test_a_collective_starts_at_horovods_next_cycle_and_after_the_one_before():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,10 @@ class Coordinator:
         self, machine: StateMachine[Any], clock: Clock, network: Network, deliver: Callable[[Command], None]
     ) -> None:
         self._machine, self._clock, self._network, self._deliver = machine, clock, network, deliver
-        self._busy = 0.0
+        self._queue: deque[tuple[int, Sequence[OptimizerEvent]]] = deque()
+        """Messages of ranks that are not handled yet, the one at work first."""
+        self._free = 0.0
+        """When the thread has sent what it has to send."""
         self._wakes_at: float | None = None
         self.cpu = 0.0
 
@@ -38,18 +42,28 @@ class Coordinator:
 
     def receive(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
         """Take in one message of a rank, with these events, as soon as those before it are handled."""
-        if not self._network.event:
-            self._handle(rank, events)
-            return
-        seconds = len(events) * self._network.event
-        self._busy = max(self._clock.now, self._busy) + seconds
-        self.cpu += seconds
-        self._clock.at(self._busy, self._handle, rank, events)
+        self._queue.append((rank, events))
+        if len(self._queue) == 1:
+            self._begin()
 
-    def _handle(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
+    def _begin(self) -> None:
+        """Work on the first message of the queue."""
+        seconds = len(self._queue[0][1]) * self._network.event
+        self.cpu += seconds
+        at = max(self._clock.now, self._free) + seconds
+        if at > self._clock.now:
+            self._clock.at(at, self._handle)
+        else:
+            self._handle()
+
+    def _handle(self) -> None:
+        rank, events = self._queue[0]
         for event in events:
             self._send(self._machine.handle(rank, event, self._clock.now))
         self._set_alarm()
+        self._queue.popleft()
+        if self._queue:
+            self._begin()
 
     def _tick(self) -> None:
         self._wakes_at = None
@@ -70,7 +84,7 @@ class Coordinator:
             return
         ranks = max((recipients(self._machine, command) for command in commands), key=len)
         seconds = self._network.command_cpu(len(ranks))
-        self._busy = max(self._clock.now, self._busy) + seconds
+        self._free = max(self._clock.now, self._free) + seconds
         self.cpu += seconds
         for command in commands:
-            self._clock.at(self._busy + self._network.to_coordinator(), self._deliver, command)
+            self._clock.at(self._free + self._network.to_coordinator(), self._deliver, command)
