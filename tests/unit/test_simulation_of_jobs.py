@@ -165,6 +165,15 @@ def test_a_command_goes_out_before_the_next_message_is_handled():
     assert found.contributors == 1.0
 
 
+def test_the_next_message_waits_until_a_command_is_sent():
+    network = Network(event=0.01, sending=1.0)
+    job, handled = job_of("solo", Setup(workloads.constant(1, 2, 1.0), network), grace=0.0), []
+    handle = job.machine.handle
+    job.machine.handle = lambda rank, event, now: (handled.append((rank, round(now, 9))), handle(rank, event, now))[1]
+    job.run()
+    assert handled[:4] == [(0, 1.02), (0, 1.02), (1, 1.02 + 2.0 + 0.02), (1, 1.02 + 2.0 + 0.02)]
+
+
 def test_a_collective_starts_at_horovods_next_cycle_and_after_the_one_before():
     network = Network(cycle=0.25, operation=0.1)
     found = simulate("all", Setup(workloads.constant(1, 2, 1.1), network, buckets=2))
@@ -200,6 +209,15 @@ def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
     network = Network(bandwidth=1e6)
     found = simulate(arm, Setup(workloads.constant(24, 8, 1.0), network, megabytes=1.5, untimed=8))
     assert 1 / found.steps_per_s == pytest.approx(step, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arm", "megabytes"),
+    [("sgp", 8.0), ("osgp-bf16", 4.0), ("exact-diffusion", 16.0), ("noloco", 1.0), ("local-sgd", 3.5), ("local", 3.5)],
+)
+def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
+    found = simulate(arm, Setup(workloads.constant(32, 8, 1.0), megabytes=8.0))
+    assert found.sent_bytes == pytest.approx(1e6 * megabytes)
 
 
 @pytest.mark.parametrize(("arm", "graph"), [("sgp", "ring"), ("sgp", "exponential")])
