@@ -213,7 +213,14 @@ def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
 
 @pytest.mark.parametrize(
     ("arm", "megabytes"),
-    [("sgp", 8.0), ("osgp-bf16", 4.0), ("exact-diffusion", 16.0), ("noloco", 1.0), ("local-sgd", 3.5), ("local", 3.5)],
+    [
+        ("sgp", 8.0),
+        ("osgp-bf16", 4.0),
+        ("exact-diffusion", 16.0),
+        ("noloco", 1.0),
+        ("local-sgd", 3.5),
+        ("local-bf16", 1.75),
+    ],
 )
 def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
     found = simulate(arm, Setup(workloads.constant(32, 8, 1.0), megabytes=8.0))
@@ -317,6 +324,12 @@ def test_pulls_are_as_many_as_the_periods_and_nobody_waits():
     assert easgd.produced == 64 // 16
     assert lsgd.produced == 64 // 16 + 2 * (64 // 4)  # of all, and of two groups
     assert lsgd.seconds == pytest.approx(6.4)
+
+
+def test_a_pulls_staleness_is_the_steps_that_ranks_take_while_it_travels():
+    network = Network(bandwidth=1e6)  # an allreduce of 1 MB between two ranks takes 1 s
+    found = simulate("easgd", Setup(workloads.constant(40, 2, 0.3), network, megabytes=1.0))
+    assert found.staleness == {3: 4}  # two pulls of two ranks, from 4.8 and 9.6 s on
 
 
 # -- those that ours are compared with --------------------------------------------------------------------------
