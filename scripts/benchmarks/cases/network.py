@@ -36,7 +36,7 @@ from ..support.arms import (
 from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import mean_interval, quantile, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
-from ..support.network_model import power_sgd_megabytes
+from ..support.network_model import BYTES, PAYLOAD, power_sgd_megabytes
 from ..support.options import add_numbers
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged, row
 from ..support.trainings import BATCH, score
@@ -63,8 +63,6 @@ COLUMNS = (
     Column("CPU ms", "cpu_ms", ".0f"),
     *ranged("accuracy", "accuracy", ".3f", INTERVAL),
 )
-PAYLOAD = 0.956
-"""Share of payload in TCP's packets on Ethernet: 1448 of 1514 bytes."""
 SHARE = 0.25
 """Computation over an allreduce's time on the wire."""
 OVER = 1.1
@@ -78,8 +76,6 @@ ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
 have no groups here: each host has one rank.)"""
 SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr")
 """Keys of a block that its rows tell."""
-BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
-"""Bytes of an element in a message; int8 has a scale for every 2,048 elements."""
 
 
 class Need(NamedTuple):

@@ -1,0 +1,136 @@
+"""Those that ours are compared with, from their schedule alone: synchronous SGD, averages every so many steps, pairs.
+
+No state machine: every rank is in every collective.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_async import topology
+
+from ..support.arms import IN_STEP, LOCAL_PERIOD, read_name
+from .eager import BACKWARD
+from .network import Network, ring_bytes, sent_bytes
+from .outcome import Outcome, Setup
+
+Times = NDArray[np.float64]
+
+
+class Level(NamedTuple):
+    """An average inside groups of so many ranks, numbered one after the other, every ``period`` steps."""
+
+    group: int
+    period: int
+
+
+def simulate(arm: str, setup: Setup) -> Outcome:
+    """Simulate a rival: "horovod" and "ddp", perhaps compressed, post-local SGD and torchft's, "decent-dp".
+
+    Raises:
+        ValueError: there is no such rival.
+    """
+    name = read_name(arm)
+    size = sent_bytes(setup.megabytes, name.compression)
+    if name.base in IN_STEP:
+        return averaged(arm, setup, size, [Level(setup.ranks, name.average_every or LOCAL_PERIOD)])
+    if name.base == "decent-dp":
+        return _pairs(arm, setup, size)
+    if name.base not in ("horovod", "ddp"):
+        raise ValueError(f"there is no arm {arm!r} to simulate")
+    return synchronous(arm, setup, size)
+
+
+def synchronous(arm: str, setup: Setup, size: float) -> Outcome:
+    """All ranks average their gradients, ``size`` bytes, in every step; bucket by bucket during the backward pass, if
+    the set-up lets them overlap."""
+    network, ranks, buckets = setup.network, setup.ranks, setup.buckets
+    seconds = network.allreduce_seconds(size / buckets, ranks)
+
+    def end(_: int, begun: Times, computed: Times) -> Times:
+        free = 0.0
+        for bucket in range(1, buckets + 1):
+            share = 1 - BACKWARD * (buckets - bucket) / buckets if setup.overlap else 1.0
+            ready = float((begun + share * (computed - begun)).max()) if share < 1 else float(computed.max())
+            free = collective(network, max(free, ready), seconds, ranks)
+        return np.full(ranks, free)
+
+    return _outcome(arm, setup, end, ring_bytes(size, ranks), buckets * setup.steps)
+
+
+def averaged(arm: str, setup: Setup, size: float, levels: Sequence[Level]) -> Outcome:
+    """Ranks take local steps and average weights, ``size`` bytes, inside groups: hierarchical SGD, where there is more
+    than one level. At a step that ends several periods only the largest of these groups averages."""
+    ranks, network = setup.ranks, setup.network
+
+    def end(step: int, begun: Times, computed: Times) -> Times:
+        due = [level.group for level in levels if step % level.period == 0]
+        if not due:
+            return computed
+        group = max(due)
+        seconds = network.allreduce_seconds(size, group)
+        last = np.maximum.reduceat(computed, np.arange(0, ranks, group))
+        ended = np.array([collective(network, at, seconds, group) for at in last.tolist()])
+        return np.repeat(ended, group)[:ranks]
+
+    counts = [sum(step % level.period == 0 for level in levels) > 0 for step in range(1, setup.steps + 1)]
+    sent = sum(
+        ring_bytes(size, max(level.group for level in levels if step % level.period == 0))
+        for step, any_ in enumerate(counts, 1)
+        if any_
+    )
+    return _outcome(arm, setup, end, sent / setup.steps, sum(counts))
+
+
+def _pairs(arm: str, setup: Setup, size: float) -> Outcome:
+    """D-PSGD of its own peer-to-peer messages: a pair exchanges the weights with which it has begun a step."""
+    graph, network = topology.bipartite_exponential(setup.ranks), setup.network
+    seconds = size / network.bandwidth + network.hop + network.operation
+
+    def end(step: int, begun: Times, computed: Times) -> Times:
+        ended = computed.copy()
+        for rank in range(setup.ranks):
+            for peer in graph.into(rank, step - 1):
+                ended[rank] = max(ended[rank], max(begun[rank], begun[peer]) + seconds)
+        return ended
+
+    return _outcome(arm, setup, end, size, setup.steps)
+
+
+def collective(network: Network, at: float, seconds: float, ranks: int) -> float:
+    """Return when a collective ends for which all are ready at a time."""
+    start = np.ceil(at / network.cycle - 1e-9) * network.cycle if network.cycle else at
+    return float(max(start, at) + network.agreement(ranks) + network.operation + seconds)
+
+
+def _outcome(
+    arm: str, setup: Setup, end: Callable[[int, Times, Times], Times], sent: float, collectives: int
+) -> Outcome:
+    """Take all steps; ``end`` gives when each rank ends one, from its number and when ranks began and had computed."""
+    begun, waited, first = np.zeros(setup.ranks), 0.0, 0.0
+    for step, times in enumerate(setup.times, 1):
+        if setup.barrier:
+            begun = np.full(setup.ranks, begun.max())
+        computed = begun + times
+        ended = end(step, begun, computed)
+        waited += float((ended - computed).sum())
+        begun = ended
+        if step == setup.untimed:
+            first = float(begun.max())
+    seconds, steps = float(begun.max()) - first, setup.steps - setup.untimed
+    return Outcome(
+        arm=arm,
+        ranks=setup.ranks,
+        steps=steps * setup.ranks,
+        seconds=seconds,
+        steps_per_s=steps / seconds,
+        staleness=Counter({0: setup.times.size}),
+        wait_s=waited / setup.times.size,
+        sent_bytes=sent,
+        collectives=collectives,
+    )

@@ -1,0 +1,82 @@
+"""What messages and collectives take: a model of the network and of the software around it. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..support.network_model import BYTES, power_sgd_megabytes
+
+
+class Network(NamedTuple):
+    """Times in seconds. What is not given is free, so that a default network costs nothing.
+
+    Attributes:
+        latency: of a message between a rank, or its relay, and the coordinator, one way.
+        relay: ranks of a host that share a relay; 0: each rank is connected by itself.
+        relay_latency: between a rank and its relay, one way.
+        event: the coordinator's CPU time for an event.
+        sending: the coordinator's CPU time for a message to a rank, or to a relay.
+        bandwidth: of a rank's link in bytes/s, each way at once.
+        hop: of data between two ranks.
+        cycle: Horovod looks for collectives that may start every so often.
+        operation: software around a collective, whatever it carries.
+        peer: software of an ``alltoall`` for each rank in it, also those that nothing is sent to.
+        allreduce: "ring", "tree", or "best", the quicker of both.
+    """
+
+    latency: float = 0.0
+    relay: int = 0
+    relay_latency: float = 0.0
+    event: float = 0.0
+    sending: float = 0.0
+    bandwidth: float = math.inf
+    hop: float = 0.0
+    cycle: float = 0.0
+    operation: float = 0.0
+    peer: float = 0.0
+    allreduce: str = "ring"
+
+    def to_coordinator(self) -> float:
+        """Return how long a message to the coordinator, or from it, is on its way."""
+        return self.latency + (self.relay_latency if self.relay else 0.0)
+
+    def command_cpu(self, ranks: int) -> float:
+        """Return the coordinator's CPU time for one command to all ranks."""
+        return self.sending * (math.ceil(ranks / self.relay) if self.relay else ranks)
+
+    def agreement(self, ranks: int) -> float:
+        """Return how long ranks take to find that a collective is ready on all: a small reduction and its result."""
+        return 2 * _levels(ranks) * self.hop
+
+    def allreduce_seconds(self, size: float, ranks: int) -> float:
+        """Return how long an allreduce of ``size`` bytes takes on the wire."""
+        if ranks < 2:
+            return 0.0
+        ring = 2 * (ranks - 1) * (size / ranks / self.bandwidth + self.hop)
+        tree = 2 * (size / self.bandwidth + _levels(ranks) * self.hop)
+        return {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.allreduce]
+
+    def alltoall_seconds(self, busiest: float, ranks: int) -> float:
+        """Return how long an ``alltoall`` of all ranks takes; ``busiest``: bytes of the busiest link, of one way."""
+        return busiest / self.bandwidth + (self.hop if busiest else 0.0) + self.peer * ranks
+
+    def broadcast_seconds(self, size: float, ranks: int) -> float:
+        """Return how long a broadcast of ``size`` bytes down a binomial tree takes."""
+        return _levels(ranks) * (size / self.bandwidth + self.hop)
+
+
+def ring_bytes(size: float, ranks: int) -> float:
+    """Return what a rank sends in a ring allreduce of ``size`` bytes."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def sent_bytes(megabytes: float, compression: str) -> float:
+    """Return the bytes of so many MB of weights or gradients in float32 when they are sent."""
+    if compression == "powersgd":
+        return 1e6 * power_sgd_megabytes(megabytes)
+    return 1e6 * megabytes * BYTES[compression] / BYTES["none"]
+
+
+def _levels(ranks: int) -> int:
+    return math.ceil(math.log2(ranks)) if ranks > 1 else 0

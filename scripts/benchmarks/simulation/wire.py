@@ -1,0 +1,47 @@
+"""Horovod's collectives in a simulated job: one at a time over the whole job, in the order of the commands. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .clock import Clock
+from .network import Network
+
+
+class Wire:
+    """Collectives of all ranks, one at a time."""
+
+    def __init__(self, clock: Clock, network: Network, ranks: int) -> None:
+        self._clock, self._network, self._ranks = clock, network, ranks
+        self._free = 0.0
+        self.count = 0
+
+    def submit(self, seconds: float, done: Callable[..., None], *arguments: Any) -> None:
+        """Run a collective that every rank has submitted: it takes ``seconds`` on the wire, then ``done`` is called."""
+        network, start = self._network, max(self._clock.now, self._free)
+        if network.cycle:
+            start = math.ceil(start / network.cycle - 1e-9) * network.cycle
+            start = max(start, self._clock.now)
+        self._free = start + network.agreement(self._ranks) + network.operation + seconds
+        self.count += 1
+        self._clock.at(self._free, done, *arguments)
+
+
+class Delayed:
+    """Collectives in the order of the commands, some of which wait until ranks have what they carry."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[set[Any], Callable[[], None]]] = deque()
+
+    def add(self, lacking: set[Any], submit: Callable[[], None]) -> None:
+        """Submit as soon as nothing is lacking, and those before are submitted."""
+        self._held.append((lacking, submit))
+        self.advance()
+
+    def advance(self) -> None:
+        """Submit what can be."""
+        while self._held and not self._held[0][0]:
+            self._held.popleft()[1]()

@@ -1,0 +1,155 @@
+"""Simulated jobs of gossip and leaders: who waits for whom and where, edges, bytes, pulls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_async import topology
+from hvd_async.algorithms.gossip.messages import WaitingForMessage
+from hvd_async.algorithms.gossip.plan import make_plan
+from scripts.benchmarks.simulation import workloads
+from scripts.benchmarks.simulation.arms import job_of, simulate
+from scripts.benchmarks.simulation.edges import edges_of
+from scripts.benchmarks.simulation.network import Network
+from scripts.benchmarks.simulation.outcome import Setup
+from scripts.benchmarks.support.stalls import stalls
+
+# -- gossip -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arm", ["sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", "local", "local-sgd"])
+def test_gossip_without_delays_runs_at_the_speed_of_computation(arm):
+    found = simulate(arm, Setup(workloads.constant(16, 8, 0.25)))
+    assert found.seconds == 16 * 0.25
+    assert found.wait_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arm", "step"), [("sgp", 2.5), ("osgp", 1.5), ("dpsgd", 1.5), ("adpsgd", 1.0), ("exact-diffusion", 4.0)]
+)
+def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
+    network = Network(bandwidth=1e6)
+    found = simulate(arm, Setup(workloads.constant(24, 8, 1.0), network, megabytes=1.5, untimed=8))
+    assert 1 / found.steps_per_s == pytest.approx(step, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arm", "megabytes"),
+    [
+        ("sgp", 8.0),
+        ("osgp-bf16", 4.0),
+        ("exact-diffusion", 16.0),
+        ("noloco", 1.0),
+        ("local-sgd", 3.5),
+        ("local-bf16", 1.75),
+    ],
+)
+def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
+    found = simulate(arm, Setup(workloads.constant(32, 8, 1.0), megabytes=8.0))
+    assert found.sent_bytes == pytest.approx(1e6 * megabytes)
+
+
+@pytest.mark.parametrize(("arm", "graph"), [("sgp", "ring"), ("sgp", "exponential")])
+@pytest.mark.parametrize("ranks", [6, 8])
+def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(arm, graph, ranks):
+    sleeper, step = 2, 5
+    times = workloads.constant(40, ranks, 0.1)
+    times[step - 1, sleeper] = 1000.0
+    job = job_of(arm, Setup(times), graph=graph)
+    assert job.run(until=900.0) is None
+    expected = stalls(topology.named(graph, ranks), sleeper, step)
+    standing = {rank.index: rank for rank in job.ranks if rank.until is not None}
+    assert standing.keys() == expected.keys()
+    for index, stall in expected.items():
+        rank = standing[index]
+        assert (rank.steps + 1, tuple(sorted(job.missing(rank)))) == (stall.step, stall.senders)
+    assert job.run() is not None  # it goes on when the sleeper does
+
+
+def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_neighbour():
+    """On a ring to the right rank 2 does not send its message of step 5: rank 3 waits for it in step 6, and so on."""
+    times = workloads.constant(40, 6, 0.1)
+    times[4, 2] = 1000.0
+    job = job_of("osgp", Setup(times), graph="ring-right")
+    job.run(until=900.0)
+    standing = {rank.index: (rank.steps + 1, job.missing(rank)) for rank in job.ranks if rank.until is not None}
+    assert standing == {3: (6, {2}), 4: (7, {3}), 5: (8, {4}), 0: (9, {5}), 1: (10, {0})}
+
+
+def test_a_rank_that_waits_says_so_at_once_and_after_each_exchange_that_brings_nothing():
+    """On a ring to the right rank 0 is slow: rank 1 waits for it, also when the others' messages have travelled."""
+    times = workloads.constant(1, 3, 1.0)
+    times[0, 0] = 10.0
+    job, heard = job_of("sgp", Setup(times, Network(bandwidth=1e6), megabytes=2.0), graph="ring-right"), []
+    receive = job.coordinator.receive
+    job.coordinator.receive = lambda rank, events: (heard.append((job.clock.now, rank, events)), receive(rank, events))
+    job.run(until=9.0)
+    assert [(now, rank, e.seen) for now, rank, (e,) in heard if isinstance(e, WaitingForMessage)] == [
+        *((1.0, 1, 0), (1.0, 2, 0)),
+        *((3.0, 1, 1), (7.0, 1, 2)),  # rank 1's message has travelled alone; so has rank 2's, after a while
+    ]
+
+
+def test_who_waits_to_be_averaged_goes_on_when_all_its_neighbours_have_finished():
+    """An averaging takes 100 s; rank 0 waits for it after four steps, until rank 1 finishes at 30 s."""
+    times = np.array([[1.0, 10.0]] * 50)
+    job = job_of("adpsgd", Setup(times, Network(bandwidth=1e4), megabytes=1.0, window=25.0))
+    job.run(until=29.0)
+    assert [rank.steps for rank in job.ranks] == [4, 2]
+    job.run(until=31.0)
+    assert [rank.steps for rank in job.ranks] == [5, 3]
+    found = job.run()
+    assert found.steps == 4 + 2
+    assert found.drain_s > 70.0
+
+
+def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
+    times = workloads.constant(40, 8, 0.1)
+    times[4, 2] = 1000.0
+    job = job_of("dpsgd", Setup(times), graph="ring")
+    job.run(until=900.0)
+    expected = stalls(topology.ring(8), 2, 6)
+    assert {r.index: (r.steps + 1, tuple(sorted(job.missing(r)))) for r in job.ranks if r.until} == expected
+    found = simulate("adpsgd", Setup(times, window=100.0))
+    assert found.steps >= 7 * 990
+    assert found.wait_s == 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "noloco"])
+def test_edges_are_those_of_the_production_plan(algorithm):
+    plan, edges = make_plan(6, algorithm), edges_of(6, algorithm)
+    assert edges.config.period == plan.config.period
+    for step in range(1, 20):
+        assert edges.moves(step) == plan.moves(step)
+        for rank in range(6):
+            assert list(edges.out(rank, step)) == [to for to, _ in plan.out_edges(rank, step)]
+            assert list(edges.into(rank, step)) == [sender for sender, _ in plan.in_edges(rank, step)]
+    pairs = edges_of(6, "adpsgd").config
+    assert pairs.neighbours == make_plan(6, "adpsgd").config.neighbours
+
+
+def test_an_average_hides_behind_the_steps_that_may_follow_it():
+    network = Network(bandwidth=1e6)
+    for seconds, step in ((1.5, 1.0), (4.0, 1.5)):  # of an average; two steps of 1 s may follow, of each four
+        setup = Setup(workloads.constant(48, 2, 1.0), network, megabytes=seconds, untimed=16)
+        assert 1 / simulate("local", setup).steps_per_s == pytest.approx(step, rel=0.01)
+        assert 1 / simulate("local-sgd", setup).steps_per_s == pytest.approx(1.0 + seconds / 4, rel=0.01)
+
+
+# -- leaders ----------------------------------------------------------------------------------------------------
+
+
+def test_pulls_are_as_many_as_the_periods_and_nobody_waits():
+    setup = Setup(workloads.constant(64, 8, 0.1), Network(bandwidth=1e9), megabytes=8.0, local_size=4)
+    lsgd, easgd = simulate("lsgd", setup), simulate("easgd", setup)
+    assert (lsgd.wait_s, easgd.wait_s) == (0.0, 0.0)
+    assert easgd.produced == 64 // 16
+    assert lsgd.produced == 64 // 16 + 2 * (64 // 4)  # of all, and of two groups
+    assert lsgd.seconds == pytest.approx(6.4)
+
+
+def test_a_pulls_staleness_is_the_steps_that_ranks_take_while_it_travels():
+    network = Network(bandwidth=1e6)  # an allreduce of 1 MB between two ranks takes 1 s
+    found = simulate("easgd", Setup(workloads.constant(40, 2, 0.3), network, megabytes=1.0))
+    assert found.staleness == {3: 4}  # two pulls of two ranks, from 4.8 and 9.6 s on
