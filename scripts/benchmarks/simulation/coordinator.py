@@ -15,7 +15,7 @@ from .network import Network
 
 def recipients(machine: StateMachine[Any], command: Command) -> Sequence[int]:
     """Return the ranks that a command is sent to."""
-    return machine.ranks
+    return machine.recipients(command)
 
 
 class Coordinator:

@@ -32,17 +32,17 @@ BACKWARD = 2 / 3
 
 def gradients_ready(buckets: list[int], step: int, landed: int) -> list[OptimizerEvent]:
     """Return the events which say that these buckets of a step are with the engine."""
-    return [GradientReady(0, bucket, step, landed) for bucket in buckets]
+    return [GradientReady(0, buckets, step, landed)]
 
 
 def started(command: StartRound) -> list[tuple[int, int]]:
     """Return the buckets whose round starts, each with the number of ranks that had arrived for it."""
-    return [(command.bucket, command.firing.arrived)]
+    return list(zip(command.buckets, command.arrived, strict=True))
 
 
 def is_settled(command: StartRound) -> bool:
     """Return whether the round's hyperparameters are known."""
-    return command.hyper is not None
+    return command.settled
 
 
 @dataclass(eq=False, slots=True)

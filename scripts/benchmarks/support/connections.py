@@ -62,7 +62,8 @@ class _Client:
             [sys.executable, "-m", "benchmarks.support.connected_ranks"],
             cwd=SCRIPTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._in: IO[str] = self._process.stdin
         self._out: IO[str] = self._process.stdout
 
