@@ -19,6 +19,7 @@ import zmq
 from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode, packed
+from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.messages import Accepted, Close, Command, Event, Finished, Hello, Leaving, Registered, Welcome
 from hvd_async.runtime.transport import Uplink
 
@@ -38,7 +39,10 @@ class Ranks:
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._ranks: list[int] = told["ranks"]
+        if problem := shortage(3 * len(self._ranks)):
+            raise OSError(problem)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 4 * len(self._ranks) + 16)  # each has monitors
         self._codec = Codec(FAMILIES)
         self._uplinks = [
             Uplink(address, port, server.encode(), (public.encode(), secret.encode()), context)
