@@ -91,6 +91,8 @@ class _Mailbox:
 class MemoryHub:
     """The coordinator's end, in memory. Messages are encoded and decoded, as on a wire."""
 
+    has_more = False
+
     def __init__(self, size: int, jitter: float = 0.0, seed: int = 0) -> None:
         self._inbox = _Mailbox(0.0, "hub")
         self._outboxes = [_Mailbox(jitter, f"{seed}:{rank}") for rank in range(size)]

@@ -45,6 +45,8 @@ MOST_OPTIMIZERS = 1024
 """At a time."""
 ENDS = (Registered, Finished, OptimizerDeleted, NoSuchOptimizer)
 """Events of an optimizer that change which ranks have it, or are done with it."""
+TOGETHER = 64
+"""Events that are handled before anything else is looked at."""
 ROLL_CALL_MARGIN = 5.0
 """Seconds that a rank which is silent has longer to answer than the hub gives it."""
 
@@ -119,10 +121,7 @@ class Coordinator:
         """Run in this thread."""
         try:
             while not self._over and not self._stopping.is_set():
-                item = self._hub.receive(self._timeout())
-                now = self._clock()
-                if item is not None:
-                    self._on_event(*item, now)
+                now = self._handle(self._hub.receive(self._timeout()))
                 for machine in self._machines.values():
                     deadline = machine.deadline()
                     if deadline is not None and deadline <= now:
@@ -135,6 +134,21 @@ class Coordinator:
             raise
         finally:
             self._hub.close()
+
+    def _handle(self, item: tuple[int, Event | Gone] | None) -> float:
+        """Handle an event, and those that have come with it, or many of them; returns the time then."""
+        now, handled = self._clock(), 0
+        while item is not None and not self._over:
+            rank, event = item
+            if isinstance(event, OptimizerEvent) and not isinstance(event, Registered):  # nearly all are
+                self._on_optimizer_event(rank, event, now)
+            else:
+                self._on_event(rank, event, now)
+            handled += 1
+            if handled == TOGETHER or not self._hub.has_more:
+                break
+            item, now = self._hub.receive(0.0), self._clock()
+        return now
 
     def _timeout(self) -> float:
         deadlines = [d for d in (machine.deadline() for machine in self._machines.values()) if d is not None]

@@ -52,7 +52,14 @@ class Channel(Protocol):
 
 
 class Hub(Protocol):
-    """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``."""
+    """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``.
+
+    Attributes:
+        has_more: whether ``receive`` would return an event at once that has come with the last one.
+    """
+
+    @property
+    def has_more(self) -> bool: ...
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
         """Send to these ranks when the events that are there have been received, or many; never blocks.

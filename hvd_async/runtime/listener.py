@@ -19,7 +19,8 @@ ATTACH_FILTER, DETACH_FILTER = 26, 27
 """Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: keep 0 bytes of it."""
-BACKLOG = 128
+BACKLOG = 4096
+"""All ranks of a large job may come at once."""
 LOOPBACK = "127.0.0.1"
 
 

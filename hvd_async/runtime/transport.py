@@ -75,6 +75,10 @@ class ZmqHub:
         for ranks, commands in queued:
             self.router.deliver(ranks, packed(commands))
 
+    @property
+    def has_more(self) -> bool:
+        return bool(self._ready)
+
     def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
         if self._queued and (not self._ready or self._since >= SOON):
             self.flush()

@@ -125,6 +125,8 @@ def test_a_rank_that_is_ended_by_horovods_error_is_not_lost(monkeypatch):
 class Stage:
     """A hub whose events, and their times, are told beforehand."""
 
+    has_more = False
+
     def __init__(self, *script: tuple[float, int, Any]) -> None:
         self._script, self._now = list(script), 0.0
         self.sent: list[tuple[int, Command]] = []

@@ -29,6 +29,7 @@ from hvd_async.runtime.messages import (
     Present,
     RankLost,
     Registered,
+    Welcome,
 )
 from hvd_async.testing import CODEC
 from tests.unit.test_messages import any_message
@@ -39,6 +40,8 @@ HONEST, LIAR = 0, 1
 
 class Stage:
     """A hub in which rank 0 trains with partial allreduce, as it should, and rank 1 reads from a script."""
+
+    has_more = False
 
     def __init__(self, script: Sequence[Event]) -> None:
         self._script = deque(script)
@@ -163,3 +166,27 @@ def test_lines_of_a_rank_cannot_be_taken_for_anothers(capfd):
     assert isinstance(lost, RankLost)
     assert lost.reason.isprintable()
     assert len(lost.reason) < 10_000
+
+
+def test_no_event_is_left_out_where_very_many_come_together():
+    """All ranks say hello at once, more than are handled before anything else is looked at."""
+    size = 3 * hvd_async.runtime.coordinator.TOGETHER + 1
+
+    class Crowd(Stage):
+        has_more = True
+
+        def __init__(self) -> None:
+            self._left: deque[tuple[int, Event]] = deque((rank, Hello("here", rank)) for rank in range(size))
+            self.heard: list[Command] = []
+            self.coordinator = Coordinator(self, FAMILIES, ["here"] * size, clock=lambda: 0.0)
+
+        def send(self, ranks: Sequence[int], command: Command) -> None:
+            self.heard.append(command)
+
+        def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+            if self._left:
+                return self._left.popleft()
+            self.coordinator._stopping.set()
+            return None
+
+    assert Crowd().run() == [Welcome()]
