@@ -14,6 +14,8 @@ from hvd_async.runtime.transport import Uplink
 
 GATHER = 0.001
 """Seconds between two messages upward: what comes meanwhile goes in one."""
+SIBLINGS = 0.0002
+"""Seconds that a message waits at the least for those of other ranks, which often come together."""
 
 
 class Relay:
@@ -37,7 +39,9 @@ class Relay:
             while not self._is_over():
                 now = time.monotonic()
                 self._sleeper.wait(max(0.0, self._next - now) if self._waiting else None)
-                self._waiting += self._router.read()
+                if (heard := self._router.read()) and not self._waiting:
+                    self._next = max(self._next, time.monotonic() + SIBLINGS)
+                self._waiting += heard
                 self._pass_down()
                 if self._waiting and time.monotonic() >= self._next:
                     self._pass_up()

@@ -256,13 +256,13 @@ class EagerWorld(World):
     def hear(self, rank: EagerRank, event: OptimizerEvent) -> None:
         book = self.book
         match event:
-            case GradientReady(_, buckets, step, _):
+            case GradientReady(_, buckets, step, _) | StepEntered(_, step, _, buckets):
+                if isinstance(event, StepEntered):
+                    book.entered[rank.number] = step
                 for bucket in buckets:
                     book.handed[bucket][rank.number] += 1
                     book.before[bucket][rank.number] = book.step[bucket][rank.number]
                     book.step[bucket][rank.number] = step
-            case StepEntered(_, step, _):
-                book.entered[rank.number] = step
             case VersionTaken(_, version):
                 for step in book.step:
                     step[rank.number] = version

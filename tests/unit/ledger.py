@@ -72,16 +72,13 @@ class Ledger:
                 self.opened = event.hyper if rank == self.ranks[0] else self.opened
                 self._hyper[rank] = event.hyper
             case GradientReady(_, buckets, step):
-                for bucket in buckets:
-                    assert step == self.position[bucket][rank] + 1
-                    self.position[bucket][rank] = step
-                    if step == self.fired[bucket] + 1:
-                        self.arrivals.setdefault((bucket, step), {})[rank] = now
+                self._arrive(rank, buckets, step, now)
             case VersionTaken(_, version):
                 assert self.config.pace == "rounds"
                 for position in self.position:
                     position[rank] = version
-            case StepEntered(_, step, hyper):
+            case StepEntered(_, step, hyper, buckets):
+                self._arrive(rank, buckets, step, now)
                 self._hyper[rank] = self._hyper[rank] if hyper is None else hyper
                 self._told[rank, step] = self._hyper[rank]
                 self._in_step[rank] = (step, now)
@@ -90,6 +87,13 @@ class Ledger:
                 self.done.add(rank)
                 self.flush = self.flush or flush
         self._note(now)
+
+    def _arrive(self, rank: int, buckets: list[int], step: int, now: float) -> None:
+        for bucket in buckets:
+            assert step == self.position[bucket][rank] + 1
+            self.position[bucket][rank] = step
+            if step == self.fired[bucket] + 1:
+                self.arrivals.setdefault((bucket, step), {})[rank] = now
 
     def check(self, commands: list[Command], rank: int | None, now: float) -> None:
         """The commands that came of it.

@@ -79,7 +79,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "steps that differ", "round_ is None or round_.hyper is not None or self", "round_ is None or self"
         ),
         "late hyperparameters are not told": Mutant(
-            "opening", "return [self._commands.hyper(event.step, self._told[rank])]", "return []"
+            "opening", "return [self._commands.hyper(event.step, hyper)]", "return []"
         ),
         "a drain's last round goes for one bucket": Mutant(
             "two buckets, both late", "while bucket.fired < last:", "if bucket.fired < last and not index:"
@@ -92,8 +92,8 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a version that is taken frees nobody": Mutant(
             "pace by rounds",
-            "        return self._advance(rank, now)\n\n    def _reported",
-            "        return []\n\n    def _reported",
+            "        return self._advance(rank, now)\n\n    def _check_finished",
+            "        return []\n\n    def _check_finished",
         ),
         "a rank that is done frees nobody": Mutant(
             "steps that differ",

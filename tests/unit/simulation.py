@@ -70,7 +70,6 @@ class Job:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The ranks."""
         return self.ranks or tuple(range(self.size))
 
     def flushes(self, segment: int) -> bool:
@@ -194,19 +193,22 @@ class Simulation:
         self.random.shuffle(order)
         ready: list[int] = []
         for at, bucket in enumerate(order, 1):
-            if bucket is None:
-                hyper = self.hyper(rank.number, step)
-                rank.outbox.append(StepEntered(0, step, None if hyper == rank.told else hyper))
-                rank.told = hyper
-            else:
+            if bucket is not None:
                 ready.append(bucket)
-            if ready and (at == len(order) or self.random.random() < 0.5):  # (else the engine has not looked yet)
+            goes = bool(ready) and (at == len(order) or self.random.random() < 0.5)  # (else it has not looked yet)
+            if goes:
                 for each in ready:
                     if self.random.random() >= self.job.empty:
                         self.produced[each].append(gradient)
                         rank.pending[each].append(gradient)
+            if bucket is None:
+                hyper = self.hyper(rank.number, step)
+                told = None if hyper == rank.told else hyper
+                rank.outbox.append(StepEntered(0, step, told, ready if goes else []))
+                rank.told = hyper
+            elif goes:
                 rank.outbox.append(GradientReady(0, ready, step))
-                ready = []
+            ready = [] if goes else ready
             yield
         yield from self._until(rank, lambda: rank.ready >= step)
         most = 1 if rank.index in self.job.one_by_one else rank.ready

@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from hvd_async.algorithms.eager.counters import Counters, GradientLedger
-from hvd_async.algorithms.eager.messages import GradientReady
+from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.messages import Hyper
 
 
 class HandedOver(NamedTuple):
@@ -27,6 +28,12 @@ def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientRead
     """Return the event that buckets of one step are with the engine of optimizer ``number``."""
     empty = [one.bucket for one in taken if one.vector is None]
     return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
+
+
+def entered(number: int, step: int, hyper: Hyper | None, taken: Sequence[HandedOver], landed: int) -> StepEntered:
+    """Return the event that this rank is in ``step()``, and what came with it is with the engine."""
+    empty = [one.bucket for one in taken if one.vector is None]
+    return StepEntered(number, step, hyper, [one.bucket for one in taken], landed if taken else 0, empty)
 
 
 class HandOver:

@@ -40,10 +40,14 @@ class EagerConfig(Config, frozen=True, tag=True):
 
 
 class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last."""
+    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last. The gradients
+    of ``buckets`` have come with it, as of ``GradientReady``."""
 
     step: int
     hyper: Hyper | None = None
+    buckets: list[int] = msgspec.field(default_factory=list)
+    landed: int = 0
+    empty: list[int] = msgspec.field(default_factory=list)
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):

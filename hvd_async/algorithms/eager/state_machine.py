@@ -5,8 +5,8 @@ The laws it keeps:
 1. *One order.* When round t - 1 of a bucket has started, round t may; each starts once, and is commanded to every rank.
 2. *Staleness.* When t - position(r) <= max_staleness for every active rank r, round t may start. A rank's position is
    the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
-   A gradient computed at version v is handed over as step s <= v + 1 and carried by the first round started after that,
-   so its staleness (round - 1 - v) keeps the bound.
+   A gradient of version v is handed over as step s <= v + 1, and carried by the first round started after that: its
+   staleness (round - 1 - v) keeps the bound.
    Where ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
    in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
    that they begin the next with equal weights.
@@ -62,8 +62,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._auto: AutoQuorum | None = None
-        self._hosts, self._grace = Hosts(ranks, 1), Grace(0.0)
-        self._by_hosts = False
+        self._hosts, self._grace, self._by_hosts = Hosts(ranks, 1), Grace(0.0), False
         """Whether ranks step host by host."""
         self._late: set[int] = set()
         """Hosts some bucket of whose step was gathered after its round had fired."""
@@ -153,14 +152,18 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
-            case StepEntered():
+            case StepEntered() if not event.buckets:
                 return self._stepped(rank, event, now)
+            case StepEntered():
+                arrived = self._check_arrived(rank, event)  # (before anything has changed)
+                return self._stepped(rank, event, now) + self._arrived(rank, event, arrived, now)
             case GradientReady():
-                return self._arrived(rank, event, now)
+                return self._arrived(rank, event, self._check_arrived(rank, event), now)
             case VersionTaken():
                 return self._took(rank, event, now)
             case RoundsReceived():
-                return self._reported(rank, event)
+                self._received.report(rank, event, self._buckets)
+                return []
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
 
@@ -174,18 +177,20 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if event.hyper is not None:
             self._told[rank] = event.hyper
         self._steppers.enter(rank, event.step, now, self._fired)
-        round_ = self._rounds.get(event.step)
+        round_, hyper = self._rounds.get(event.step), self._told[rank]
         if round_ is None or round_.hyper is not None or self._fired < event.step:
             return []
-        self._settle(event.step, self._told[rank])
-        return [self._commands.hyper(event.step, self._told[rank])]
+        self._settle(event.step, hyper)
+        return [self._commands.hyper(event.step, hyper)]
 
-    def _arrived(self, rank: int, event: GradientReady, now: float) -> list[Command]:
+    def _check_arrived(self, rank: int, event: GradientReady | StepEntered) -> int:
+        """Return the buckets of a rank's step that have arrived, as bits; changes nothing."""
         self._running(rank, event)
+        gathering, positions = self._gathering, self._positions
+        return check_arrival(rank, self._hosts.of[rank], event, self._fired, self._buckets, positions, gathering)
+
+    def _arrived(self, rank: int, event: GradientReady | StepEntered, bits: int, now: float) -> list[Command]:
         step, indices, all_buckets, host = event.step, event.buckets, self._buckets, self._hosts.of[rank]
-        bits = check_arrival(rank, host, step, indices, all_buckets, self._positions, self._gathering)
-        if event.landed > self._fired:
-            raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
         if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
         # a rank in its next step has seen the round of the one before
@@ -243,10 +248,6 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._positions.move(rank, event.version)
         return self._advance(rank, now)
 
-    def _reported(self, rank: int, event: RoundsReceived) -> list[Command]:
-        self._received.report(rank, event, self._buckets)
-        return []
-
     def _check_finished(self, rank: int) -> None:
         if self._waits_in(rank):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
@@ -258,7 +259,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
-        return self._reported(rank, event) if isinstance(event, RoundsReceived) else []
+        return self._on_event(rank, event, now) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
         if rank in self._computing and self._buckets:

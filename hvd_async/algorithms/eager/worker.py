@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from hvd_async.algorithms.eager.counters import Counters
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.hand_over import HandOver, ready
+from hvd_async.algorithms.eager.hand_over import HandedOver, HandOver, entered, ready
 from hvd_async.algorithms.eager.messages import (
     EagerConfig,
     EndStep,
@@ -22,7 +22,6 @@ from hvd_async.algorithms.eager.messages import (
     RoundsReceived,
     SetHyperparameters,
     StartRound,
-    StepEntered,
     VersionTaken,
 )
 from hvd_async.algorithms.eager.remains import Remains
@@ -69,8 +68,8 @@ class EagerWorker(Worker):
         inbox = RoundInbox(engine.changed)
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
-        self._counters = Counters(wire.members or range(engine.size))
         ranks = wire.members or range(engine.size)
+        self._counters = Counters(ranks)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
         self._records_timeline = self._in_flight.timeline is not None
@@ -138,7 +137,7 @@ class EagerWorker(Worker):
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
             self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
-            self._post(lambda: self._arrive(number, step, in_step=False))
+            self._post(lambda: self._arrive(number, step))
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
@@ -210,12 +209,7 @@ class EagerWorker(Worker):
         self._steps += 1
         self._hand_over.end_step()
         told, self._told = None if hyper == self._told else hyper, hyper
-
-        def hand_over() -> None:
-            self.engine.send(StepEntered(number, step, told))
-            self._arrive(number, step, in_step=True)
-
-        self._post(hand_over)
+        self._post(lambda: self._enter(number, step, told))
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
@@ -371,11 +365,17 @@ class EagerWorker(Worker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def _arrive(self, number: int, step: int, in_step: bool) -> None:
-        if taken := self._hand_over.take(step, in_step):
-            for bucket, vector, version, *_ in taken:
-                self._in_flight.arrive(bucket, vector, version)
+    def _arrive(self, number: int, step: int) -> None:
+        if taken := self._taken(step, in_step=False):
             self.engine.send(ready(number, taken, self._in_flight.complete))
+
+    def _enter(self, number: int, step: int, told: Hyper | None) -> None:
+        self.engine.send(entered(number, step, told, self._taken(step, in_step=True), self._in_flight.complete))
+
+    def _taken(self, step: int, in_step: bool) -> list[HandedOver]:
+        for one in (taken := self._hand_over.take(step, in_step)):
+            self._in_flight.arrive(one.bucket, one.vector, one.version)
+        return taken
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""

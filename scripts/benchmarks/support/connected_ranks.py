@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.messages import EagerConfig, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode, packed
 from hvd_async.runtime.descriptors import shortage
@@ -98,10 +98,10 @@ class Ranks:
                 sent = self.send(lambda rank: [Registered(optimizer, config, ["w"], [1], hyper=HYPER)])
                 return {"sent": sent, "received": self.wait(lambda command: command == Accepted(optimizer))}
             case "step":
-                gradient = GradientReady(optimizer, [*range(order["buckets"])], step)
+                entered = StepEntered(optimizer, step, buckets=[*range(order["buckets"])], landed=step - 1)
                 some = {*order["ranks"]}
                 chosen = (lambda rank: rank in some) if some else (lambda rank: order["others"])
-                sent = self.send(lambda rank: [StepEntered(optimizer, step), gradient] if chosen(rank) else [])
+                sent = self.send(lambda rank: [entered] if chosen(rank) else [])
                 if not order["wait"]:
                     return {"sent": sent}
 

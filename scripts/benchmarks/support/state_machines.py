@@ -110,8 +110,9 @@ def eager(
             number += 1
             sent: list[Sent] = []
             for rank in ranks:
-                sent.append((rank, StepEntered(0, number, None if number > 1 else HYPER)))
-                sent += [(rank, GradientReady(0, part, number, number - 1)) for part in parts]
+                *early, last = parts
+                sent += [(rank, GradientReady(0, part, number, number - 1)) for part in early]
+                sent.append((rank, StepEntered(0, number, None if number > 1 else HYPER, last, number - 1)))
             if config.pace == "rounds":
                 sent += [(rank, VersionTaken(0, number)) for rank in ranks]
             yield sent
