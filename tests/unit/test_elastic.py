@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, Tail
 from hvd_async.algorithms.eager.remains import Remains
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.driver import GradientCounts, Standing
 from hvd_async.optimizers.elastic import INIT_FAILED, Report, plan
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.commits import CommitCounts, Commits
+from hvd_async.testing import InjectedError
 
 BUCKETS = 2
 
@@ -307,3 +310,22 @@ def test_commits_that_nobody_has_asked_for_are_refused():
 def test_an_orderly_change_of_the_ranks_loses_nothing():
     reports = [Report(True, [Standing(4, 3, 3)]) for _ in range(2)]
     assert plan(reports).optimizers[0].lost == 0
+
+
+def test_a_drain_of_adpsgd_that_a_death_breaks_off_leaves_this_ranks_weights():
+    """The collective may have written over what it was given: a part of the others' weights, as it has come."""
+
+    class Broken(ADPSGDWorker):
+        def __init__(self) -> None:
+            self._lock, self._post, self.log = threading.Lock(), make_message_format(2, np.float32, "none", 1), None
+            self._together = False
+            self.begin(np.array([1.0, 2.0], np.float32))
+
+        def consensus(self, x: np.ndarray) -> np.ndarray:
+            x += 100.0
+            raise InjectedError("a rank has died")
+
+    worker, weights = Broken(), np.array([1.5, 2.0], np.float32)
+    with pytest.raises(InjectedError):
+        worker.gather(weights + 0, True)
+    assert worker.leave(weights + 0).weights == pytest.approx(weights)

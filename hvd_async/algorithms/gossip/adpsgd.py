@@ -114,7 +114,7 @@ class ADPSGDWorker(GossipWorker):
             self._state, self._together = on_step(self._state, weights, self._post.add, self._post.times), flush
             z = self._state.model
         if flush:
-            z = self.consensus(z)
+            z = self.consensus(z + 0)  # (if it is broken off, z is what this rank goes on from)
             with self._lock:
                 self._state = State(z + 0, z)
                 if self.log is not None:
