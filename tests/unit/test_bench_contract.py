@@ -101,7 +101,7 @@ def test_a_quick_run_is_smaller_is_drawn_and_judges_only_what_is_exact(bench, mo
 
 
 def test_every_case_helps_and_has_its_old_name(bench, capsys):
-    assert list(bench.CASES) == CASES
+    assert [name for name in bench.CASES if name != "scale"] == CASES  # (that one starts no job)
     parser = bench.parser()
     for name in [*CASES, *bench.OLD_NAMES.values(), "all"]:
         with pytest.raises(SystemExit) as left:

@@ -155,8 +155,8 @@ def report_of(args: argparse.Namespace, found: list[tuple[Schedule, History | No
         made = Counter(one.action for schedule, *_ in own for one in schedule.troubles)
         setting = {
             "framework": args.framework,
-            "virtual": args.virtual,
             "seeds": [schedule.seed for schedule, *_ in own],
+            **({"hosts": "virtual"} if args.virtual else {}),
         }
         report.rows.append(
             row(

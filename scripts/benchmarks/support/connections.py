@@ -25,6 +25,8 @@ from hvd_async.runtime.listener import LOOPBACK
 SCRIPTS = Path(__file__).resolve().parents[2]
 CLIENTS = 2
 """Processes that hold the ranks' connections."""
+SETTLE = 0.05
+"""Seconds in which the coordinator has handled late arrivals, whose time is not to be counted in the next round's."""
 BUCKETS = 4
 OPTIMIZERS = ("solo", "all")
 
@@ -160,7 +162,7 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
             solo.append(1e3 * (last - first))
             rest = [*range(1, ranks)]
             _ask(clients, **common, optimizer=0, ranks=rest, others=False, wait=False)
-            time.sleep(0.05)  # what they said is behind the coordinator, or its time would be counted below
+            time.sleep(SETTLE)
             before = sum(coordinator.cpu_times()[:2])
             first, last = _ask(clients, **common, optimizer=1, ranks=[], others=True, wait=True)
             every.append(1e3 * (last - first))
