@@ -37,3 +37,8 @@ def test_hosts_that_cannot_be_are_refused_before_anything_is_done(job: RunJob, s
         assert "3 ranks a host do not divide 4 ranks into hosts of equal size" in str(rank)
     for rank in setting.case(job, "refused 2"):
         assert "quorum=3 of 2 hosts cannot be" in str(rank)
+
+
+def test_these_jobs_went_by_way_of_a_relay_and_a_coordinator_of_its_own(job: RunJob, setting: Setting) -> None:
+    roles = [rank["roles"] for rank in setting.case(job, "control processes")]
+    assert roles == [["coordinator"], [], ["relay"], []]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from typing import get_args
 
+import psutil
 from common import BINDINGS, Part, Report
 from leader_table import process_sets
 from table import Share
@@ -24,9 +26,14 @@ def main() -> None:
     binding = importlib.import_module(BINDINGS[options.framework][0])
     hvd = binding.hvd
     hvd.init(process_sets=process_sets(options.sets, hvd.ProcessSet))
+    os.environ["HVD_ASYNC_MACHINE"] = f"host {hvd.rank() // 2}"  # (all are on this one)
     report = Report(hvd.rank())
     for topic in options.topics.split(","):
         importlib.import_module(topic).run(binding, report, Part(options.cases, options.sets))
+    commands = [child.cmdline() for child in psutil.Process().children()]
+    report.put(
+        "control processes", roles=[line[-2] for line in commands if "hvd_async.runtime.control_process" in line]
+    )
     hvd.shutdown()
     report.put("end")
 
