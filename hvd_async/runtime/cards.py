@@ -15,7 +15,8 @@ class Card(msgspec.Struct, frozen=True):
     """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
 
     ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
-    the first one did not tell. ``problem``: why this rank cannot go on.
+    the first one did not tell. ``problem``: why this rank cannot go on. ``large``: whether there are relays, as rank 0
+    has decided.
     """
 
     public: bytes
@@ -26,6 +27,7 @@ class Card(msgspec.Struct, frozen=True):
     place: str = ""
     version: str = "an early one"
     problem: str = ""
+    large: bool = False
 
 
 class RelayCard(msgspec.Struct, frozen=True):

@@ -1,9 +1,8 @@
 """The coordinator, or a relay, in a process of its own beside a rank: neither that rank's interpreter lock nor its
 computation delays the others' messages, and it outlives the rank to say how it ended.
 
-``python -m hvd_async.runtime.control_process coordinator`` (or ``relay``) tells on its standard output where it can be
-reached, and gets on its standard input what else it has to know. The end of its standard input is that of its rank: it
-comes to its end by itself, in a limited time.
+It tells by a pipe where it can be reached, and gets on its standard input what else it has to know. The end of that is
+its rank's: it then comes to its end by itself, in a limited time.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -27,15 +27,23 @@ from hvd_async.runtime import time_limits
 from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.codec import Codec
 from hvd_async.runtime.coordinator import Coordinator
+from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.relay import Relay
 from hvd_async.runtime.relay_tree import Child
 from hvd_async.runtime.router import Router
+from hvd_async.runtime.sockets import LONGEST_SILENCE
 from hvd_async.runtime.transport import Uplink, ZmqHub
 
 T = TypeVar("T")
 REGISTRY = "hvd_async.algorithms.registry"
 """Where the process finds the families of algorithms. (The runtime knows none.)"""
-STDIN = 0
+PROGRAM = f"""import sys
+sys.path = [path for path in sys.path if path] + [sys.argv[1]]
+from {__name__} import main
+main(*sys.argv[2:])"""
+"""What the process runs: as ``-m`` would, but that the working directory is not searched, and the standard library goes
+before the place of this package."""
+STDIN, STDERR = 0, 2
 SPARE = 15.0
 """Seconds that a process may take longer than the ranks have to answer, once its own rank has gone."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -97,20 +105,24 @@ class ControlProcess:
     """
 
     def __init__(self, role: str) -> None:
-        command = [sys.executable, "-m", __name__, role, REGISTRY]
-        package = str(Path(__file__).resolve().parents[2])
-        found = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": found}
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            door = _read(output, Door)
+        package, limit = str(Path(__file__).resolve().parents[2]), time_limits.connect_timeout()
+        hear, talk = os.pipe()
+        command = [sys.executable, "-c", PROGRAM, package, str(talk), role, REGISTRY]
+        with os.fdopen(hear, "rb") as told:
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # it inherits that, until it ignores them
+            try:
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=STDERR, pass_fds=[talk])
+            finally:
+                os.close(talk)
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            ready = select.select([told], [], [], min(limit, LONGEST_SILENCE))[0]
+            door = _read(told, Door) if ready else None
         if door is None:
+            if not ready:
+                self._process.kill()
             raise EngineError(
-                f"the {role}'s process ended before it had begun (status {self._process.wait()}; what it said is on "
-                f"stderr): {' '.join(command)}. HVD_ASYNC_RELAYS_FROM=0 does without."
+                f"the {role}'s process ended before it had begun, or took longer than {limit:g} s (status "
+                f"{self._process.wait()}; what it said is on stderr). HVD_ASYNC_RELAYS_FROM=0 on rank 0 does without."
             )
         self.door, self.pid = door, self._process.pid
 
@@ -167,7 +179,7 @@ def _end_after_rank() -> None:
     def watch() -> None:
         while os.read(STDIN, 1):  # (not by ``sys.stdin``: its lock would be held when the interpreter ends)
             pass
-        threading.Event().wait(time_limits.dead_after() + SPARE)
+        threading.Event().wait(min(time_limits.dead_after(), LONGEST_SILENCE) + SPARE)
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -179,6 +191,13 @@ def _told() -> Setup | None:
         return _read(stream, Setup)
 
 
+def _prepare(setup: Setup) -> None:
+    """Have descriptors enough, and run on any core: the rank may be bound to the one that computes."""
+    shortage(len(setup.children))
+    with contextlib.suppress(AttributeError, OSError):  # (not Linux; not allowed)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
 def _coordinate(talk: IO[bytes], registry: str) -> None:
     families = importlib.import_module(registry).FAMILIES
     hub = ZmqHub(Codec(families))
@@ -188,6 +207,7 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
         hub.close()
         return
     _end_after_rank()
+    _prepare(setup)
     hub.allow(setup.keys, setup.local, setup.children)
     limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
     coordinator = Coordinator(hub, families, setup.hosts, *limits)
@@ -202,6 +222,7 @@ def _relay(talk: IO[bytes]) -> None:
         router.close()
         return
     _end_after_rank()
+    _prepare(setup)
     router.allow(setup.children, setup.keys, setup.local)
     above = setup.above
     whose = "what a relay is to reach, the coordinator on rank 0 or a relay of another host,"
@@ -209,22 +230,19 @@ def _relay(talk: IO[bytes]) -> None:
     Relay(router, Uplink(address, above.port, above.public, keys)).run()
 
 
-def main(role: str, registry: str) -> None:
+def main(descriptor: str, role: str, registry: str) -> None:
     """Be a coordinator or a relay.
 
     Args:
+        descriptor: of the pipe to the rank.
         role: "coordinator" or "relay".
         registry: the module with the families of algorithms.
     """
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
-    with os.fdopen(os.dup(1), "wb") as talk:
-        os.dup2(2, 1)  # whatever else is printed goes where people look
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    with os.fdopen(int(descriptor), "wb") as talk:
         if role == "coordinator":
             _coordinate(talk, registry)
         else:
             _relay(talk)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -14,17 +14,20 @@ SPARE = 128
 """For what else ZeroMQ and Python open."""
 
 
-def shortage(connections: int) -> str:
-    """Return what is wrong, and what mends it, if this process may not open so many connections; else nothing.
+def shortage(connections: int, here: bool = True) -> str:
+    """Return what is wrong, and what mends it, if a process may not open so many connections; else nothing.
 
-    A soft limit that is too low is raised, as far as the hard one lets it.
+    Args:
+        connections: how many.
+        here: whether it is this process: then a soft limit that is too low is raised, as far as the hard one lets it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + EACH * connections + SPARE
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return ""
     if hard == resource.RLIM_INFINITY or needed <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        if here:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return ""
     return (
         f"{connections} connections to this host need {needed} file descriptors, and it allows {hard}: raise the limit "

@@ -38,7 +38,8 @@ class Relay:
             self._uplink.send(encode_upward([]))  # so that those above know where it is
             while not self._is_over():
                 now = time.monotonic()
-                self._sleeper.wait(max(0.0, self._next - now) if self._waiting else None)
+                timeout = max(0.0, self._next - now) if self._waiting else None
+                self._sleeper.wait(0.0 if self._router.owes else timeout)
                 if (heard := self._router.read()) and not self._waiting:
                     self._next = max(self._next, time.monotonic() + SIBLINGS)
                 self._waiting += heard

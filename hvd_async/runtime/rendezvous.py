@@ -94,22 +94,21 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         RankLostError: a rank did not come.
     """
     keys, codec, limit = zmq.curve_keypair(), Codec(families), time_limits.connect_timeout()
-    large = collectives.size >= time_limits.relays_from()
     with contextlib.ExitStack() as undo:
-        server: _Server | None = None
-        if collectives.rank == 0:
-            server = ControlProcess("coordinator") if large else _Thread(codec, families)
+        server, problem, large = _start_server(collectives, families) if collectives.rank == 0 else (None, "", False)
+        if server is not None:
             undo.callback(server.close)
-        cards = _exchange_cards(collectives, keys[0], server, large)
+        cards = _exchange_cards(collectives, keys[0], server, problem, large)
+        large = cards[0].large
         places = [card.place or f"rank {rank}" for rank, card in enumerate(cards)]
         tree = relay_tree.plan(places) if large else relay_tree.direct(len(cards))
         controls: list[Control] = []
         relays: list[RelayCard] = []
-        if tree.relays:
-            relay = ControlProcess("relay") if collectives.rank in tree.relays else None
+        if large:
+            relay, problem = _started("relay") if collectives.rank in tree.relays else (None, "")
             if relay is not None:
                 undo.callback(relay.close)
-            relays = _exchange_relays(collectives, relay, tree)
+            relays = _exchange_relays(collectives, relay, problem, tree)
             if relay is not None:
                 controls.append(relay.begin(relay_setup_of(collectives.rank, tree, cards, relays, places)))
         if server is not None:
@@ -120,6 +119,26 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         channel = _connected(collectives, codec, keys, tree, cards, relays, limit)
         undo.pop_all()
     return Meeting(channel, tuple(controls))
+
+
+def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple[_Server | None, str, bool]:
+    """Start the coordinator's server on rank 0; returns it, what all ranks are to be told if it could not be started,
+    and whether the job is large."""
+    try:
+        large = collectives.size >= time_limits.relays_from()
+    except ValueError as error:
+        return None, str(error), False
+    if large:
+        return *_started("coordinator"), True
+    return _Thread(Codec(families), families), shortage(collectives.size), False
+
+
+def _started(role: str) -> tuple[ControlProcess | None, str]:
+    """Start a process; returns it, or what all ranks are to be told if it could not be started."""
+    try:
+        return ControlProcess(role), ""
+    except (EngineError, OSError, msgspec.DecodeError) as error:
+        return None, f"the {role} could not be started: {error}"
 
 
 def _connected(
@@ -158,13 +177,12 @@ def _connected(
 # -- cards ----------------------------------------------------------------------------------------------------
 
 
-def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | None, large: bool) -> list[Card]:
-    door, addresses, problem = Door(b"", 0), [], ""
-    if server is not None:
-        door, addresses = server.door, own_addresses()
-        problem = "" if large else shortage(collectives.size)
+def _exchange_cards(
+    collectives: Collectives, public: bytes, server: _Server | None, problem: str, large: bool
+) -> list[Card]:
+    door, addresses = (Door(b"", 0), []) if server is None else (server.door, own_addresses())
     place, version = machine(), hvd_async.__version__
-    card = Card(public, collectives.host, door.public, door.port, addresses, place, version, problem)
+    card = Card(public, collectives.host, door.public, door.port, addresses, place, version, problem, large)
     cards: list[Card] = []
     versions: dict[str, list[int]] = {}
     for rank, data in enumerate(collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")):
@@ -182,12 +200,15 @@ def _exchange_cards(collectives: Collectives, public: bytes, server: _Server | N
     return cards
 
 
-def _exchange_relays(collectives: Collectives, relay: ControlProcess | None, tree: Tree) -> list[RelayCard]:
+def _exchange_relays(
+    collectives: Collectives, relay: ControlProcess | None, problem: str, tree: Tree
+) -> list[RelayCard]:
     """All ranks' relays; rank 0 also says whether the coordinator can serve its children."""
     rank = collectives.rank
     children = tree.root if rank == 0 else tree.relays.get(rank, ())
     addresses = [] if relay is None else own_addresses(told=False)
-    card = RelayCard(None if relay is None else relay.door, addresses, shortage(len(children)) if children else "")
+    problem = problem or (shortage(len(children), here=False) if children else "")
+    card = RelayCard(None if relay is None else relay.door, addresses, problem)
     found = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.relays")
     cards = [msgspec.msgpack.decode(data, type=RelayCard) for data in found]
     _raise_problems((number, "", one.problem) for number, one in enumerate(cards))

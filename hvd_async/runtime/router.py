@@ -25,6 +25,7 @@ tries several addresses, each with a connection of its own)."""
 PASS = 256
 """Messages that are read at a time before they are looked at, one of each connection in turn."""
 DIED = "died: its connection to the coordinator ended without a goodbye"
+RELAY_DIED = "died, or the relay beside it: the relay's connection to the coordinator ended without a goodbye"
 CUT_OFF = "was cut off: the relay on its host has ended"
 
 
@@ -174,8 +175,12 @@ class Router(Endpoint):
 
     def _without(self, number: int) -> list[Upward]:
         """Return what there is to say of the ranks behind a child whose connection has ended."""
-        first, *others = self._children[number].behind
-        return [Upward([first], b"", DIED), *([Upward(others, b"", CUT_OFF)] if others else [])]
+        child = self._children[number]
+        first, *others = child.behind
+        return [
+            Upward([first], b"", RELAY_DIED if child.relay else DIED),
+            *([Upward(others, b"", CUT_OFF)] if others else []),
+        ]
 
     def _open_or_shut(self) -> None:
         """Let nobody in once all have spoken, nor while many are there that have not said whose they are."""

@@ -194,10 +194,10 @@ class ZmqChannel:
         if len(data) > LARGEST // 2:
             what = f"{type(event).__name__} of {len(data)} bytes"
             raise EngineError(f"a message is too long for the coordinator: {what}, of {LARGEST // 2} at the most")
+        if self._bytes + len(data) > LARGEST // 2 or len(self._queued) == MOST_EVENTS:
+            self.flush()
         self._queued.append(msgspec.Raw(data))
         self._bytes += len(data)
-        if self._bytes > LARGEST // 2 or len(self._queued) == MOST_EVENTS:
-            self.flush()
 
     def flush(self) -> None:
         if self._queued:

@@ -15,6 +15,7 @@ import zmq
 
 from hvd_async.algorithms.eager.messages import GradientReady
 from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.errors import EngineError
 from hvd_async.runtime import addresses, control_process, descriptors, relay_tree
 from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.control_process import ControlProcess, Setup
@@ -25,7 +26,7 @@ from hvd_async.runtime.messages import CallRoll, CountCommits, Hello, Welcome
 from hvd_async.runtime.relay import Relay
 from hvd_async.runtime.relay_tree import Child
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.router import CUT_OFF, DIED, Router
+from hvd_async.runtime.router import CUT_OFF, DIED, RELAY_DIED, Router
 from hvd_async.runtime.transport import Uplink, ZmqHub
 from hvd_async.testing import CODEC
 from tests.threads.prompt_channel import PromptChannel
@@ -118,7 +119,7 @@ def test_a_relay_that_ends_is_the_end_of_its_owner_and_of_those_behind_it(below)
     say_hello(below)
     below.relay._uplink._refused = False  # as if its connection upward had ended
     below.relay._sleeper.wake()
-    assert [below.hear() for _ in range(3)] == [(1, Gone(DIED)), (2, Gone(CUT_OFF)), (3, Gone(CUT_OFF))]
+    assert [below.hear() for _ in range(3)] == [(1, Gone(RELAY_DIED)), (2, Gone(CUT_OFF)), (3, Gone(CUT_OFF))]
     gone = until(lambda: below.channels[3].receive(WAIT))
     assert isinstance(gone, Gone)
     assert "or it was the relay beside rank 1 on host b" in gone.reason
@@ -228,7 +229,7 @@ def test_a_control_process_that_dies_is_named(hosts_of_two, victim):
             "rank 0 on host" in str(one) and "the connection to the coordinator ended" in str(one) for one in told
         )
     else:
-        assert all("rank 2 on host" in str(one) and DIED in str(one) for one in told[:2]), told
+        assert all("rank 2 on host" in str(one) and RELAY_DIED in str(one) for one in told[:2]), told
         assert all("the relay beside rank 2" in str(one) for one in told[2:]), told
 
 
@@ -254,8 +255,48 @@ def test_a_control_process_ignores_what_launchers_send_to_all(monkeypatch):
 
 def test_a_control_process_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(control_process, "REGISTRY", "no.such.module")
-    with pytest.raises(meeting.EngineError, match=r"the coordinator's process ended before it had begun \(status 1"):
+    with pytest.raises(EngineError, match=r"the coordinator's process ended before it had begun, .* \(status 1"):
         ControlProcess("coordinator")
+
+
+@pytest.mark.parametrize("role", ["coordinator", "relay"])
+def test_a_control_process_that_cannot_start_is_told_by_all_ranks(monkeypatch, hosts_of_two, role):
+    def start(of: str) -> ControlProcess:
+        if of == role:
+            raise OSError("no more processes")
+        return ControlProcess(of)
+
+    monkeypatch.setattr(meeting, "ControlProcess", start)
+    told = on_ranks(4, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all(isinstance(one, EngineError) for one in told), told
+    assert all(f"the {role} could not be started: no more processes" in str(one) for one in told), told
+
+
+def test_rank_0_decides_whether_there_are_relays(monkeypatch, hosts_of_two):
+    """Its setting counts, wherever else there is another."""
+    monkeypatch.setattr(
+        meeting.time_limits, "relays_from", lambda: 1 if threading.current_thread().name[-1] == "0" else 9
+    )
+    one = plan("solo", 2, [3, 3, 3, 3])
+    train = work(one)
+    check_promises(one, on_ranks(4, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]
+    monkeypatch.setattr(meeting.time_limits, "relays_from", lambda: int("many"))
+    told = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all(isinstance(each, EngineError) and "many" in str(each) for each in told), told
+
+
+def test_files_of_the_working_directory_and_what_is_printed_meanwhile_do_no_harm(monkeypatch, tmp_path):
+    """A module there may have the name of one of the standard library's; a hook may greet people."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')\n")
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text("print('Welcome to the cluster')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{hooks}:{os.environ.get('PYTHONPATH', '')}")
+    process = ControlProcess("coordinator")
+    process.close()
+    process.join(WAIT)
+    assert process._process.poll() == 0
 
 
 def test_too_few_descriptors_are_told_by_all_ranks_with_the_number_that_is_needed(monkeypatch):
