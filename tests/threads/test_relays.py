@@ -292,7 +292,7 @@ def test_files_of_the_working_directory_and_what_is_printed_meanwhile_do_no_harm
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text("print('Welcome to the cluster')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{hooks}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(hooks), os.environ.get("PYTHONPATH")))))
     process = ControlProcess("coordinator")
     process.close()
     process.join(WAIT)
