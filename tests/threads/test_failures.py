@@ -12,7 +12,7 @@ import pytest
 import hvd_async.runtime.coordinator
 import hvd_async.runtime.engine
 import hvd_async.runtime.roll_call
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady
+from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StepEntered
 from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
@@ -47,7 +47,7 @@ class Arrivals:
 
         def watched(event: Event) -> None:
             send(event)
-            if isinstance(event, GradientReady) and event.step == self._step:
+            if isinstance(event, GradientReady | StepEntered) and event.buckets and event.step == self._step:
                 self._left.release()
 
         worker.engine.send = watched  # type: ignore[method-assign]
