@@ -286,29 +286,31 @@ def keep_exit_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "exit", sys.exit)  # (put back afterwards)
 
 
+def live_once(collectives: Collectives, train: Callable[[int], T]) -> T:
+    """A rank's training, from its rendezvous to its end."""
+    controls: list[Control] = []
+
+    def connect() -> Channel:
+        channel, own = rendezvous(collectives, FAMILIES)
+        controls.extend(own)
+        return channel
+
+    engine = Engine(collectives, connect)
+    engine.start()
+    with use_engine(engine):
+        record = train(collectives.rank)
+    engine.leave()
+    for control in controls:
+        control.join(WAIT)
+        control.stop()
+    return record
+
+
 @pytest.mark.parametrize("quorum", ["solo", "majority", "all"])
 def test_whole_training_over_the_network(quorum):
     one = plan(quorum, 2, [6, 4, 6], slow=2, buckets=2)
     train = work(one)
-
-    def live(collectives: Collectives) -> Any:
-        controls: list[Control] = []
-
-        def connect() -> Channel:
-            channel, own = rendezvous(collectives, FAMILIES)
-            controls.extend(own)
-            return channel
-
-        engine = Engine(collectives, connect)
-        engine.start()
-        with use_engine(engine):
-            record = train(collectives.rank)
-        engine.leave()
-        for control in controls:
-            control.join(WAIT)
-        return record
-
-    check_promises(one, on_ranks(3, live))  # type: ignore[arg-type]
+    check_promises(one, on_ranks(3, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]
 
 
 def test_a_lifecycle_starts_drains_stops_and_starts_again(monkeypatch):

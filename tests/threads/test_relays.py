@@ -21,7 +21,6 @@ from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.control_process import ControlProcess, Setup
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
-from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.messages import CallRoll, CountCommits, Hello, Welcome
 from hvd_async.runtime.relay import Relay
 from hvd_async.runtime.relay_tree import Child
@@ -30,7 +29,7 @@ from hvd_async.runtime.router import CUT_OFF, DIED, RELAY_DIED, Router
 from hvd_async.runtime.transport import Uplink, ZmqHub
 from hvd_async.testing import CODEC
 from tests.threads.prompt_channel import PromptChannel
-from tests.threads.test_control import WAIT, on_ranks, until
+from tests.threads.test_control import WAIT, live_once, on_ranks, until
 from tests.threads.workload import check_promises, plan, work
 
 HERE = "127.0.0.1"
@@ -153,28 +152,6 @@ def hosts_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "machine", lambda: f"host {int(threading.current_thread().name[-1]) // 2}")
 
 
-def live_once(collectives: Collectives, train: Any) -> Any:
-    """A rank's training, from its rendezvous to its end."""
-    name = threading.current_thread().name
-    controls: list[Control] = []
-
-    def connect() -> Channel:
-        threading.current_thread().name = name  # (of the engine: it tells the machine)
-        channel, own = rendezvous(collectives, FAMILIES)
-        controls.extend(own)
-        return channel
-
-    engine = Engine(collectives, connect)
-    engine.start()
-    with use_engine(engine):
-        record = train(collectives.rank)
-    engine.leave()
-    for control in controls:
-        control.join(WAIT)
-        control.stop()
-    return record
-
-
 def descendants() -> list[psutil.Process]:
     """Control processes of this process that are alive."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -198,10 +175,7 @@ def test_a_control_process_that_dies_is_named(hosts_of_two, victim):
     controls: list[Control] = []
 
     def live(collectives: Collectives) -> str:
-        name = threading.current_thread().name
-
         def connect() -> Channel:
-            threading.current_thread().name = name
             channel, own = rendezvous(collectives, FAMILIES)
             controls.extend(own)
             return channel
