@@ -16,8 +16,8 @@ pytestmark = pytest.mark.multiproc
 
 POINTS = {"torch": ("between", "backward", "before step", "step"), "tensorflow": ("between", "step")}
 KINDS = ("all", "majority", "solo", "sgp", "dpsgd", "adpsgd", "local", "exact-diffusion", "noloco", "lsgd", "easgd")
-DRIFT = ("solo", "adpsgd")
-"""Kinds whose ranks may be more than a step apart."""
+DRIFT = ("solo", "sgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco")
+"""Kinds whose ranks may be more than a step apart: they wait for some of the others only."""
 VICTIMS = ("first", "last")
 DETECTED = 25.0
 """Seconds from a death until the survivors train on: less than Gloo waits for a silent rank (30); seen: under one."""
