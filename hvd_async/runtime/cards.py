@@ -58,7 +58,7 @@ def setup_of(
     places: Sequence[str],
     place: str,
 ) -> Setup:
-    """What a server on a machine has to know of those below it."""
+    """Return the setup of the coordinator, or of a relay, on a machine: who may connect to it."""
     keys = []
     for child in children:
         door = relays[child.owner].door if child.relay else None
@@ -70,7 +70,7 @@ def setup_of(
 def relay_setup_of(
     rank: int, tree: Tree, cards: Sequence[Card], relays: Sequence[RelayCard], places: Sequence[str]
 ) -> Setup:
-    """What a rank's relay has to know."""
+    """Return the setup of a rank's relay: who may connect to it, and whom it connects to."""
     setup = setup_of(tree.relays[rank], cards, relays, places, places[rank])
     above = above_of(tree.above(rank), cards, relays, cards[rank].place)
     return msgspec.structs.replace(setup, hosts=[], above=above)

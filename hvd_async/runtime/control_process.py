@@ -41,8 +41,8 @@ PROGRAM = f"""import sys
 sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from {__name__} import main
 main(*sys.argv[2:])"""
-"""What the process runs: as ``-m`` would, but that the working directory is not searched, and the standard library goes
-before the place of this package."""
+"""The process's program: as ``-m`` would run it, but that the working directory is not searched, and the standard
+library goes before the place of this package."""
 STDIN, STDERR = 0, 2
 SPARE = 15.0
 """Seconds that a process may take longer than the ranks have to answer, once its own rank has gone."""
@@ -73,7 +73,7 @@ class Above(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process has to know.
+    """A process's setup, told by its rank.
 
     Attributes:
         children: who may connect.
@@ -186,16 +186,9 @@ def _end_after_rank() -> None:
 
 
 def _told() -> Setup | None:
-    """What the rank has to say; None if it has gone before."""
+    """The rank's setup; None if it has gone before."""
     with os.fdopen(os.dup(STDIN), "rb") as stream:
         return _read(stream, Setup)
-
-
-def _prepare(setup: Setup) -> None:
-    """Have descriptors enough, and run on any core: the rank may be bound to the one that computes."""
-    shortage(len(setup.children))
-    with contextlib.suppress(AttributeError, OSError):  # (not Linux; not allowed)
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def _coordinate(talk: IO[bytes], registry: str) -> None:
@@ -207,7 +200,7 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
         hub.close()
         return
     _end_after_rank()
-    _prepare(setup)
+    shortage(len(setup.children))  # (raises this process's own limit; the rank has looked at the hard one)
     hub.allow(setup.keys, setup.local, setup.children)
     limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
     coordinator = Coordinator(hub, families, setup.hosts, *limits)
@@ -222,7 +215,7 @@ def _relay(talk: IO[bytes]) -> None:
         router.close()
         return
     _end_after_rank()
-    _prepare(setup)
+    shortage(len(setup.children))  # (raises this process's own limit; the rank has looked at the hard one)
     router.allow(setup.children, setup.keys, setup.local)
     above = setup.above
     whose = "what a relay is to reach, the coordinator on rank 0 or a relay of another host,"

@@ -14,7 +14,7 @@ DecodeError = msgspec.DecodeError
 
 
 class Upward(msgspec.Struct, array_like=True):
-    """What ranks have sent.
+    """A message that ranks have sent.
 
     Attributes:
         ranks: that have all sent the same, after what they sent before.

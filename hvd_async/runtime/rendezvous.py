@@ -37,7 +37,7 @@ MARGIN = 10.0
 
 
 class Control(Protocol):
-    """What a rank runs for others: the coordinator, a relay, or both."""
+    """A server that a rank runs for others: the coordinator, or a relay."""
 
     def join(self, timeout: float) -> None:
         """Wait for so many seconds until it has come to its end by itself."""
@@ -47,7 +47,7 @@ class Control(Protocol):
 
 
 class Meeting(NamedTuple):
-    """A rank's connection to the coordinator, and what it runs for others."""
+    """A rank's connection to the coordinator, and the servers that it runs for others."""
 
     channel: Channel
     controls: tuple[Control, ...]

@@ -52,7 +52,7 @@ class Router(Endpoint):
         self._reached_by: dict[int, int] = {}
         """Children by the ranks behind them."""
         self._identities: dict[int, bytes] = {}
-        """As ZeroMQ knows the children that have said something."""
+        """ZeroMQ's names of the children that have said something."""
         self._connections: dict[int, _Connection] = {}
         """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
         self._ended: dict[int, _Connection] = {}

@@ -72,7 +72,7 @@ class Endpoint:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What a poll looks at. They only say that something has changed since the sockets were last used."""
+        """The descriptors to poll. They only say that something has changed since the sockets were last used."""
         return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
 
     def is_readable(self) -> bool:

@@ -164,7 +164,7 @@ def _by_steps(table: Any, count: int, max_staleness: int) -> float:
     steps, fresh = len(table), 0
     fires: list[_Moment] = []
     last: list[_Moment] = []
-    """Of each step, the arrival of the last rank."""
+    """When the last rank arrives, by step."""
     arrivals, late = np.empty_like(table), np.empty(table.shape, dtype=bool)
     for step in range(steps):
         before = np.where(late[step - 1], arrivals[step - 1], fires[-1].time) if step else 0.0

@@ -89,9 +89,9 @@ class Gathering:
         self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
         self.held: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        """Of hosts with ranks among ``held``, the step that theirs is."""
+        """Steps that the ranks among ``held`` are in, by host."""
         self._lacking = {host: [hosts.active.get(host, 0)] * self._buckets for host in hosts.first}
-        """Of each host, by bucket: how many of its ranks that are not done have not handed over that one more."""
+        """Ranks that are not done and have not handed that one more over: how many, by host and bucket."""
 
     def step(self, host: int) -> int | None:
         """Return the step that a host's ranks have handed over that wait for others; None if none waits."""

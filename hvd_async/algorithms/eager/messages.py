@@ -94,8 +94,8 @@ class RoundTrigger(msgspec.Struct, frozen=True):
 
 
 class HostSteps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Of each host, how many of its ranks' gradients of a bucket since the last drain or cut may go, as all its ranks
-    have handed them over: the same number of most hosts, and that of the ``others`` by the host's number."""
+    """Gradients of a bucket that may go since the last drain or cut, as all ranks of their host have handed them over:
+    how many of each rank, the same on most hosts, and of the ``others`` by the host's number."""
 
     most: int
     others: dict[int, int] = msgspec.field(default_factory=dict)

@@ -10,7 +10,7 @@ from hvd_async.errors import ProtocolError
 
 
 class ReceivedRounds:
-    """Of one optimizer. A round comes back to all ranks at much the same time, so one of them speaks for all."""
+    """One optimizer's. A round comes back to all ranks at much the same time, so one of them speaks for all."""
 
     def __init__(self) -> None:
         self._whole = 0

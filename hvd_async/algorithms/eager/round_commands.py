@@ -1,4 +1,4 @@
-"""What ranks are told of rounds that start: as few commands as can be, each as short as can be."""
+"""Commands that start rounds: as few as can be, each as short as can be."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Started(NamedTuple):
     arrived: int
     held: float
     hyper: Hyper | None
-    """Of the round, with its last bucket; None if they are not known."""
+    """The round's hyperparameters, with its last bucket; None if they are not known."""
     whole: HostSteps | None
 
 
 class RoundCommands:
-    """Of one optimizer; knows which hyperparameters its ranks were sent last, so that they are not sent again."""
+    """One optimizer's; knows which hyperparameters its ranks were sent last, so that they are not sent again."""
 
     def __init__(self, optimizer: int) -> None:
         self._optimizer = optimizer

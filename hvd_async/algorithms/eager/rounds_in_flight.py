@@ -65,7 +65,7 @@ class _Start:
     round: int
     arrived: int
     whole: int | None
-    """Of this rank's host; None if it steps by itself."""
+    """The number of gradients of this rank's host that belong to it; None if the rank steps by itself."""
 
 
 class RoundsInFlight:

@@ -40,7 +40,7 @@ class MessageQueues:
     _queues: dict[int, dict[int, float]]
     """When each message was queued, by rank and key, in the order in which they were."""
     _groups: list[_Group]
-    """Of first messages, those of the earliest step first."""
+    """The order of first messages: that of the earliest step is first."""
 
     def __init__(self, ranks: Sequence[int], stages: int = 1) -> None:
         self._place, self._stages = {rank: place for place, rank in enumerate(ranks)}, stages

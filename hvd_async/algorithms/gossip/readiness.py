@@ -23,7 +23,7 @@ class Reason(Enum):
 
 @dataclass
 class _Host:
-    """Of a host's ranks, how many are waited for, have queued messages, and have requested a pair."""
+    """Counts of a host's ranks: waited for, with queued messages, with a pair requested."""
 
     open: int
     sending: int = 0
