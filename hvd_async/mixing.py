@@ -7,15 +7,19 @@ to 1 (push-sum takes care of the rest: Assran et al., ICML 2019); D-PSGD and AD-
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hvd_async.topology import Topology
+from hvd_async.topology import Edge, Topology
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 TOLERANCE = 1e-9
 ROUNDING = 1e-12
 SCHEMES = ("uniform", "metropolis")
@@ -25,17 +29,121 @@ STRIP = "pass topology=hvd_async.topology.from_networkx(graph)"
 """Schemes that leave a graph's weights out."""
 
 
+@dataclass(frozen=True, eq=False)
+class EdgeWeights:
+    """A mixing matrix W by its edges. (At 10,000 ranks a dense one takes 800 MB, and a graph may have 14.)
+
+    Attributes:
+        receivers, senders: of each edge, int64, shape (E,), in that order; no edge is of a rank to itself.
+        weights: W[receiver, sender] of each, float64, shape (E,).
+        kept: the diagonal, float64, shape (P,).
+    """
+
+    receivers: Ints
+    senders: Ints
+    weights: Floats
+    kept: Floats
+
+    @classmethod
+    def of(cls, matrix: Matrix) -> EdgeWeights:
+        """The edges of a matrix of shape (P, P).
+
+        Raises:
+            ValueError: it is not square.
+        """
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"a mixing matrix of shape {matrix.shape}: it must be square, a row and a column a rank")
+        receivers, senders = np.nonzero(matrix - np.diag(matrix.diagonal()))
+        return cls(receivers, senders, matrix[receivers, senders], matrix.diagonal())
+
+    @classmethod
+    def keeping_all(cls, size: int) -> EdgeWeights:
+        """Nobody sends anything."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, np.zeros(0), np.ones(size))
+
+    @classmethod
+    def keeping_the_rest(cls, size: int, weights: Mapping[Edge, float]) -> EdgeWeights:
+        """Each rank keeps what it does not send. Keys are (sender, receiver)."""
+        edges = sorted((receiver, sender) for sender, receiver in weights)
+        receivers, senders = np.array(edges, np.int64).reshape(-1, 2).T
+        values = np.array([weights[sender, receiver] for receiver, sender in edges], np.float64)
+        given = np.zeros(size)
+        np.add.at(given, senders, values)
+        return cls(receivers, senders, values, 1.0 - given)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __matmul__(self, x: Floats) -> Floats:
+        """W x, of shape (P,)."""
+        return np.bincount(self.receivers, self.weights * x[self.senders], len(self)) + self.kept * x
+
+    def diagonal(self) -> Floats:
+        """What each rank keeps."""
+        return self.kept
+
+    def sums(self, of: Ints) -> Floats:
+        """The sums of W's columns (``senders``) or rows (``receivers``)."""
+        return np.bincount(of, self.weights, len(self)) + self.kept
+
+    def lazy(self) -> EdgeWeights:
+        """(W + 1) / 2."""
+        return EdgeWeights(self.receivers, self.senders, self.weights / 2, (self.kept + 1) / 2)
+
+    def asymmetric(self) -> tuple[int, int, float, float] | None:
+        """Two ranks i, j with W[i, j] and W[j, i], where these differ; None if they nowhere do."""
+        there, back = (a * len(self) + b for a, b in ((self.receivers, self.senders), (self.senders, self.receivers)))
+        either = np.union1d(there, back)
+        values = np.zeros((2, len(either)))
+        for row, keys in zip(values, (there, back), strict=True):
+            row[np.searchsorted(either, keys)] = self.weights
+        wrong = np.flatnonzero(~(np.abs(values[0] - values[1]) <= TOLERANCE))
+        if not len(wrong):
+            return None
+        i, j = divmod(int(either[wrong[0]]), len(self))
+        return i, j, float(values[0, wrong[0]]), float(values[1, wrong[0]])
+
+    def dense(self) -> Matrix:
+        """W, shape (P, P)."""
+        matrix: Matrix = np.diag(self.kept)
+        matrix[self.receivers, self.senders] = self.weights
+        return matrix
+
+
+def _uniform(topology: Topology, step: int) -> EdgeWeights:
+    out = [topology.out(rank, step) for rank in range(topology.size)]
+    weights = {(sender, receiver): 1.0 / (1 + len(own)) for sender, own in enumerate(out) for receiver in own}
+    made = EdgeWeights.keeping_the_rest(topology.size, weights)
+    return dataclasses.replace(made, kept=np.array([1.0 / (1 + len(own)) for own in out]))
+
+
+def _metropolis(topology: Topology, step: int) -> EdgeWeights:
+    degrees = [len(topology.out(rank, step)) for rank in range(topology.size)]
+    edges = topology.phases[step % topology.period]
+    for sender, receiver in sorted(edges):
+        if (receiver, sender) not in edges:
+            raise ValueError(
+                f"topology {topology.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
+                f"answer; Metropolis weights need a symmetric graph: take mixing='uniform', or another topology"
+            )
+    weights = {(a, b): 1.0 / (1 + max(degrees[a], degrees[b])) for a, b in edges}
+    return EdgeWeights.keeping_the_rest(topology.size, weights)
+
+
+def _own(topology: Topology, step: int) -> EdgeWeights:
+    made = EdgeWeights.keeping_the_rest(topology.size, topology.weights[step % topology.period])
+    check_columns(made)
+    return made
+
+
 def uniform(topology: Topology, step: int) -> Matrix:
     """Each rank keeps and sends equal parts of what it has: W[i, j] = 1 / (1 + out-neighbours of j at ``step``).
 
     Returns:
         Shape (P, P), float64; columns sum to 1, on regular graphs rows too.
     """
-    weights = np.zeros((topology.size, topology.size))
-    for sender in range(topology.size):
-        receivers = topology.out(sender, step)
-        weights[[sender, *receivers], sender] = 1.0 / (1 + len(receivers))
-    return weights
+    return _uniform(topology, step).dense()
 
 
 def metropolis(topology: Topology, step: int) -> Matrix:
@@ -47,18 +155,7 @@ def metropolis(topology: Topology, step: int) -> Matrix:
     Raises:
         ValueError: the graph is directed at this step; names an edge without its answer.
     """
-    weights = np.zeros((topology.size, topology.size))
-    degrees = [len(topology.out(rank, step)) for rank in range(topology.size)]
-    for sender in range(topology.size):
-        for receiver in topology.out(sender, step):
-            if sender not in topology.out(receiver, step):
-                raise ValueError(
-                    f"topology {topology.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
-                    f"answer; Metropolis weights need a symmetric graph: take mixing='uniform', or another topology"
-                )
-            weights[receiver, sender] = 1.0 / (1 + max(degrees[sender], degrees[receiver]))
-    np.fill_diagonal(weights, 1.0 - weights.sum(axis=0))
-    return weights
+    return _metropolis(topology, step).dense()
 
 
 def own(topology: Topology, step: int) -> Matrix:
@@ -70,16 +167,11 @@ def own(topology: Topology, step: int) -> Matrix:
     Raises:
         ValueError: a rank gives away more than it has.
     """
-    weights = np.zeros((topology.size, topology.size))
-    for (sender, receiver), weight in topology.weights[step % topology.period].items():
-        weights[receiver, sender] = weight
-    np.fill_diagonal(weights, 1.0 - weights.sum(axis=0))
-    check_columns(weights)
-    return weights
+    return _own(topology, step).dense()
 
 
-def matrices(topology: Topology, scheme: str) -> list[Matrix]:
-    """The mixing matrix of each phase; "uniform" leaves a topology the weights that it brings.
+def edge_weights(topology: Topology, scheme: str) -> list[EdgeWeights]:
+    """The mixing matrix of each phase, by its edges; "uniform" leaves a topology the weights that it brings.
 
     Raises:
         ValueError: no such scheme, or one that the graph does not have.
@@ -88,8 +180,13 @@ def matrices(topology: Topology, scheme: str) -> list[Matrix]:
         raise ValueError(f"mixing={scheme!r} is not known: take one of {', '.join(map(repr, SCHEMES))}")
     if topology.weights and scheme != "uniform":
         raise ValueError(f"mixing={scheme!r}: topology {topology.name!r} brings its own weights; leave mixing out")
-    make = own if topology.weights else uniform if scheme == "uniform" else metropolis
+    make = _own if topology.weights else _uniform if scheme == "uniform" else _metropolis
     return [make(topology, step) for step in range(topology.period)]
+
+
+def matrices(topology: Topology, scheme: str) -> list[Matrix]:
+    """The same as ``edge_weights``, as matrices of shape (P, P), float64; raises as that does."""
+    return [each.dense() for each in edge_weights(topology, scheme)]
 
 
 def of_networkx(graph: Any) -> Matrix | None:
@@ -130,27 +227,27 @@ def of_networkx(graph: Any) -> Matrix | None:
 # -- checks ---------------------------------------------------------------------------------------------------
 
 
-def check_columns(weights: Matrix) -> None:
+def check_columns(weights: Matrix | EdgeWeights) -> None:
     """Refuse a matrix whose columns do not sum to 1: push-sum would lose or gain weight.
 
     Raises:
         ValueError: names the rank.
     """
-    _check_entries(weights)
-    _check_sums(weights.sum(axis=0), "gives away", "column")
+    edges = _checked(weights)
+    _check_sums(edges.sums(edges.senders), "gives away", "column")
 
 
-def check_rows(weights: Matrix) -> None:
+def check_rows(weights: Matrix | EdgeWeights) -> None:
     """Refuse a matrix whose rows do not sum to 1: equal weights would not stay equal.
 
     Raises:
         ValueError: names the rank.
     """
-    _check_entries(weights)
-    _check_sums(weights.sum(axis=1), "takes in", "row")
+    edges = _checked(weights)
+    _check_sums(edges.sums(edges.receivers), "takes in", "row")
 
 
-def check_doubly(weights: Matrix) -> None:
+def check_doubly(weights: Matrix | EdgeWeights) -> None:
     """Refuse a matrix whose rows or columns do not sum to 1.
 
     Raises:
@@ -174,16 +271,22 @@ def check_connected(topology: Topology) -> None:
         )
 
 
-def _check_entries(weights: Matrix) -> None:
-    if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
-        raise ValueError(f"a mixing matrix of shape {weights.shape}: it must be square, a row and a column a rank")
-    wrong = np.argwhere(~(weights >= 0.0))  # (NaN too)
-    if len(wrong):
-        receiver, sender = map(int, wrong[0])
-        raise ValueError(
-            f"mixing matrix: the weight of the edge from rank {sender} to rank {receiver} is "
-            f"{weights[receiver, sender]}; weights must be 0 or more"
-        )
+def _checked(weights: Matrix | EdgeWeights) -> EdgeWeights:
+    """The edges of a matrix of which no entry is negative, or no number."""
+    edges = weights if isinstance(weights, EdgeWeights) else EdgeWeights.of(weights)
+    ranks = np.arange(len(edges))
+    for receivers, senders, values in (
+        (edges.receivers, edges.senders, edges.weights),
+        (ranks, ranks, edges.kept),
+    ):
+        wrong = np.flatnonzero(~(values >= 0.0))  # (NaN too)
+        if len(wrong):
+            first = wrong[0]
+            raise ValueError(
+                f"mixing matrix: the weight of the edge from rank {senders[first]} to rank {receivers[first]} is "
+                f"{values[first]}; weights must be 0 or more"
+            )
+    return edges
 
 
 def _check_sums(sums: Matrix, verb: str, part: str) -> None:
@@ -194,7 +297,7 @@ def _check_sums(sums: Matrix, verb: str, part: str) -> None:
         )
 
 
-def least_weight(weights: Sequence[Matrix], overlap: bool = False) -> float:
+def least_weight(weights: Sequence[Matrix | EdgeWeights], overlap: bool = False) -> float:
     """The lowest push-sum weight at which a rank computes a gradient, where all ranks begin with 1 and all messages of
     a step are there before the next ones go: the optimizer's step in z = x / w is at most 1 / that times its own.
 

@@ -103,12 +103,12 @@ class MemoryHub:
         for rank in ranks:
             self._outboxes[rank].put(data)
 
-    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+    def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         item = self._inbox.get(timeout)
         if item is None:
             return None
         rank, data = item
-        return rank, data if isinstance(data, Gone) else CODEC.decode_event(data)
+        return (rank,), data if isinstance(data, Gone) else CODEC.decode_event(data)
 
     def wake(self) -> None:
         self._inbox.put(None)

@@ -135,17 +135,20 @@ class Coordinator:
         finally:
             self._hub.close()
 
-    def _handle(self, item: tuple[int, Event | Gone] | None) -> float:
+    def _handle(self, item: tuple[Sequence[int], Event | Gone] | None) -> float:
         """Handle an event, and those that have come with it, or many of them; returns the time then."""
         now, handled = self._clock(), 0
         while item is not None and not self._over:
-            rank, event = item
-            if isinstance(event, OptimizerEvent) and not isinstance(event, Registered):  # nearly all are
-                self._on_optimizer_event(rank, event, now)
+            ranks, event = item
+            machine = self._machines.get(event.optimizer) if isinstance(event, OptimizerEvent) else None
+            if machine is not None and not isinstance(event, ENDS):  # nearly all are such
+                self._in_training(machine, ranks, event, now)  # type: ignore[arg-type]
             else:
-                self._on_event(rank, event, now)
-            handled += 1
-            if handled == TOGETHER or not self._hub.has_more:
+                for rank in ranks:
+                    if not self._over:
+                        self._on_event(rank, event, now)
+            handled += len(ranks)
+            if handled >= TOGETHER or not self._hub.has_more:
                 break
             item, now = self._hub.receive(0.0), self._clock()
         return now
@@ -204,7 +207,8 @@ class Coordinator:
             self._send_all(self._commits.ask())
 
     def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
-        """An event of one of the optimizers; its first one says who shares it, and what it is."""
+        """An event that begins or ends an optimizer on a rank, or of one that has not begun or has ended. The first
+        says who shares it, and what it is."""
         machine = self._machines.get(event.optimizer)
         if event.optimizer in self._ended:
             return
@@ -230,28 +234,34 @@ class Coordinator:
         if isinstance(event, Finished):
             for other in siblings.to_open(event.optimizer):
                 self._command(other, other.ask_to_register(rank))
-        ends = isinstance(event, ENDS)  # (nothing else changes who waits for whom to register)
-        if ends:
-            siblings.before(machine, rank)
-        try:
-            commands = machine.handle(rank, event, now)
-        except ProtocolError as error:
-            self._lose(rank, f"broke the protocol: {error}")
-        except Exception as error:  # noqa: BLE001  whatever a rank says, the coordinator does not fall over it
-            what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
-            self._lose(rank, f"broke the protocol: it sent {what}")
-        else:
-            self._command(machine, commands)
-            if machine.over:
-                del self._machines[event.optimizer], self._siblings_of[event.optimizer]
-                self._ended.add(event.optimizer)
-            if ends:
-                for other, draining in siblings.after(event.optimizer, machine, rank):
-                    self._command(other, other.ask_to_register(draining))
-                if isinstance(event, Registered):
-                    self._check_left_of(event.optimizer, machine)
-            if (notice := machine.take_notice()) is not None:
-                warn(f"optimizer {event.optimizer}, {notice}")
+        siblings.before(machine, rank)
+        self._in_training(machine, (rank,), event, now)
+        if self._over:
+            return
+        if machine.over:
+            del self._machines[event.optimizer], self._siblings_of[event.optimizer]
+            self._ended.add(event.optimizer)
+        for other, draining in siblings.after(event.optimizer, machine, rank):
+            self._command(other, other.ask_to_register(draining))
+        if isinstance(event, Registered):
+            self._check_left_of(event.optimizer, machine)
+
+    def _in_training(self, machine: StateMachine[Any], ranks: Sequence[int], event: OptimizerEvent, now: float) -> None:
+        """Have an optimizer's state machine handle an event of several ranks."""
+        for rank in ranks:
+            try:
+                commands = machine.handle(rank, event, now)
+            except ProtocolError as error:
+                self._lose(rank, f"broke the protocol: {error}")
+                return
+            except Exception as error:  # noqa: BLE001  whatever a rank says, the coordinator does not fall over it
+                what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
+                self._lose(rank, f"broke the protocol: it sent {what}")
+                return
+            if commands:
+                self._command(machine, commands)
+        if (notice := machine.take_notice()) is not None:
+            warn(f"optimizer {event.optimizer}, {notice}")
 
     def _check_left(self, rank: int) -> None:
         """A rank that has left will never open what others wait for."""

@@ -1,6 +1,6 @@
 """The interfaces between the parts: what the engine needs of a control plane and of a data plane.
 
-One implementation a file: ``control.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages,
+One implementation a file: ``transport.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages,
 ``torch/collectives.py``, ``tensorflow/collectives.py`` and ``testing.py`` for tensors.
 """
 
@@ -67,8 +67,9 @@ class Hub(Protocol):
         Commands reach a rank in the order sent.
         """
 
-    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
-        """The next event and its sender; ``Gone`` once that rank is lost; None after ``timeout`` s or on ``wake``."""
+    def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
+        """The next event and the ranks that have all sent it; ``Gone`` once these are lost; None after ``timeout`` s or
+        on ``wake``."""
 
     def wake(self) -> None:
         """From any thread: make ``receive`` return."""

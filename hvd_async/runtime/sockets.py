@@ -8,9 +8,9 @@ holds Python's interpreter lock for long, is never taken for dead.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
-import time
 from collections.abc import Iterator
 
 import zmq
@@ -19,6 +19,10 @@ from zmq.utils.monitor import recv_monitor_message
 from hvd_async.runtime import time_limits
 
 READABLE = int(zmq.POLLIN)
+MILLISECOND = 0.001
+"""The unit of the system's poll, in seconds. Its select counts microseconds."""
+SELECTABLE = 1024
+"""Lower descriptors only are known to select."""
 LINGER_MS = 2_000
 LONGEST_SILENCE = 86_400.0
 """Seconds; ZeroMQ counts milliseconds in 32 bits."""
@@ -111,11 +115,10 @@ class Sleeper:
         self._endpoints = endpoints
         self._waker = Waker()
         self._poller = select.poll()
-        woken = self._waker.receiver.fileno()
-        for descriptor in (woken, *(one for endpoint in endpoints for one in endpoint.descriptors)):
+        self._woken = self._waker.receiver.fileno()
+        self._descriptors = [self._woken, *(one for endpoint in endpoints for one in endpoint.descriptors)]
+        for descriptor in self._descriptors:
             self._poller.register(descriptor, select.POLLIN)
-        self._woken = (woken, select.POLLIN)
-        """The poll's entry for the waker, when something has woken it."""
 
     def wake(self) -> None:
         """From any thread: end the wait that is under way, or the next one."""
@@ -125,15 +128,18 @@ class Sleeper:
         """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
         if any(endpoint.is_readable() for endpoint in self._endpoints):
             return True
-        if timeout is not None and 0 < timeout < 0.001:  # the system counts in whole milliseconds
-            time.sleep(timeout)
-            timeout = 0.0
-        milliseconds = None if timeout is None else max(0, round(timeout * 1000 + 0.499))
-        ready = self._poller.poll(milliseconds)
+        ready = self._ready(timeout)
         if self._woken in ready:
             self._waker.clear()
             return len(ready) > 1
         return bool(ready)
+
+    def _ready(self, timeout: float | None) -> list[int]:
+        """The descriptors of which there is something to say, after so many seconds at the most."""
+        if timeout is not None and 0 < timeout < MILLISECOND and max(self._descriptors) < SELECTABLE:
+            return select.select(self._descriptors, (), (), timeout)[0]
+        milliseconds = None if timeout is None else math.ceil(timeout / MILLISECOND)
+        return [descriptor for descriptor, _ in self._poller.poll(milliseconds)]
 
     def close(self) -> None:
         """Close the waker."""

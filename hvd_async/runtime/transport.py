@@ -47,7 +47,7 @@ class ZmqHub:
         self.router = Router()
         self.public, self.port = self.router.public, self.router.port
         self._sleeper = Sleeper(self.router)
-        self._ready: deque[tuple[int, Event | Gone]] = deque()
+        self._ready: deque[tuple[Sequence[int], Event | Gone]] = deque()
         self._queued: list[tuple[Sequence[int], list[msgspec.Raw]]] = []
         """Commands that were not sent yet, by the ranks they are for; those in a row for the same ranks together."""
         self._since = 0
@@ -79,16 +79,17 @@ class ZmqHub:
     def has_more(self) -> bool:
         return bool(self._ready)
 
-    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+    def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         if self._queued and (not self._ready or self._since >= SOON):
             self.flush()
         if not self._ready and (self._sleeper.wait(0.0 if self.router.owes else timeout) or self.router.owes):
             for message in self.router.read():
-                self._ready.extend(
-                    (rank, event) for event in self._events(message.data, message.gone) for rank in message.ranks
-                )
-        self._since += bool(self._queued)
-        return self._ready.popleft() if self._ready else None
+                self._ready.extend((message.ranks, event) for event in self._events(message.data, message.gone))
+        if not self._ready:
+            return None
+        ranks, event = self._ready.popleft()
+        self._since += len(ranks) if self._queued else 0
+        return ranks, event
 
     def _events(self, data: bytes, gone: str) -> Sequence[Event | Gone]:
         """A message's events. (Dropping one would leave others to wait for what it said.)"""

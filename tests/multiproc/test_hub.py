@@ -26,7 +26,8 @@ def hear(hub: ZmqHub, seconds: float) -> tuple[int, object] | None:
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if (item := hub.receive(left)) is not None:
-            return item
+            (rank,), event = item
+            return rank, event
     return None
 
 

@@ -24,9 +24,9 @@ from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.messages import Hello, Leaving
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
-from tests.threads.prompt_channel import PromptChannel
+from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.workload import check_promises, plan, work
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Wire:
     """A hub that lets ``size`` ranks in, and a way to connect them; all closed at the end."""
 
     def __init__(self, size: int) -> None:
-        self.hub = ZmqHub(CODEC)
+        self.hub = PromptHub(CODEC)
         self.keys = [zmq.curve_keypair() for _ in range(size)]
         self.hub.allow([public for public, _ in self.keys])
         self.channels: list[ZmqChannel] = []
@@ -64,7 +64,7 @@ class Wire:
 
     def hear(self) -> Any:
         """The hub's next event, which must come."""
-        return until(lambda: self.hub.receive(WAIT))
+        return until(lambda: self.hub.hear(WAIT))
 
 
 def until(receive: Callable[[], T | None]) -> T:
@@ -124,7 +124,7 @@ def test_an_unknown_key_is_refused_and_never_heard():
         assert "refused this rank's key" in gone.reason
         made.connect(0).send(Hello("good", 2))
         assert made.hear() == (0, Hello("good", 2))
-        assert made.hub.receive(0.05) is None
+        assert made.hub.hear(0.05) is None
 
 
 def test_a_server_with_another_key_is_not_trusted():
@@ -133,7 +133,7 @@ def test_a_server_with_another_key_is_not_trusted():
         channel = PromptChannel(CODEC, "127.0.0.1", made.hub.port, impostor, made.keys[0])
         made.channels.append(channel)
         channel.send(Hello("a", 1))
-        assert made.hub.receive(0.3) is None
+        assert made.hub.hear(0.3) is None
 
 
 def test_without_encryption_nobody_is_heard():
@@ -145,7 +145,7 @@ def test_without_encryption_nobody_is_heard():
         plain.send(encode(Hello("plain", 1)))
         made.connect(0).send(Hello("good", 2))
         assert made.hear() == (0, Hello("good", 2))
-        assert made.hub.receive(0.1) is None
+        assert made.hub.hear(0.1) is None
         plain.close()
         context.term()
 
@@ -213,17 +213,17 @@ def test_strangers_that_only_knock_do_no_harm():
                 knock.sendall(b"GET / HTTP/1.0\r\n\r\n")
         channel.send(Leaving())
         assert made.hear() == (0, Leaving())
-        assert made.hub.receive(0.1) is None
+        assert made.hub.hear(0.1) is None
 
 
 def test_a_rank_that_connects_before_the_keys_are_known_is_let_in_then():
-    hub = ZmqHub(CODEC)
+    hub = PromptHub(CODEC)
     keys = zmq.curve_keypair()
     channel = PromptChannel(CODEC, "127.0.0.1", hub.port, hub.public, keys)
     channel.send(Hello("early", 1))
-    assert hub.receive(0.1) is None
+    assert hub.hear(0.1) is None
     hub.allow([keys[0]])
-    assert until(lambda: hub.receive(WAIT)) == (0, Hello("early", 1))
+    assert until(lambda: hub.hear(WAIT)) == (0, Hello("early", 1))
     channel.close()
     hub.close()
 

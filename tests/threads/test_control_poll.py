@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import zmq
 
@@ -19,19 +21,33 @@ class Poller:
         return []
 
 
-@pytest.mark.parametrize(
-    ("timeout", "slept", "milliseconds"),
-    [(None, 0.0, None), (0.0, 0.0, 0), (0.0002, 0.0002, 0), (0.001, 0.0, 1), (0.0042, 0.0, 5)],
-)
-def test_less_than_a_millisecond_is_slept_and_not_rounded_up(monkeypatch, timeout, slept, milliseconds):
-    naps = [0.0]
-    monkeypatch.setattr(sockets.time, "sleep", naps.append)
+@pytest.fixture
+def sleeper() -> Iterator[sockets.Sleeper]:
     endpoint = sockets.Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
-    sleeper = sockets.Sleeper(endpoint)
-    try:
-        sleeper._poller = poller = Poller()
-        assert not sleeper.wait(timeout)
-    finally:
-        sleeper.close()
-        endpoint.close()
-    assert (sum(naps), poller.asked) == (slept, [milliseconds])
+    made = sockets.Sleeper(endpoint)
+    yield made
+    made.close()
+    endpoint.close()
+
+
+@pytest.mark.parametrize(("timeout", "milliseconds"), [(None, None), (0.0, 0), (0.001, 1), (0.0042, 5)])
+def test_a_timeout_is_rounded_up_to_whole_milliseconds(sleeper, timeout, milliseconds):
+    sleeper._poller = poller = Poller()
+    assert not sleeper.wait(timeout)
+    assert poller.asked == [milliseconds]
+
+
+def test_one_of_less_than_a_millisecond_is_not(monkeypatch, sleeper):
+    timeouts = []
+    monkeypatch.setattr(sockets.select, "select", lambda *asked: timeouts.append(asked[-1]) or ([], [], []))
+    assert not sleeper.wait(0.0002)
+    assert timeouts == [0.0002]
+
+
+@pytest.mark.parametrize("selectable", [sockets.SELECTABLE, 0])
+def test_whoever_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable):
+    monkeypatch.setattr(sockets, "SELECTABLE", selectable)
+    for _ in range(3):
+        sleeper.wake()
+        assert not sleeper.wait(0.0002), "no endpoint has anything"
+    assert not sleeper._ready(0.0), "what woke it is forgotten"

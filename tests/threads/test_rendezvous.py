@@ -22,9 +22,9 @@ from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.interfaces import Channel
 from hvd_async.runtime.messages import Hello
 from hvd_async.runtime.rendezvous import rendezvous
-from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.testing import CODEC
-from tests.threads.prompt_channel import PromptChannel
+from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.test_control import WAIT, on_ranks, until
 
 SILENT = [f"192.0.2.{number}" for number in range(1, 11)]
@@ -104,7 +104,7 @@ def has_ipv6_loopback() -> bool:
 def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
     if not has_ipv6_loopback():
         pytest.skip("no ::1")
-    hub, keys = ZmqHub(CODEC), [zmq.curve_keypair() for _ in range(2)]
+    hub, keys = PromptHub(CODEC), [zmq.curve_keypair() for _ in range(2)]
     channels: list[ZmqChannel] = []
     try:
         hub.allow([public for public, _ in keys])
@@ -112,7 +112,7 @@ def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
             assert reachable([address], hub.port, WAIT) == address
             channels.append(PromptChannel(CODEC, address, hub.port, hub.public, keys[rank]))
             channels[-1].send(Hello(address, rank))
-            assert until(lambda: hub.receive(WAIT)) == (rank, Hello(address, rank))
+            assert until(lambda: hub.hear(WAIT)) == (rank, Hello(address, rank))
     finally:
         for channel in channels:
             channel.close()
@@ -121,7 +121,7 @@ def test_a_hub_is_reached_by_ipv6_and_by_ipv4():
 
 @pytest.mark.parametrize("local", [True, False])
 def test_where_all_ranks_are_on_one_machine_no_other_can_knock(local):
-    hub, keys = ZmqHub(CODEC), zmq.curve_keypair()
+    hub, keys = PromptHub(CODEC), zmq.curve_keypair()
     try:
         hub.allow([keys[0]], local=local)
         bound = {c.laddr.ip for c in psutil.Process().net_connections("tcp")
@@ -133,7 +133,7 @@ def test_where_all_ranks_are_on_one_machine_no_other_can_knock(local):
 
 
 def test_nobody_is_listened_to_before_the_keys_are_known():
-    hub = ZmqHub(CODEC)
+    hub = PromptHub(CODEC)
     try:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", hub.port), WAIT)

@@ -135,11 +135,11 @@ class Stage:
     def send(self, ranks: Sequence[int], command: Command) -> None:
         self.sent += [(rank, command) for rank in ranks]
 
-    def receive(self, timeout: float | None) -> tuple[int, Any] | None:
+    def receive(self, timeout: float | None) -> tuple[Sequence[int], Any] | None:
         assert timeout is not None
         if self._script and self._script[0][0] <= self._now + timeout:
             self._now, rank, event = self._script.pop(0)
-            return rank, event
+            return (rank,), event
         self._now += timeout
         if self._now > 200.0:
             self.coordinator._stopping.set()

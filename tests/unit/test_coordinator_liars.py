@@ -68,12 +68,12 @@ class Stage:
             self.step += 1
             self._honest += [StepEntered(0, self.step, []), GradientReady(0, [0], self.step)]
 
-    def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+    def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         for _ in range(2):
             self._liars_turn = not self._liars_turn
             lines, rank = (self._script, LIAR) if self._liars_turn else (self._honest, HONEST)
             if lines:
-                return rank, lines.popleft()
+                return (rank,), lines.popleft()
         self.coordinator._stopping.set()
         return None
 
@@ -176,14 +176,16 @@ def test_no_event_is_left_out_where_very_many_come_together():
         has_more = True
 
         def __init__(self) -> None:
-            self._left: deque[tuple[int, Event]] = deque((rank, Hello("here", rank)) for rank in range(size))
+            self._left: deque[tuple[Sequence[int], Event]] = deque(
+                ((rank,), Hello("here", rank)) for rank in range(size)
+            )
             self.heard: list[Command] = []
             self.coordinator = Coordinator(self, FAMILIES, ["here"] * size, clock=lambda: 0.0)
 
         def send(self, ranks: Sequence[int], command: Command) -> None:
             self.heard.append(command)
 
-        def receive(self, timeout: float | None) -> tuple[int, Event | Gone] | None:
+        def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
             if self._left:
                 return self._left.popleft()
             self.coordinator._stopping.set()

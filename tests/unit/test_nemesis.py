@@ -95,3 +95,15 @@ def test_whatever_should_not_have_been_is_told(what):
     broken(found)
     violations = History(schedule, found).violations()
     assert any(told in one for one in violations), violations
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_a_host_that_leaves_hands_over_what_it_has_unless_another_dies_just_then(broken_off):
+    """Seed 172: a rank was killed while another's host was being taken away, and its late gradient was gone with it."""
+    found = history_of(schedule := Schedule(0, "solo", DEADLY))
+    change(found, "c", "trouble", action="leave")
+    if broken_off:
+        found["c"].append({"what": "meeting", "at": 2.02})
+    move_all(found, 2, 5, -1.0)
+    lost = ["c (gone): batch 5 counts -0.000 times"]
+    assert History(schedule, found).violations() == ([] if broken_off else lost)

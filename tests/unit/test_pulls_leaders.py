@@ -31,6 +31,14 @@ def test_a_group_whose_ranks_are_all_done_is_pulled_no_more():
     assert play(machine, (2, 3.0), (3, 4.0)) == [StartPull(7, 1, 1, 2)]
 
 
+def test_a_pull_is_told_to_the_ranks_of_its_group_only():
+    machine = opened()
+    pulls = play(machine, *steps(1.0, 2.0, 3.0, 4.0) * 4)
+    told = {pull.group: tuple(machine.recipients(pull)) for pull in pulls}
+    assert told == {0: (0, 1), 1: (2, 3), ALL_RANKS: (0, 1, 2, 3)}
+    assert tuple(machine.recipients(Drained(7, 0, [], 0, True))) == (0, 1, 2, 3)
+
+
 def test_a_rank_that_hangs_leads_no_longer():
     """Rank 0 has the lowest loss and takes no more steps: the others are not pulled to it for ever."""
     machine = opened(replace_config(TRIO, global_period=1, loss_window=3), 3)

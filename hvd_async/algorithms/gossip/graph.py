@@ -9,14 +9,14 @@ import numpy as np
 
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.options import GossipAlgorithm
-from hvd_async.mixing import Matrix
+from hvd_async.mixing import EdgeWeights, Matrix
 from hvd_async.topology import Topology
 
 
 def chosen_graph(
     size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any, what: str
-) -> tuple[Topology, list[Matrix]]:
-    """Return the graph and its matrices, one a phase, checked for the algorithm.
+) -> tuple[Topology, list[EdgeWeights]]:
+    """Return the graph and its mixing matrices, one a phase, checked for the algorithm.
 
     Args:
         size: of the graph.
@@ -31,11 +31,12 @@ def chosen_graph(
         graph, weights = None, own
     if isinstance(weights, str):
         chosen = _topology(size, graph, peers, kind)
-        matrices = mixing.matrices(chosen, weights)
+        matrices = mixing.edge_weights(chosen, weights)
     else:
         if graph is not None or peers != 1:
             raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
-        matrices = [np.asarray(matrix, np.float64) for matrix in (weights if _is_list(weights) else [weights])]
+        given = weights if _is_list(weights) else [weights]
+        matrices = [EdgeWeights.of(np.asarray(matrix, np.float64)) for matrix in given]
         for matrix in matrices:
             mixing.check_columns(matrix)
         chosen = _of_matrices(matrices)
@@ -45,7 +46,7 @@ def chosen_graph(
                 f"topology {chosen.name!r} changes from step to step, and {kind.name} corrects what flows over edges "
                 f"that stay: take 'ring', 'symmetric-exponential' or 'complete', or algorithm='sgp'"
             )
-        matrices = [(matrix + np.eye(size)) / 2 for matrix in matrices]
+        matrices = [matrix.lazy() for matrix in matrices]
     for matrix in matrices:
         if not matrix.diagonal().all():
             rank = int(np.argmin(matrix.diagonal()))
@@ -72,10 +73,10 @@ def chosen_graph(
                     f"{error}; {kind.name} needs equal weights to stay equal: take mixing='metropolis', or "
                     f"algorithm='sgp'"
                 ) from None
-            if not np.allclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE):
-                i, j = map(int, np.argwhere(~np.isclose(matrix, matrix.T, rtol=0, atol=mixing.TOLERANCE))[0])
+            if (pair := matrix.asymmetric()) is not None:
+                i, j, there, back = pair
                 raise ValueError(
-                    f"mixing matrix: W[{i}, {j}] = {matrix[i, j]:.6g} and W[{j}, {i}] = {matrix[j, i]:.6g}; "
+                    f"mixing matrix: W[{i}, {j}] = {there:.6g} and W[{j}, {i}] = {back:.6g}; "
                     f"{kind.name} needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
                 )
     return chosen, matrices
@@ -116,11 +117,11 @@ def _weighted(graph: Any, peers: int, weights: Any, kind: GossipAlgorithm) -> Ma
     return matrix
 
 
-def _of_matrices(matrices: Sequence[Matrix]) -> Topology:
+def _of_matrices(matrices: Sequence[EdgeWeights]) -> Topology:
     sizes = {len(matrix) for matrix in matrices}
     if len(sizes) != 1:
         raise ValueError(f"mixing matrices of different sizes: {sorted(sizes)}; each needs a row and a column a rank")
-    phases = [frozenset((int(j), int(i)) for i, j in np.argwhere(matrix) if i != j) for matrix in matrices]
+    phases = [frozenset(zip(each.senders.tolist(), each.receivers.tolist(), strict=True)) for each in matrices]
     return Topology("given by mixing=", sizes.pop(), tuple(phases))
 
 

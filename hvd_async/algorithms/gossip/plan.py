@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from hvd_async import mixing
 from hvd_async.algorithms.gossip.graph import chosen_graph
@@ -24,7 +23,7 @@ from hvd_async.algorithms.gossip.options import (
 )
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.option import check_hosts, check_one_of
-from hvd_async.mixing import Matrix
+from hvd_async.mixing import EdgeWeights, Matrix
 from hvd_async.topology import Topology
 
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
@@ -43,16 +42,21 @@ class GossipPlan:
     Attributes:
         config: the same on all ranks.
         topology: of the ranks that share the optimizer, by place; of their hosts, if ranks are averaged there first.
-        matrices: one a phase, ``W[receiver, sender]``, columns sum to 1.
+        weights: of the edges, a mixing matrix a phase; columns sum to 1.
     """
 
     config: GossipConfig
     topology: Topology
-    matrices: tuple[Matrix, ...]
+    weights: tuple[EdgeWeights, ...]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The mixing matrices, ``W[receiver, sender]``, shape (P, P) each."""
+        return tuple(each.dense() for each in self.weights)
 
     def phase(self, step: int) -> int:
         """Return the phase of a sending step, from 1."""
-        return (step - 1) // self.config.period % len(self.matrices)
+        return (step - 1) // self.config.period % len(self.weights)
 
     def moves(self, step: int) -> bool:
         """Return whether any rank sends anything at ``step``: in the last step of a period, so that after a period's
@@ -70,14 +74,13 @@ class GossipPlan:
     @cached_property
     def _edges(self) -> list[tuple[list[list[tuple[int, float]]], list[list[tuple[int, float]]]]]:
         found = []
-        for weights in self.matrices:
-            out: list[list[tuple[int, float]]] = [[] for _ in weights]
-            into: list[list[tuple[int, float]]] = [[] for _ in weights]
-            for receiver, sender in np.argwhere(weights).tolist():  # (of many ranks, most pairs have no edge)
-                if receiver != sender:
-                    weight = float(weights[receiver, sender])
-                    out[sender].append((receiver, weight))
-                    into[receiver].append((sender, weight))
+        for each in self.weights:
+            out: list[list[tuple[int, float]]] = [[] for _ in range(len(each))]
+            into: list[list[tuple[int, float]]] = [[] for _ in range(len(each))]
+            edges = (each.receivers.tolist(), each.senders.tolist(), each.weights.tolist())
+            for receiver, sender, weight in zip(*edges, strict=True):
+                out[sender].append((receiver, weight))
+                into[receiver].append((sender, weight))
             found.append((out, into))
         return found
 
@@ -96,14 +99,14 @@ class GossipPlan:
     @property
     def least_weight(self) -> float:
         """The value of ``mixing.least_weight``; it is lower only when ranks have finished, then a kept part of 0.75."""
-        return mixing.least_weight(self.matrices, overlap=self.config.max_staleness > 0)
+        return mixing.least_weight(self.weights, overlap=self.config.max_staleness > 0)
 
     @property
     def copies(self) -> int:
         """The most vectors of weights that a rank keeps for 8-bit differences (CHOCO-SGD): the one all ranks started
         with, one for each phase in which it sends, one for each sender in each phase. Of hosts each rank keeps parts:
         that of the start, one for each host that it sends to, one for each that it receives from."""
-        places, parts = range(len(self.matrices[0])), self.config.local_size
+        places, parts = range(len(self.weights[0])), self.config.local_size
         if parts > 1:
             edges = frozenset().union(*self.topology.phases)
             return -(-(1 + max(sum(place in edge for edge in edges) for place in places)) // parts)
@@ -217,10 +220,10 @@ def make_plan(
 def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_size: int) -> GossipPlan:
     """Return the plan by a user's options, which were checked one by one."""
     places, what = size // local_size, "hosts" if local_size > 1 else "ranks"
-    graph, matrices = Topology("none", places, (frozenset(),)), [np.eye(places)]
+    graph, matrices = Topology("none", places, (frozenset(),)), [EdgeWeights.keeping_all(places)]
     if kind.has_graph:
         graph, matrices = chosen_graph(places, kind, given["topology"], given["peers"], given["mixing"], what)
-    digest = zlib.crc32(b"".join(matrix.tobytes() for matrix in matrices))
+    digest = zlib.crc32(b"".join(part.tobytes() for each in matrices for part in dataclasses.astuple(each)))
     config = GossipConfig(
         algorithm=kind.name,
         graph=f"{graph.name} ({digest:08x})",

@@ -113,7 +113,7 @@ class PullExecutor:
         group_set: the process set of this rank's group, as the binding's collectives know it.
 
     Attributes:
-        commanded: pulls so far, of other groups too.
+        commanded: pulls so far.
         record: counts of pulls.
         log: events for a test, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
             ("sent", pull), ("landed", pull), ("drained",). None: they are not recorded.
@@ -249,7 +249,7 @@ class PullExecutor:
     def pull(self, command: StartPull) -> None:
         """Take part in a pull, as soon as it may start."""
         self.commanded += 1
-        if command.leader != NO_LEADER and command.group in (ALL_RANKS, self._group):
+        if command.leader != NO_LEADER:
             with self._engine.changed:
                 self._flying.add(command.round)
             self._waiting.append(command)

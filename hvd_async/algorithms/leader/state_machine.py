@@ -138,6 +138,12 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             "what record_loss() is given (a loss of more than loss_window steps ago does not count)"
         )
 
+    def recipients(self, command: Command) -> Sequence[int]:
+        """Return the ranks that a command is for: a pull is of its group, and no other rank has a use for it."""
+        if isinstance(command, StartPull):
+            return self._groups[command.group].ranks
+        return super().recipients(command)
+
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         return None
 

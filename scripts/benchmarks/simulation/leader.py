@@ -76,7 +76,10 @@ class LeaderJob(Job):
             sent = self._size * (len(members) - 1) / len(members)
         self.sent += sent * len(members) / len(self.ranks)
         pull = _Pull(command, [self.ranks[rank].steps for rank in members])
-        self.wire.submit(seconds, self._complete, pull)
+        if command.group == ALL_RANKS:
+            self.wire.submit(seconds, self._complete, pull)
+        else:
+            self.wire.submit_in_group(command.group, len(members), seconds, self._complete, pull)
 
     def _complete(self, pull: _Pull) -> None:
         command, members = pull.command, self._groups[pull.command.group]

@@ -187,10 +187,13 @@ class History:
                 yield f"{host}: a gradient was {late} rounds stale, and the bound is {end['max_staleness']}"
 
     def _carried(self, host: str) -> bool:
-        """Whether all steps that a rank which is gone has ended are sure to be in the weights."""
+        """Whether all steps that a rank which is gone has ended are sure to be in the weights. (One that leaves in the
+        very reset that another's death has begun hands nothing over any more.)"""
         left = any(one["action"] == "leave" for one in self._all(host, "trouble"))
         killed = any(one["action"] == "kill" for one in self._all(host, "trouble"))
-        return self.schedule.kind == "all" or (left and not killed)
+        last = max((one["at"] for one in self._all(host, "generation")), default=0.0)
+        broken = any(one["at"] > last for one in self._all(host, "meeting"))
+        return self.schedule.kind == "all" or (left and not killed and not broken)
 
     def _no_update_lost(self) -> Iterator[str]:
         """Gossip: the update of each step of a rank that is there is in its own weights right after the step."""
