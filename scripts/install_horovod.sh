@@ -76,7 +76,7 @@ if [ -n "$nccl" ]; then
   capability=$(py -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=",")' 2>/dev/null || true)
   release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 fi
-key="horovod-$HOROVOD-p4-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
+key="horovod-$HOROVOD-p5-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -141,6 +141,12 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   }\
 &|' "$pair"
   [ "$(grep -cE 'half->signalException|ubuf->signalException' "$pair")" = 2 ] || die "Gloo's pair.cc is not as expected"
+  # Gloo waits five times as long as its limit for a peer to connect, 150 s, also for one that has died meanwhile.
+  connect=$src/third_party/gloo/gloo/transport/tcp/pair.h
+  sed -i -e 's/timeout_ \* 5,/timeout_ * (std::getenv("HOROVOD_ELASTIC") ? 1 : 5),/' \
+    -e '0,/^#include </s//#include <cstdlib>\n&/' "$connect"
+  [ "$(grep -cE '^#include <cstdlib>|std::getenv\("HOROVOD_ELASTIC"\) \? 1 : 5' "$connect")" = 2 ] \
+    || die "Gloo's pair.h is not as expected"
   # ssh does not notice for hours that an elastic job's host has vanished, and until then horovodrun waits for its ranks.
   gloo_run=$src/horovod/runner/gloo_run.py
   alive='-o ServerAliveInterval=2 -o ServerAliveCountMax=3'

@@ -16,6 +16,7 @@ from scripts.benchmarks.support.schedule import (
     replay,
     slowest_work,
     solo_bound,
+    stalls,
     synchronous_seconds,
 )
 
@@ -119,3 +120,10 @@ def test_an_even_seed_draws_evenly():
     assert found.contributors == pytest.approx(4.5, rel=0.03)
     assert found.wait == pytest.approx(0.03 * 63 / 48, rel=0.03)
     assert even_seed(1, 100, 4, start=5) == 5
+
+
+def test_stalls_come_with_their_probability_to_each_rank_in_each_step():
+    times = stalls(500, 8, 0.055, 1.0, 0.02, seed=3)
+    assert set(np.unique(times)) == {0.055, 1.055}
+    assert abs((times > 1).mean() - 0.02) < 0.007
+    np.testing.assert_array_equal(times, stalls(500, 8, 0.055, 1.0, 0.02, seed=3))

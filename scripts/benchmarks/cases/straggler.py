@@ -1,4 +1,4 @@
-"""One random rank held up in every step: step times against the bounds of that very schedule."""
+"""One random rank held up in every step, or each now and then: step times against the bounds of that very schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.options import add_numbers
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
+from ..support.schedule import Schedule, one_random, replay, slowest_work, stalls, synchronous_seconds
 
 HELP = "one random rank is held up in every step; step time against the schedule's own bounds"
 QUICK = "horovod,majority,solo"
@@ -39,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100, help="of each block")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument(
+        "--stalls",
+        type=float,
+        metavar="P",
+        help="not one rank in every step: each rank stands still for --delay with this probability, in each step (then "
+        "arms that gossip or follow a leader are there too)",
+    )
+    parser.add_argument(
         "--model",
         choices=("small", "resnet50"),
         default="small",
@@ -50,20 +57,28 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.quick:
         args.delay, args.steps, args.repetitions = args.delay[:1], min(args.steps, 10), 1
-    arms = parse_arms(args.arms, args.ranks)
-    settings = []
+    any_family = args.stalls is not None
+    arms = parse_arms(args.arms, args.ranks, gossip=any_family, leaders=any_family)
+    named, settings = ["stalls"] if any_family else [], []
     for delay in args.delay:
-        key = chosen(args, "compute", "steps", delay=delay, schedule_seed=args.seed)
-        settings.append((key, one_random(args.steps, args.ranks, args.compute, delay, args.seed)))
+        key = chosen(args, "compute", "steps", *named, delay=delay, schedule_seed=args.seed)
+        settings.append((key, schedule_of(args, delay)))
     found = timed.measure(args, timed.blocks_of(arms, settings, args.repetitions, barrier=False), say)
     report = Report("straggler", args.ranks, [], COLUMNS, draw=draw)
     groups = grouped(found, lambda block: block["delay"])
     for setting, times in settings:
         rows = rows_of(groups.get(setting["delay"], []), setting, times, real=args.model != "small")
         report.rows += rows
-        if args.model == "small":
+        if args.model == "small" and args.stalls is None:
             judge(report, rows, f"{setting['delay']:g} s")
     return report
+
+
+def schedule_of(args: argparse.Namespace, delay: float) -> Schedule:
+    """Who is late when."""
+    if args.stalls is None:
+        return one_random(args.steps, args.ranks, args.compute, delay, args.seed)
+    return stalls(args.steps, args.ranks, args.compute, delay, args.stalls, args.seed)
 
 
 def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real: bool = False) -> list[Row]:
@@ -75,7 +90,8 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
     for arm, mine in groups.items():
         seconds = spread([timed.step_seconds(block) for block in mine])
         speedup = base / seconds.value if base else None
-        best = None if real or arm == "auto" else statistics.median(_bound(block, times) for block in mine)
+        unbound = real or arm == "auto" or setting.get("stalls") is not None
+        best = None if unbound else statistics.median(_bound(block, times) for block in mine)
         rows.append(
             row(
                 arm,
@@ -87,7 +103,7 @@ def rows_of(blocks: list[Block], setting: dict[str, Any], times: Schedule, real:
                 over_own_work=None if real else seconds.value / work,
                 slowest_rank_s=work,
                 synchronous_s=synchronous_seconds(times) / len(times),
-                fresh_per_s=statistics.median(timed.fresh_per_second(block) for block in mine),
+                fresh_per_s=median([timed.fresh_per_second(block) for block in mine]),
                 staleness=median([timed.mean_staleness(block) for block in mine]),
                 contributors=median([timed.mean_contributors(block) for block in mine]),
                 wait_s=statistics.median(timed.wait_seconds(block) for block in mine),

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..support.report import Row, row
+from ..support.schedule import stalls
 from .arms import simulate
 from .baselines import Level, averaged, synchronous
 from .network import Network
 from .outcome import Outcome, Setup
-from .workloads import stalls
 
 COMPUTE, STALL = 0.055, 1.0
 SHARES = {64: 0.02, 128: 0.01, 256: 0.01}

@@ -22,10 +22,3 @@ def one_slow(steps: int, ranks: int, compute: float, times: float) -> Schedule:
 def lengths(steps: int, ranks: int, compute: float, deviation: float, seed: int) -> Schedule:
     """Computation that depends on the length of the data: log-normal, with the median ``compute`` s."""
     return compute * np.random.default_rng(seed).lognormal(0.0, deviation, (steps, ranks))
-
-
-def stalls(steps: int, ranks: int, compute: float, stall: float, share: float, seed: int) -> Schedule:
-    """In each step each rank stands still for ``stall`` s more with the probability ``share``."""
-    found = constant(steps, ranks, compute)
-    found[np.random.default_rng(seed).random((steps, ranks)) < share] += stall
-    return found

@@ -28,6 +28,13 @@ def one_random(steps: int, ranks: int, compute: float, delay: float, seed: int) 
     return times
 
 
+def stalls(steps: int, ranks: int, compute: float, stall: float, share: float, seed: int) -> Schedule:
+    """In each step each rank stands still for ``stall`` s more with the probability ``share``."""
+    found = np.full((steps, ranks), compute)
+    found[np.random.default_rng(seed).random((steps, ranks)) < share] += stall
+    return found
+
+
 def linear(steps: int, ranks: int, delay: float) -> Schedule:
     """Rank i takes i x ``delay`` s in each step."""
     return np.tile(np.arange(ranks) * delay, (steps, 1))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import launch
-from .arms import SYNCHRONOUS
+from .arms import LEADERS, SYNCHRONOUS, gossip_of
 from .blocks import late_counts, mean_of
 from .launch import START, Block, Say, repetitions
 from .report import Report, Row
@@ -67,11 +67,13 @@ def wait_seconds(block: Block) -> float:
     return statistics.fmean(own["waited"] for own in block["by_rank"]) / steps_of(block)
 
 
-def fresh_per_second(block: Block) -> float:
-    """Gradients of staleness 0 a second, all ranks together."""
+def fresh_per_second(block: Block) -> float | None:
+    """Gradients of staleness 0 a second, all ranks together; None for arms that average none."""
     elapsed = max(own["elapsed"] for own in block["by_rank"])
     if block["arm"] in SYNCHRONOUS and not block["by_rank"][0]["stats"]:
         return len(block["by_rank"]) * steps_of(block) / float(elapsed)
+    if gossip_of(block["arm"]) or block["arm"] in LEADERS:
+        return None
     return sum(own["stats"]["staleness"].get("0", 0) for own in block["by_rank"]) / float(elapsed)
 
 
