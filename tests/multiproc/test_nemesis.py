@@ -16,6 +16,7 @@ LEAKS = 50 if os.environ.get("HVD_ASYNC_TEST_LONG") else 12
 MENDED = {
     0: "a step whose round had come when it was broken off was taken for one that user code had ended",
     5: "a new rank gave up when another died while it met the others for the first time",
+    48: "who met a rank that died just then waited for it to connect, 150 s",
     52: "a gradient that was handed over after a loss was lost",
     126: "Horovod and Python each waited for the other's lock, once in two hundred times",
 }

@@ -142,3 +142,22 @@ def test_own_weights_above_1_are_refused():
     greedy = Topology("greedy", 2, (frozenset({(0, 1)}),), ({(0, 1): 1.5},))
     with pytest.raises(ValueError, match=r"the edge from rank 0 to rank 0 is -0\.5"):
         mixing.matrices(greedy, "uniform")
+
+
+@given(NAMES, SIZES, SEEDS)
+def test_edges_are_their_matrix(name, size, seed):
+    """Whatever is computed by a matrix's edges is what NumPy computes with all of it."""
+    x = np.random.default_rng(seed).normal(size=size)
+    for edges in mixing.edge_weights(topology.named(name, size), "uniform"):
+        matrix = edges.dense()
+        np.testing.assert_allclose(edges @ x, matrix @ x, atol=1e-12)
+        np.testing.assert_allclose(edges.sums(edges.senders), matrix.sum(axis=0))
+        np.testing.assert_allclose(edges.sums(edges.receivers), matrix.sum(axis=1))
+        np.testing.assert_array_equal(edges.diagonal(), matrix.diagonal())
+        np.testing.assert_array_equal(edges.lazy().dense(), (matrix + np.eye(size)) / 2)
+        again = mixing.EdgeWeights.of(matrix)
+        np.testing.assert_array_equal(again.dense(), matrix)
+        pair = edges.asymmetric()
+        assert (pair is None) == np.array_equal(matrix, matrix.T)
+        if pair is not None:
+            assert pair[2:] == (matrix[pair[:2]], matrix[pair[1::-1]])

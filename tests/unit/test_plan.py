@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import networkx
 import numpy as np
@@ -349,3 +350,17 @@ def test_the_most_messages_that_an_exchange_brings(size, options, most):
     assert plan.max_received == most
     if most:
         assert all(len(plan.in_edges(place, step)) <= most for place in range(size) for step in range(1, 9))
+
+
+def test_a_plan_of_very_many_ranks_has_no_matrix_of_all_pairs():
+    """A dense one of 4,096 ranks takes 134 MB; bipartite-exponential has 12 phases."""
+    tracemalloc.start()
+    try:
+        plan = make_plan(4096, "dpsgd")
+        assert plan.moves(1)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+    assert plan.topology.period == len(plan.weights) == 12
+    for each in plan.weights:
+        mixing.check_doubly(each)

@@ -1,4 +1,4 @@
-"""Simulated jobs of gossip and leaders: who waits for whom and where, edges, bytes, pulls."""
+"""Simulated jobs of gossip and leaders: who waits for whom and where, bytes, pulls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import pytest
 
 from hvd_async import topology
 from hvd_async.algorithms.gossip.messages import WaitingForMessage
-from hvd_async.algorithms.gossip.plan import make_plan
 from scripts.benchmarks.simulation import workloads
 from scripts.benchmarks.simulation.arms import job_of, simulate
-from scripts.benchmarks.simulation.edges import edges_of
 from scripts.benchmarks.simulation.network import Network
 from scripts.benchmarks.simulation.outcome import Setup
 from scripts.benchmarks.support.stalls import stalls
@@ -114,19 +112,6 @@ def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
     found = simulate("adpsgd", Setup(times, window=100.0))
     assert found.steps >= 7 * 990
     assert found.wait_s == 0.0
-
-
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "dpsgd", "noloco"])
-def test_edges_are_those_of_the_production_plan(algorithm):
-    plan, edges = make_plan(6, algorithm), edges_of(6, algorithm)
-    assert edges.config.period == plan.config.period
-    for step in range(1, 20):
-        assert edges.moves(step) == plan.moves(step)
-        for rank in range(6):
-            assert list(edges.out(rank, step)) == [to for to, _ in plan.out_edges(rank, step)]
-            assert list(edges.into(rank, step)) == [sender for sender, _ in plan.in_edges(rank, step)]
-    pairs = edges_of(6, "adpsgd").config
-    assert pairs.neighbours == make_plan(6, "adpsgd").config.neighbours
 
 
 def test_an_average_hides_behind_the_steps_that_may_follow_it():

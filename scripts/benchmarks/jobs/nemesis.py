@@ -275,7 +275,8 @@ def main() -> None:
     for number in range(first, len(plan["schedules"])):
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         if meet.rank() == 0:
-            turn.write_text(str(number))
+            (folder / "turn.new").write_text(str(number))
+            (folder / "turn.new").replace(turn)  # (a new rank may read it just now)
             (folder / "unfinished").touch()
         Rank(model_of(plan["weights"]), Schedule.of(plan["schedules"][number]), number, folder).run()
         gc.collect()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.plan import make_plan
 
 from ..support.arms import LEADERS, RIVALS, gossip_of, quorum_of, read_name
 from . import baselines
 from .eager import EagerJob
-from .edges import edges_of
 from .gossip import GossipJob
 from .job import Job
 from .leader import LeaderJob
@@ -25,7 +25,7 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job:
     Args:
         arm: such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
         setup: what is simulated.
-        options: of ``EagerJob``, ``edges_of`` or ``LeaderJob``.
+        options: of ``EagerJob``, ``make_plan`` or ``LeaderJob``.
 
     Raises:
         ValueError: there is no such arm.
@@ -37,7 +37,7 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job:
         return EagerJob(arm, setup, quorum_of(name.base), compression=name.compression, **options)
     kind = ALGORITHMS[how.algorithm]
     job: type[GossipJob] = PairJob if kind.pairs else OuterJob if kind.outer is not None else PushSumJob
-    return job(arm, setup, edges_of(setup.ranks, **{**how._asdict(), **options}))
+    return job(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
 
 
 def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:

@@ -11,10 +11,10 @@ from typing import Any
 
 from hvd_async.algorithms.gossip.messages import ExchangeDone, StartAverage, StartExchange
 from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Command, Drained
 
-from .edges import Edges
 from .job import Job, Rank
 from .network import ring_bytes, sent_bytes
 from .outcome import Setup
@@ -54,15 +54,15 @@ class GossipJob(Job):
     Args:
         arm: its name.
         setup: what is simulated.
-        edges: who sends to whom.
+        plan: who sends to whom.
     """
 
     ranks: list[GossipRank]
 
-    def __init__(self, arm: str, setup: Setup, edges: Edges) -> None:
-        kind = ALGORITHMS[edges.config.algorithm]
-        self.edges, self.config, self.sends_early = edges, edges.config, kind.sends_before_update
-        self.message_bytes = sent_bytes(setup.megabytes, edges.config.compression)
+    def __init__(self, arm: str, setup: Setup, plan: GossipPlan) -> None:
+        kind = ALGORITHMS[plan.config.algorithm]
+        self.plan, self.config, self.sends_early = plan, plan.config, kind.sends_before_update
+        self.message_bytes = sent_bytes(setup.megabytes, plan.config.compression)
         self.averages: set[int] = set()
         """Averages that have completed."""
         self.completed = 0
@@ -73,7 +73,7 @@ class GossipJob(Job):
         self._under_way = 0
         self._produced = self._applied = 0
         machine, ranks = GossipStateMachine(0, range(setup.ranks)), [GossipRank(i) for i in range(setup.ranks)]
-        super().__init__(arm, setup, machine, edges.config, ranks, own_pace=kind.pairs)
+        super().__init__(arm, setup, machine, plan.config, ranks, own_pace=kind.pairs)
 
     def _has_all(self, drained: Drained[Any]) -> bool:
         return self.completed >= drained.rounds and not self._under_way

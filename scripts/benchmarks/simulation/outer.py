@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from hvd_async.algorithms.gossip.messages import AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.outer import Rhythm
+from hvd_async.algorithms.gossip.plan import GossipPlan
 
-from .edges import Edges
 from .gossip import GossipJob, GossipRank
 from .job import Wait
 from .network import sent_bytes
@@ -17,9 +17,9 @@ from .outcome import Setup
 class OuterJob(GossipJob):
     """Local SGD, SlowMo and DiLoCo: they differ in numbers alone."""
 
-    def __init__(self, arm: str, setup: Setup, edges: Edges) -> None:
-        super().__init__(arm, setup, edges)
-        self._rhythm = Rhythm(edges.config.average_every, edges.config.fragments)
+    def __init__(self, arm: str, setup: Setup, plan: GossipPlan) -> None:
+        super().__init__(arm, setup, plan)
+        self._rhythm = Rhythm(plan.config.average_every, plan.config.fragments)
         self._next = [0] * setup.ranks
         """The number of the average that each rank takes next."""
 

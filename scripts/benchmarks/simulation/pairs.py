@@ -7,9 +7,9 @@ from typing import Any
 
 from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.pairing import Pairing
+from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained
 
-from .edges import Edges
 from .gossip import GossipJob, GossipRank
 from .job import Rank, Wait
 from .outcome import Setup
@@ -18,11 +18,11 @@ from .outcome import Setup
 class PairJob(GossipJob):
     """Ranks that are averaged with a neighbour while they compute."""
 
-    def __init__(self, arm: str, setup: Setup, edges: Edges) -> None:
-        super().__init__(arm, setup, edges)
+    def __init__(self, arm: str, setup: Setup, plan: GossipPlan) -> None:
+        super().__init__(arm, setup, plan)
         self._announced: set[int] = set()
         self._pairings = [
-            Pairing(self.config.max_local_steps, edges.config.neighbours[rank.index], self._may_ask(rank), ask)
+            Pairing(self.config.max_local_steps, plan.config.neighbours[rank.index], self._may_ask(rank), ask)
             for rank in self.ranks
             for ask in [lambda rank=rank: self.send(rank, PairRequested(0))]
         ]

@@ -30,7 +30,7 @@ class PushSumJob(GossipJob):
         yield self.seconds_of(rank)
         if late:
             self._announce(rank, step)
-        if self.edges.moves(step):  # back-pressure
+        if self.plan.moves(step):  # back-pressure
             yield lambda: rank.offered - rank.sent <= (0 if late else 1)
         if late:
             yield from self._await_messages(rank, step)
@@ -42,7 +42,7 @@ class PushSumJob(GossipJob):
         if not late:
             yield from self._await_messages(rank, step)
         self._take(rank, step, step)
-        if self.edges.averages(step):
+        if self.plan.averages(step):
             index = step // self.config.average_every
             self.send(rank, AverageEntered(0, index, [1.0]))
             yield lambda: index in self.averages
@@ -50,14 +50,14 @@ class PushSumJob(GossipJob):
             self._offer(rank, step + 1)
 
     def _announce(self, rank: GossipRank, step: int) -> None:
-        if self.edges.out(rank.index, step):
+        if self.plan.out_edges(rank.index, step):
             rank.coming.add(step)
             self.send(rank, MessageComing(0, step))
 
     def _offer(self, rank: GossipRank, step: int) -> None:
-        if not self.edges.moves(step):
+        if not self.plan.moves(step):
             return
-        receivers = self.edges.out(rank.index, step)
+        receivers = [receiver for receiver, _ in self.plan.out_edges(rank.index, step)]
         rank.offered += bool(receivers)
         if receivers or step in rank.coming:
             rank.outbox[step] = receivers
@@ -72,7 +72,7 @@ class PushSumJob(GossipJob):
 
     def _await_messages(self, rank: GossipRank, step: int) -> Iterator[Wait]:
         rank.begun = step
-        rank.expected.update((sender, step) for sender in self.edges.into(rank.index, step))
+        rank.expected.update((sender, step) for sender, _ in self.plan.in_edges(rank.index, step))
         if self.missing(rank):
             self.send(rank, WaitingForMessage(0, self.completed))
             yield lambda: not self.missing(rank)
