@@ -142,7 +142,7 @@ class Coordinator:
             ranks, event = item
             machine = self._machines.get(event.optimizer) if isinstance(event, OptimizerEvent) else None
             if machine is not None and not isinstance(event, ENDS):  # nearly all are such
-                self._in_training(machine, ranks, event, now)  # type: ignore[arg-type]
+                self._dispatch(machine, ranks, event, now)  # type: ignore[arg-type]
             else:
                 for rank in ranks:
                     if not self._over:
@@ -235,7 +235,7 @@ class Coordinator:
             for other in siblings.to_open(event.optimizer):
                 self._command(other, other.ask_to_register(rank))
         siblings.before(machine, rank)
-        self._in_training(machine, (rank,), event, now)
+        self._dispatch(machine, (rank,), event, now)
         if self._over:
             return
         if machine.over:
@@ -246,7 +246,7 @@ class Coordinator:
         if isinstance(event, Registered):
             self._check_left_of(event.optimizer, machine)
 
-    def _in_training(self, machine: StateMachine[Any], ranks: Sequence[int], event: OptimizerEvent, now: float) -> None:
+    def _dispatch(self, machine: StateMachine[Any], ranks: Sequence[int], event: OptimizerEvent, now: float) -> None:
         """Have an optimizer's state machine handle an event of several ranks."""
         for rank in ranks:
             try:
