@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-FAN_OUT = 256
+FAN_OUT = 32
 """Connections of one relay, or of the coordinator, to other relays and ranks of other hosts, at the most."""
 
 

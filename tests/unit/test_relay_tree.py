@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runtime.relay_tree import Child, Tree, direct, plan
+from hvd_async.runtime.relay_tree import FAN_OUT, Child, Tree, direct, plan
 from hvd_async.runtime.relayed import (
     DecodeError,
     Upward,
@@ -66,7 +66,7 @@ def test_relays_below_relays_above_many_hosts():
 
 def test_a_thousand_hosts_of_eight():
     tree = plan([str(rank // 8) for rank in range(8192)])
-    assert len(tree.root) <= 256 + 8
+    assert len(tree.root) <= FAN_OUT + 8
     assert sorted(below(tree, tree.root)) == [*range(8192)]
 
 
