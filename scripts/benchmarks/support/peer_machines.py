@@ -296,7 +296,7 @@ class Run:
             count += 1
             if measures:
                 self.bytes_in += len(encode(event))
-                self.bytes_out += self.job.size * sum(len(encode(command)) for command in commands)
+                self.bytes_out += sum(len(self.machine.recipients(one)) * len(encode(one)) for one in commands)
             try:
                 rank, event = script.send(commands)
             except StopIteration:
