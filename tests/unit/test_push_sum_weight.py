@@ -128,7 +128,9 @@ def test_graphs_on_which_weights_run_away_are_refused(algorithm, graph, size, ne
         make_plan(size, algorithm, graph(size))
     with pytest.warns(UserWarning, match=r"push-sum weights fall to 0\.0\d*, so the optimizer's step is up to \d"):
         make_plan(near, algorithm, graph(near))
-    wild = GossipPlan(make_plan(size, algorithm).config, graph(size), tuple(mixing.matrices(graph(size), "uniform")))
+    wild = GossipPlan(
+        make_plan(size, algorithm).config, graph(size), tuple(mixing.edge_weights(graph(size), "uniform"))
+    )
     assert wild.least_weight < MIN_WEIGHT
     assert max(Push(wild, seed).run().farthest for seed in range(3)) > 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,8 @@ MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
 SAY_NOTHING = {"max_staleness": 0, "gossip_every": 1}
 """Values that ask for nothing, of options whose None is the algorithm's own."""
+MOST_DENSE = 1024
+"""Ranks of which a dense matrix is made (8 MB)."""
 MOST_COPIES = 32
 """Vectors of weights that a rank may keep for 8-bit differences."""
 
@@ -49,7 +51,7 @@ class GossipPlan:
     topology: Topology
     weights: tuple[EdgeWeights, ...]
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         """The mixing matrices, ``W[receiver, sender]``, shape (P, P) each."""
         return tuple(each.dense() for each in self.weights)
@@ -223,10 +225,9 @@ def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_s
     graph, matrices = Topology("none", places, (frozenset(),)), [EdgeWeights.keeping_all(places)]
     if kind.has_graph:
         graph, matrices = chosen_graph(places, kind, given["topology"], given["peers"], given["mixing"], what)
-    digest = zlib.crc32(b"".join(part.tobytes() for each in matrices for part in dataclasses.astuple(each)))
     config = GossipConfig(
         algorithm=kind.name,
-        graph=f"{graph.name} ({digest:08x})",
+        graph=f"{graph.name} ({_digest(matrices):08x})",
         neighbours=[list(graph.neighbours(place)) for place in range(places)] if kind.pairs else [],
         compression=given["compression"],
         local_size=local_size,
@@ -236,6 +237,17 @@ def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_s
         **_constants(kind, given),
     )
     return GossipPlan(config, graph, tuple(matrices))
+
+
+def _digest(weights: Sequence[EdgeWeights]) -> int:
+    """A number that tells mixing matrices apart. Checkpoints name it, so it is one of dense matrices, as it always was;
+    of more ranks than fit into memory that way it is one of the edges."""
+    digest = 0
+    for each in weights:
+        parts = [each.dense()] if len(each) <= MOST_DENSE else dataclasses.astuple(each)
+        for part in parts:
+            digest = zlib.crc32(part.tobytes(), digest)
+    return digest
 
 
 def _rhythm(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, int]:
