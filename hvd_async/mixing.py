@@ -80,7 +80,7 @@ class EdgeWeights:
         return np.bincount(self.receivers, self.weights * x[self.senders], len(self)) + self.kept * x
 
     def diagonal(self) -> Floats:
-        """What each rank keeps."""
+        """The part that each rank keeps of what it has, shape (P,)."""
         return self.kept
 
     def sums(self, of: Ints) -> Floats:

@@ -9,8 +9,10 @@ from hvd_async import topology
 from hvd_async.algorithms.gossip.messages import WaitingForMessage
 from scripts.benchmarks.simulation import workloads
 from scripts.benchmarks.simulation.arms import job_of, simulate
+from scripts.benchmarks.simulation.clock import Clock
 from scripts.benchmarks.simulation.network import Network
 from scripts.benchmarks.simulation.outcome import Setup
+from scripts.benchmarks.simulation.wire import Wire
 from scripts.benchmarks.support.stalls import stalls
 
 # -- gossip -----------------------------------------------------------------------------------------------------
@@ -138,3 +140,15 @@ def test_a_pulls_staleness_is_the_steps_that_ranks_take_while_it_travels():
     network = Network(bandwidth=1e6)  # an allreduce of 1 MB between two ranks takes 1 s
     found = simulate("easgd", Setup(workloads.constant(40, 2, 0.3), network, megabytes=1.0))
     assert found.staleness == {3: 4}  # two pulls of two ranks, from 4.8 and 9.6 s on
+
+
+def test_pulls_of_groups_share_no_wire_and_one_of_all_waits_for_theirs():
+    clock, ended = Clock(), []
+    wire = Wire(clock, Network(), 4)
+    for group in (0, 1, 0):
+        wire.submit_in_group(group, 2, 1.0, lambda group=group: ended.append((clock.now, group)))
+    wire.submit(1.0, lambda: ended.append((clock.now, "all")))
+    wire.submit_in_group(1, 2, 1.0, lambda: ended.append((clock.now, 1)))
+    clock.run(lambda: len(ended) == 5)
+    assert [what for _, what in ended] == [0, 1, 0, "all", 1]
+    assert [at for at, _ in ended] == pytest.approx([1.0, 1.0, 2.0, 3.0, 4.0])

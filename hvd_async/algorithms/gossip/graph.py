@@ -27,19 +27,7 @@ def chosen_graph(
     Raises:
         ValueError: they cannot be; the message says what can.
     """
-    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, kind)) is not None:
-        graph, weights = None, own
-    if isinstance(weights, str):
-        chosen = _topology(size, graph, peers, kind)
-        matrices = mixing.edge_weights(chosen, weights)
-    else:
-        if graph is not None or peers != 1:
-            raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
-        given = weights if _is_list(weights) else [weights]
-        matrices = [EdgeWeights.of(np.asarray(matrix, np.float64)) for matrix in given]
-        for matrix in matrices:
-            mixing.check_columns(matrix)
-        chosen = _of_matrices(matrices)
+    chosen, matrices = _given_or_made(size, kind, graph, peers, weights)
     if kind.exact:
         if len(matrices) > 1:
             raise ValueError(
@@ -66,20 +54,25 @@ def chosen_graph(
         _check_symmetric(chosen, kind.name)
     if kind.doubly_stochastic:
         for matrix in matrices:
-            try:
-                mixing.check_doubly(matrix)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; {kind.name} needs equal weights to stay equal: take mixing='metropolis', or "
-                    f"algorithm='sgp'"
-                ) from None
-            if (pair := matrix.asymmetric()) is not None:
-                i, j, there, back = pair
-                raise ValueError(
-                    f"mixing matrix: W[{i}, {j}] = {there:.6g} and W[{j}, {i}] = {back:.6g}; "
-                    f"{kind.name} needs a symmetric matrix: take mixing='metropolis', or algorithm='sgp'"
-                )
+            _check_doubly(matrix, kind.name)
     return chosen, matrices
+
+
+def _given_or_made(
+    size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any
+) -> tuple[Topology, list[EdgeWeights]]:
+    """Return the graph that was given or named, with its mixing matrices; or that of the matrices that were given."""
+    if _is_networkx(graph) and (own := _weighted(graph, peers, weights, kind)) is not None:
+        graph, weights = None, own
+    if isinstance(weights, str):
+        chosen = _topology(size, graph, peers, kind)
+        return chosen, mixing.edge_weights(chosen, weights)
+    if graph is not None or peers != 1:
+        raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
+    matrices = [EdgeWeights.of(np.asarray(one, np.float64)) for one in (weights if _is_list(weights) else [weights])]
+    for matrix in matrices:
+        mixing.check_columns(matrix)
+    return _of_matrices(matrices), matrices
 
 
 def _topology(size: int, graph: Any, peers: int, kind: GossipAlgorithm) -> Topology:
@@ -134,6 +127,21 @@ def _check_symmetric(graph: Topology, algorithm: str) -> None:
                     f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
                     f"that is, or algorithm='sgp'"
                 )
+
+
+def _check_doubly(matrix: EdgeWeights, algorithm: str) -> None:
+    try:
+        mixing.check_doubly(matrix)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; {algorithm} needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
+        ) from None
+    if (pair := matrix.asymmetric()) is not None:
+        i, j, there, back = pair
+        raise ValueError(
+            f"mixing matrix: W[{i}, {j}] = {there:.6g} and W[{j}, {i}] = {back:.6g}; {algorithm} needs a symmetric "
+            f"matrix: take mixing='metropolis', or algorithm='sgp'"
+        )
 
 
 def _is_list(weights: Any) -> bool:

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     if args.quick:
         args.delay, args.steps, args.repetitions = args.delay[:1], min(args.steps, 10), 1
     any_family = args.stalls is not None
+    if any_family and not 0 <= args.stalls <= 1:
+        raise ValueError(f"--stalls {args.stalls:g} is no probability: say one from 0 to 1, such as 0.02")
     arms = parse_arms(args.arms, args.ranks, gossip=any_family, leaders=any_family)
     named, settings = ["stalls"] if any_family else [], []
     for delay in args.delay:
