@@ -126,7 +126,7 @@ class GossipWorld(World):
         rank.coming.discard(step)
         rank.offered += bool(out)
         self.book.sent |= {((rank.ends, rank.place, step), to) for to in out}
-        if any((rank.number, step) in exchange.messages for exchange in rank.held):
+        if any(step in exchange.keys_of(rank.number) for exchange in rank.held):
             self._submit(rank)
         else:
             rank.outbox.append(MessageQueued(0, step) if out else NoMessage(0, step))
@@ -182,12 +182,12 @@ class GossipWorld(World):
 
     def _submit(self, rank: GossipRank) -> None:
         while rank.held and (rank.last is None or rank.held[0].round <= rank.last):
-            if any(sender == rank.number and key in rank.coming for sender, key in rank.held[0].messages):
+            if any(key in rank.coming for key in rank.held[0].keys_of(rank.number)):
                 return
             exchange = rank.held.pop(0)
             assert exchange.round == rank.submitted + 1, "exchanges out of order"
             rank.submitted = exchange.round
-            for key in (key for sender, key in exchange.messages if sender == rank.number):
+            for key in exchange.keys_of(rank.number):
                 assert key in rank.letters, f"message {key} of rank {rank.number} was never offered, or goes twice"
                 self.book.carried.setdefault(exchange.round, []).append((rank.place, key, rank.letters.pop(key)))
                 self.book.carried[exchange.round].sort()
@@ -289,10 +289,10 @@ class GossipWorld(World):
         match command:
             case StartExchange():
                 self._check_exchange(command, active, ending)
-            case StartAverage(_, index, ranks, weights):
+            case StartAverage(_, index, _, weights):
                 assert index == book.average + 1
                 inside = {rank: weight for rank, weight in book.inside.pop(index).items() if rank not in book.gone}
-                assert set(ranks) == inside.keys() >= active
+                assert set(command.ranks) == inside.keys() >= active
                 assert self._goes_on or inside.keys() == active
                 assert weights == [sum(inside.values())]
                 book.average = index

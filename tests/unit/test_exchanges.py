@@ -15,6 +15,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartAverage,
     StartExchange,
     WaitingForMessage,
+    senders_of,
+    spans_of,
 )
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.gossip.state_machine import SMOOTHING, GossipStateMachine
@@ -60,7 +62,7 @@ def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
         (0.6, 2, MessageQueued(7, 1)),
         (0.7, 1, MessageQueued(7, 2)),
         (0.9, 1, ExchangeDone(7, 1)),
-    ) == [[StartExchange(7, 1, [(1, 1)])], [], [], [], [StartExchange(7, 2, [(0, 1), (2, 1)])]]
+    ) == [[StartExchange(7, 1, senders_of([(1, 1)]))], [], [], [], [StartExchange(7, 2, senders_of([(0, 1), (2, 1)]))]]
     assert machine.deadline() is None
 
 
@@ -69,13 +71,13 @@ def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
     assert play(machine, (10.0, 2, MessageQueued(7, 2)), (11.0, 0, MessageQueued(7, 2))) == [[], []]
     assert machine.deadline() == 12.0
     assert machine.tick(11.9) == []
-    assert machine.tick(12.0) == [StartExchange(7, 2, [(0, 2), (2, 2)])]
+    assert machine.tick(12.0) == [StartExchange(7, 2, senders_of([(0, 2), (2, 2)]))]
     assert machine.deadline() is None
     assert machine.tick(20.0) == []
     assert machine.handle(0, ExchangeDone(7, 2), 16.0) == []  # 4 s
     assert play(machine, (20.0, 1, MessageQueued(7, 3)), (20.1, 0, MessageQueued(7, 3))) == [[], []]
     assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
-    assert machine.handle(2, MessageQueued(7, 3), 20.2) == [StartExchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
+    assert machine.handle(2, MessageQueued(7, 3), 20.2) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3), (2, 3)]))]
 
 
 def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_that_lands():
@@ -83,9 +85,11 @@ def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_
     assert [len(c) for c in play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in range(3)))] == [0, 0, 1]
     assert play(machine, (10.5, 0, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 14.0
-    assert machine.tick(14.0) == [StartExchange(7, 3, [(0, 3)])]
+    assert machine.tick(14.0) == [StartExchange(7, 3, senders_of([(0, 3)]))]
     events = [(14.1, rank, MessageQueued(7, 4)) for rank in range(3)]
-    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [StartExchange(7, 4, [(0, 4), (1, 4), (2, 4)])]
+    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [
+        StartExchange(7, 4, senders_of([(0, 4), (1, 4), (2, 4)]))
+    ]
 
 
 def test_what_pairs_have_waited_during_an_exchange_counts():
@@ -104,13 +108,13 @@ def test_a_rank_that_waits_for_a_message_is_not_waited_for():
         )
         == [[]] * 3
     )
-    assert machine.handle(2, WaitingForMessage(7, 1), 10.3) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.handle(2, WaitingForMessage(7, 1), 10.3) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
     # it may have been fed by that one
     assert (
         play(machine, (10.4, 0, MessageQueued(7, 3)), (10.5, 1, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2)))
         == [[]] * 3
     )
-    assert machine.handle(2, WaitingForMessage(7, 2), 12.1) == [StartExchange(7, 3, [(0, 3), (1, 3)])]
+    assert machine.handle(2, WaitingForMessage(7, 2), 12.1) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3)]))]
     assert play(machine, (12.2, 2, MessageQueued(7, 4)), (13.0, 0, ExchangeDone(7, 3))) == [[], []]
 
 
@@ -118,17 +122,17 @@ def test_messages_of_one_step_go_together_and_earlier_steps_first():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 3)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
     # rank 0 has no earlier message any more; rank 2 may come
-    assert machine.handle(2, MessageQueued(7, 2), 10.2) == [StartExchange(7, 2, [(1, 2), (2, 2)])]
+    assert machine.handle(2, MessageQueued(7, 2), 10.2) == [StartExchange(7, 2, senders_of([(1, 2), (2, 2)]))]
     assert play(machine, (10.3, 1, MessageQueued(7, 3)), (12.0, 1, ExchangeDone(7, 2))) == [[], []]
-    assert machine.handle(2, MessageQueued(7, 3), 12.1) == [StartExchange(7, 3, [(0, 3), (1, 3), (2, 3)])]
+    assert machine.handle(2, MessageQueued(7, 3), 12.1) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3), (2, 3)]))]
 
 
 def test_a_rank_that_is_ahead_is_not_waited_for():
     machine = timed()
     play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in (0, 1)))
-    assert machine.tick(12.0) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.tick(12.0) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
     assert machine.handle(0, ExchangeDone(7, 2), 14.0) == []
-    assert machine.handle(2, MessageQueued(7, 2), 14.1) == [StartExchange(7, 3, [(2, 2)])]
+    assert machine.handle(2, MessageQueued(7, 2), 14.1) == [StartExchange(7, 3, senders_of([(2, 2)]))]
 
 
 def test_messages_of_hosts_go_as_they_come():
@@ -141,13 +145,13 @@ def test_messages_of_hosts_go_as_they_come():
         (0.0, 2, MessageQueued(7, 3)),
         (0.0, 3, MessageQueued(7, 5)),
     )
-    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [StartExchange(7, 2, [(1, 4), (2, 3), (3, 5)])]
+    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [StartExchange(7, 2, senders_of([(1, 4), (2, 3), (3, 5)]))]
 
 
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
-    assert machine.handle(2, AverageEntered(7, 1, [1.0]), 10.2) == [StartExchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.handle(2, AverageEntered(7, 1, [1.0]), 10.2) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
 
 
 def test_a_rank_sends_one_message_an_exchange_in_its_order():
@@ -156,13 +160,16 @@ def test_a_rank_sends_one_message_an_exchange_in_its_order():
     for key in (8, 6, 7):
         assert machine.handle(0, MessageQueued(7, key), 0.0) == []
     for number, key in ((2, 8), (3, 6), (4, 7)):
-        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [StartExchange(7, number, [(0, key)])]
+        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [StartExchange(7, number, senders_of([(0, key)]))]
 
 
 def test_a_rank_that_is_done_is_waited_for_no_longer():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
-    assert machine.handle(2, Finished(7, [0]), 10.2) == [RankFinished(7, 2, 0), StartExchange(7, 2, [(0, 2), (1, 2)])]
+    assert machine.handle(2, Finished(7, [0]), 10.2) == [
+        RankFinished(7, 2, 0),
+        StartExchange(7, 2, senders_of([(0, 2), (1, 2)])),
+    ]
 
 
 def test_retired_counts_steps_since_the_last_drain():
@@ -185,15 +192,15 @@ def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
     assert machine.handle(0, Finished(7, [3], False), 0.0) == [RankFinished(7, 0, 3)]
     assert machine.blocked_on() == ("drain", {1})
     assert machine.handle(1, Finished(7, [1], False), 0.0) == [
-        StartExchange(7, 2, [(1, 1)]),
-        StartExchange(7, 3, [(0, 2)]),
-        StartExchange(7, 4, [(0, 3)]),
+        StartExchange(7, 2, senders_of([(1, 1)])),
+        StartExchange(7, 3, senders_of([(0, 2)])),
+        StartExchange(7, 4, senders_of([(0, 3)])),
         Drained(7, 4, [4], 1, False),
     ]
     # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
-    assert machine.handle(1, MessageQueued(7, 1), 1.0) == [StartExchange(7, 5, [(1, 1)])]
+    assert machine.handle(1, MessageQueued(7, 1), 1.0) == [StartExchange(7, 5, senders_of([(1, 1)]))]
     assert play(machine, (1.1, 0, MessageQueued(7, 1)), (1.2, 0, ExchangeDone(7, 1))) == [[], []]
-    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [StartExchange(7, 6, [(0, 1)])]
+    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [StartExchange(7, 6, senders_of([(0, 1)]))]
 
 
 def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
@@ -210,7 +217,7 @@ def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
         RankFinished(7, 0, 0),
         RankFinished(7, 2, 0),
     ]
-    assert machine.handle(1, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(1, 1)])]
+    assert machine.handle(1, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(1, 1)]))]
     assert machine.handle(1, Finished(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
 
 
@@ -287,19 +294,22 @@ def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
     machine = opened()
     assert play(machine, (0.0, 2, AverageEntered(7, 1, [0.5])), (0.0, 0, AverageEntered(7, 1, [1.0]))) == [[], []]
     assert machine.blocked_on() == ("average 1 over all ranks", {1})
-    assert machine.handle(1, AverageEntered(7, 1, [1.5]), 0.0) == [StartAverage(7, 1, [0, 1, 2], [3.0])]
+    assert machine.handle(1, AverageEntered(7, 1, [1.5]), 0.0) == [StartAverage(7, 1, spans_of([0, 1, 2]), [3.0])]
     assert machine.blocked_on() is None
     assert play(machine, (0.0, 2, AverageEntered(7, 2, [1.0])), (0.0, 0, AverageEntered(7, 2, [0.25]))) == [[], []]
-    assert machine.handle(1, Finished(7, [1]), 0.0) == [RankFinished(7, 1, 1), StartAverage(7, 2, [0, 2], [1.25])]
+    assert machine.handle(1, Finished(7, [1]), 0.0) == [
+        RankFinished(7, 1, 1),
+        StartAverage(7, 2, spans_of([0, 2]), [1.25]),
+    ]
     play(machine, (0.0, 0, Finished(7, [2])), (0.0, 2, Finished(7, [2])))
     assert play(machine, *((0.0, rank, AverageEntered(7, 1, [1.0])) for rank in range(3)))[2] == [
-        StartAverage(7, 1, [0, 1, 2], [3.0])
+        StartAverage(7, 1, spans_of([0, 1, 2]), [3.0])
     ]
 
 
 def test_an_average_needs_no_exchange_and_holds_none_up():
     machine = opened()
-    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(0, 1)])]
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(0, 1)]))]
     commands = play(machine, *((0.0, rank, AverageEntered(7, 1, [1.0])) for rank in range(3)))
     assert [len(own) for own in commands] == [0, 0, 1]
 
@@ -390,4 +400,4 @@ def test_ranks_that_gossip_differently_are_refused(own, other):
 def test_where_hosts_gossip_engines_serve_ranks_that_are_done():
     machine = opened(make_plan(4, local_size=2).config, 4)
     machine.handle(0, Finished(7, [0]), 0.0)
-    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, [(0, 1)])]
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(0, 1)]))]

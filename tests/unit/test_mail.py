@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageExchange, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageComing, MessageQueued, NoMessage, StartExchange
+from hvd_async.algorithms.gossip.messages import (
+    ExchangeDone,
+    MessageComing,
+    MessageQueued,
+    NoMessage,
+    StartExchange,
+    senders_of,
+)
 
 RANKS = 4
 NOBODY = (-1,) * RANKS
@@ -44,11 +51,11 @@ def telling(exchange, receivers=NOBODY):
 
 @pytest.mark.parametrize(("receivers", "tells"), [((1, 2, 3, 0), 1), ((2, 3, 0, 1), 2), ((3, 0, 1, 2), 3)])
 def test_the_receiver_of_the_first_message_tells(receivers, tells):
-    assert telling(StartExchange(7, 1, [(rank, 1) for rank in range(RANKS)], []), receivers) == [tells]
+    assert telling(StartExchange(7, 1, senders_of([(rank, 1) for rank in range(RANKS)]), []), receivers) == [tells]
 
 
 def test_also_where_some_ranks_only_send():
-    assert telling(StartExchange(7, 1, [(2, 1), (0, 1)], []), (1, -1, 3, -1)) == [3]
+    assert telling(StartExchange(7, 1, senders_of([(2, 1), (0, 1)]), []), (1, -1, 3, -1)) == [3]
 
 
 def test_of_pairs_the_partner_of_the_first():
@@ -57,7 +64,7 @@ def test_of_pairs_the_partner_of_the_first():
 
 # -- announced before they are queued -------------------------------------------------------------------------------
 
-ALL = StartExchange(7, 1, [(rank, 2) for rank in range(RANKS)], [])
+ALL = StartExchange(7, 1, senders_of([(rank, 2) for rank in range(RANKS)]), [])
 
 
 def test_an_exchange_waits_for_messages_that_were_announced():

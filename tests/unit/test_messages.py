@@ -64,6 +64,7 @@ LEADER = st.builds(
     progress=st.none() | PROGRESS,
 )
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
+SENDERS = st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS))
 FIRING = st.builds(
     eager.RoundTrigger,
     reason=TEXT,
@@ -79,7 +80,7 @@ KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, e
          messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
          eager.HostSteps | None: st.none() | WHOLE,
-         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
+         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS, list[tuple[int, int, int]]: SENDERS,
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
          dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
 
@@ -92,6 +93,20 @@ def any_message(union: object, kinds: Mapping[Any, Any] | None = None) -> st.Sea
         hints = typing.get_type_hints(kind)
         builders.append(st.builds(kind, **{field: known[hints[field]] for field in kind.__struct_fields__}))
     return st.one_of(builders)
+
+
+@given(st.dictionaries(st.integers(0, 40), st.integers(1, 3)))
+def test_senders_in_runs_are_the_messages(keys):
+    messages = sorted(keys.items())
+    exchange = gossip.StartExchange(0, 1, gossip.senders_of(messages))
+    assert exchange.messages == messages
+    assert [exchange.keys_of(rank) for rank in range(42)] == [[keys[r]] if r in keys else [] for r in range(42)]
+    assert gossip.StartAverage(0, 1, gossip.spans_of(sorted(keys)), [1.0]).ranks == sorted(keys)
+
+
+def test_an_exchange_of_all_ranks_is_told_in_a_few_bytes():
+    messages = [(rank, 70_000) for rank in range(10_000)]
+    assert len(encode(gossip.StartExchange(0, 70_000, gossip.senders_of(messages)))) < 50
 
 
 @given(any_message(CODEC.events))

@@ -130,7 +130,7 @@ class MessageExchange:
         if messages or key in self._coming:
             self._outbox[key] = _QueuedStep(messages, weight)
         self._coming.discard(key)
-        if any((self._engine.rank, key) in command.messages for command in self._held):
+        if any(key in command.keys_of(self._engine.rank) for command in self._held):
             self._try_held()
         else:
             self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
@@ -153,7 +153,7 @@ class MessageExchange:
         while self._held and self._name(self._held[0]) not in self._busy:
             if self._last is not None and self._held[0].round > self._last:
                 return
-            if any(sender == self._engine.rank and key in self._coming for sender, key in self._held[0].messages):
+            if any(key in self._coming for key in self._held[0].keys_of(self._engine.rank)):
                 return
             if self._held[0].gathers and self._busy:
                 return
@@ -172,11 +172,10 @@ class MessageExchange:
         self._busy.add(name)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
         queued = False
-        for sender, key in command.messages:
-            if sender == own:
-                messages, weight = self._outbox.pop(key)
-                queued = bool(messages)
-                outgoing += [(key, message, weight) for message in messages]
+        for key in command.keys_of(own):
+            messages, weight = self._outbox.pop(key)
+            queued = bool(messages)
+            outgoing += [(key, message, weight) for message in messages]
         self.sent += len(outgoing)
         rows: list[tuple[int, Vector, bytes]] = []
         for key, (to, data, own_weight), weight in outgoing:
@@ -188,7 +187,7 @@ class MessageExchange:
             splits[to] += 1
         packed = self._post.pack([(data, header) for _, data, header in rows])
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
-        first = next((self._place[rank] for rank, _ in [*command.messages, *command.pairs]), None)
+        first = next((self._place[rank] for rank, *_ in [*command.senders, *command.pairs]), None)
 
         def on_complete(result: Any) -> None:
             received, counts = result
@@ -206,7 +205,7 @@ class MessageExchange:
             self.own_sent += queued
             # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
             # exchanges would seem to take no time. (Where the first has none after all, it says so itself.)
-            if first in senders or (first == self._place[own] and command.messages and not queued):
+            if first in senders or (first == self._place[own] and command.senders and not queued):
                 self._engine.send(ExchangeDone(command.optimizer, command.round))
             self._after()
             self._try_held()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
@@ -102,26 +104,60 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
 
     Attributes:
         round: its number.
-        messages: queued ones, as (sender, key).
+        senders: queued messages, as (first rank, last rank, key): one of each rank from the first to the last, in
+            order. An exchange of all ranks is told in a few bytes, however many there are.
         pairs: of ranks to average; of hosts to average, each named by its first rank.
         gathers: whether each rank sends the ranks of its host the part of their weights that it owns, once all earlier
             exchanges have completed: the last exchange before an end (AD-PSGD of hosts).
     """
 
     round: int
-    messages: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    senders: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
     gathers: bool = False
 
+    @property
+    def messages(self) -> list[tuple[int, int]]:
+        """The queued messages, as (sender, key)."""
+        return [(rank, key) for first, last, key in self.senders for rank in range(first, last + 1)]
+
+    def keys_of(self, rank: int) -> list[int]:
+        """Return the keys of a rank's messages in it."""
+        return [key for first, last, key in self.senders if first <= rank <= last]
+
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
-    """Submit the average number ``index`` over ``ranks``, whose push-sum weights sum to ``weights``; all others
-    contribute zeros. ``part`` is the fragment that is averaged."""
+    """Submit the average number ``index`` over some ranks, whose push-sum weights sum to ``weights``; all others
+    contribute zeros. ``spans`` are those ranks, as (first, last); ``part`` is the fragment that is averaged."""
 
     index: int
-    ranks: list[int]
+    spans: list[tuple[int, int]]
     weights: list[float]
     part: int = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in order."""
+        return [rank for first, last in self.spans for rank in range(first, last + 1)]
+
+
+def spans_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ranks as (first, last) of each run of consecutive numbers."""
+    return [(first, last) for first, last, _ in senders_of((rank, 0) for rank in ranks)]
+
+
+def senders_of(messages: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return messages, (sender, key), as ``StartExchange.senders``: a run of consecutive ranks has the same key."""
+    runs: list[tuple[int, int, int]] = []
+    first = last = key = 0
+    for rank, own in messages:
+        if runs and rank == last + 1 and own == key:
+            last = rank
+            runs[-1] = (first, last, key)
+        else:
+            first, last, key = rank, rank, own
+            runs.append((first, last, key))
+    return runs
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):

@@ -52,6 +52,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartAverage,
     StartExchange,
     WaitingForMessage,
+    senders_of,
+    spans_of,
 )
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.pair_requests import PairRequests
@@ -275,7 +277,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._readiness.tell(rank, key)
             self._readiness.send(rank, key)
         self._flights[self._round] = now
-        return [StartExchange(self._optimizer, self._round, messages)]
+        return [StartExchange(self._optimizer, self._round, senders_of(messages))]
 
     def _begin_round(self) -> None:
         """Count an exchange; what ranks wait for may be in it."""
@@ -307,7 +309,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         for rank, _ in there:
             self._readiness.drop(rank, Reason.AVERAGE)
         weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
-        return StartAverage(self._optimizer, index, [rank for rank, _ in there], weights, there[0][1].part)
+        return StartAverage(self._optimizer, index, spans_of(rank for rank, _ in there), weights, there[0][1].part)
 
     def _next(self, until: float = math.inf) -> StartExchange | None:
         """Return the next exchange, of waiting messages of steps up to ``until`` and of pairs; None if there are no
@@ -327,7 +329,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         pairs, met = self._requests.pair(self._round) if can_pair else ([], [])
         for rank in met:
             self._readiness.drop(rank, Reason.PAIR)
-        return StartExchange(self._optimizer, self._round, messages, pairs)
+        return StartExchange(self._optimizer, self._round, senders_of(messages), pairs)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
