@@ -20,6 +20,7 @@ setup(
     packages=find_packages(include=["hvd_async", "hvd_async.*"]),
     package_data={"hvd_async": ["py.typed"]},
     install_requires=["msgspec", "numpy", "psutil", "pyzmq"],
+    entry_points={"console_scripts": ["hvd_async = hvd_async.cli.main:main"]},
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],

@@ -18,8 +18,11 @@ STOREYS = [
     {"errors", "topology", "stats"},  # public data: leaves
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
-    {"optimizers", "runner", "testing"},  # framework-neutral users of algorithms
-    {"torch", "tensorflow"},  # the bindings
+    {"optimizers", "runner", "testing", "simulation"},  # framework-neutral users of algorithms
+    {"torch", "tensorflow", "traces", "monitor"},  # the bindings; what a run has recorded, or shows while it goes on
+    {"advisor"},  # from traces, by simulation
+    {"cli"},
+    {"__main__"},
     {"torch_models", "tf_models"},
     {"jobs"},  # of scripts/benchmarks: programs that run under horovodrun
     {"scripts"},

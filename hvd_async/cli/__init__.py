@@ -1,0 +1,1 @@
+"""The command line, ``hvd_async COMMAND``: a module for each command."""
