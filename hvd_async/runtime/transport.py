@@ -25,8 +25,9 @@ from hvd_async.runtime.sockets import LARGEST, Endpoint, Sleeper
 ENDED = "died: the connection to the coordinator ended, unless it was this rank that stood still or was cut off"
 RELAY_ENDED = "; or it was the relay beside {relay}, by which this rank's messages go"
 REFUSED = "refused this rank's key"
-SOON = 64
-"""Events that are looked at before the commands that they have led to are sent."""
+PATIENCE = 16
+"""Commands wait while a sixteenth as many events are looked at as there are others to send them to: that takes much
+less time than sending them does, and those that come of these events go along."""
 MOST_EVENTS = 1024
 """In a message. A rank's messages are read in turn with others', so one of more would be out of turn."""
 
@@ -52,6 +53,8 @@ class ZmqHub:
         """Commands that were not sent yet, by the ranks they are for; those in a row for the same ranks together."""
         self._since = 0
         """Events that were looked at since then."""
+        self._soon = 0
+        """So many at the most."""
 
     def allow(self, keys: Sequence[bytes], local: bool = False, children: Sequence[Child] = ()) -> None:
         """Let in exactly these, until all of them have spoken.
@@ -61,6 +64,7 @@ class ZmqHub:
             local: whether all of them are on this machine.
             children: ranks and relays; if there are none, all ranks.
         """
+        self._soon = len(keys) // PATIENCE
         self.router.allow(children or direct(len(keys)).root, keys, local)
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
@@ -80,7 +84,7 @@ class ZmqHub:
         return bool(self._ready)
 
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
-        if self._queued and (not self._ready or self._since >= SOON):
+        if self._queued and (not self._ready or self._since >= self._soon):
             self.flush()
         if not self._ready and (self._sleeper.wait(0.0 if self.router.owes else timeout) or self.router.owes):
             for message in self.router.read():

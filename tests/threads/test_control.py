@@ -22,7 +22,7 @@ from hvd_async.runtime.codec import encode
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
-from hvd_async.runtime.messages import Hello, Leaving
+from hvd_async.runtime.messages import Hello, Leaving, Welcome
 from hvd_async.runtime.rendezvous import Control, rendezvous
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
@@ -106,6 +106,21 @@ def test_events_and_commands_travel_in_order():
         for channel in channels:
             commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
             assert [command.round for command in commands] == list(range(200))
+
+
+def test_commands_wait_for_no_other_event_where_ranks_are_few():
+    with wire(2) as made:
+        channels = [made.connect(rank) for rank in range(2)]
+        for rank, channel in enumerate(channels):
+            channel.send(Hello("here", rank))
+            made.hear()
+        ZmqChannel.send(channels[0], Hello("again", 0))
+        channels[0].send(Hello("once more", 0))  # both go in one message
+        assert made.hear() == (0, Hello("again", 0))
+        assert made.hub.has_more
+        made.hub.send(range(2), Welcome())
+        assert made.hear() == (0, Hello("once more", 0))
+        assert until(lambda: channels[1].receive(WAIT)) == Welcome()
 
 
 def test_a_rank_is_known_by_its_key_whatever_it_says():

@@ -8,49 +8,20 @@ from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,
-    GossipConfig,
     MessageQueued,
     PairRequested,
     RankFinished,
     StartAverage,
     StartExchange,
     WaitingForMessage,
-    senders_of,
     spans_of,
 )
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.gossip.state_machine import SMOOTHING, GossipStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerEvent, Registered, Rejected
+from tests.unit.exchange_moves import SGP, exchange, opened, pairing, play, timed
 from tests.unit.simulation import snapshot
-
-SGP = make_plan(3).config
-
-
-def opened(config: GossipConfig = SGP, size: int = 3) -> GossipStateMachine:
-    """A machine whose ranks have all opened."""
-    machine = GossipStateMachine(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Accepted(7)]
-    return machine
-
-
-def play(machine: GossipStateMachine, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:
-    """(when, rank, event); what each of them brought about."""
-    return [machine.handle(rank, event, now) for now, rank, event in moves]
-
-
-def timed(config: GossipConfig = SGP, size: int = 3, seconds: float = 2.0) -> GossipStateMachine:
-    """A machine that has seen one exchange, of rank 0, which took so long and ended at 0."""
-    machine = opened(config, size)
-    event = PairRequested(7) if config.algorithm == "adpsgd" else MessageQueued(7, 1)
-    assert [type(c) for c in machine.handle(0, event, -seconds)] == [StartExchange]
-    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == []
-    return machine
-
-
-def pairing(graph: str, size: int) -> GossipConfig:
-    return make_plan(size, "adpsgd", graph).config
 
 
 def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
@@ -62,7 +33,7 @@ def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():
         (0.6, 2, MessageQueued(7, 1)),
         (0.7, 1, MessageQueued(7, 2)),
         (0.9, 1, ExchangeDone(7, 1)),
-    ) == [[StartExchange(7, 1, senders_of([(1, 1)]))], [], [], [], [StartExchange(7, 2, senders_of([(0, 1), (2, 1)]))]]
+    ) == [[exchange(1, (1, 1))], [], [], [], [exchange(2, (0, 1), (2, 1))]]
     assert machine.deadline() is None
 
 
@@ -71,13 +42,13 @@ def test_an_exchange_waits_for_all_but_no_longer_than_one_takes():
     assert play(machine, (10.0, 2, MessageQueued(7, 2)), (11.0, 0, MessageQueued(7, 2))) == [[], []]
     assert machine.deadline() == 12.0
     assert machine.tick(11.9) == []
-    assert machine.tick(12.0) == [StartExchange(7, 2, senders_of([(0, 2), (2, 2)]))]
+    assert machine.tick(12.0) == [exchange(2, (0, 2), (2, 2))]
     assert machine.deadline() is None
     assert machine.tick(20.0) == []
     assert machine.handle(0, ExchangeDone(7, 2), 16.0) == []  # 4 s
     assert play(machine, (20.0, 1, MessageQueued(7, 3)), (20.1, 0, MessageQueued(7, 3))) == [[], []]
     assert machine.deadline() == 20.0 + 2.0 + SMOOTHING * (4.0 - 2.0)
-    assert machine.handle(2, MessageQueued(7, 3), 20.2) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3), (2, 3)]))]
+    assert machine.handle(2, MessageQueued(7, 3), 20.2) == [exchange(3, (0, 3), (1, 3), (2, 3))]
 
 
 def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_that_lands():
@@ -85,11 +56,9 @@ def test_what_has_waited_during_an_exchange_waits_for_others_as_if_it_came_when_
     assert [len(c) for c in play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in range(3)))] == [0, 0, 1]
     assert play(machine, (10.5, 0, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2))) == [[], []]
     assert machine.deadline() == 14.0
-    assert machine.tick(14.0) == [StartExchange(7, 3, senders_of([(0, 3)]))]
+    assert machine.tick(14.0) == [exchange(3, (0, 3))]
     events = [(14.1, rank, MessageQueued(7, 4)) for rank in range(3)]
-    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [
-        StartExchange(7, 4, senders_of([(0, 4), (1, 4), (2, 4)]))
-    ]
+    assert play(machine, *events, (15.0, 0, ExchangeDone(7, 3)))[-1] == [exchange(4, (0, 4), (1, 4), (2, 4))]
 
 
 def test_what_pairs_have_waited_during_an_exchange_counts():
@@ -108,13 +77,13 @@ def test_a_rank_that_waits_for_a_message_is_not_waited_for():
         )
         == [[]] * 3
     )
-    assert machine.handle(2, WaitingForMessage(7, 1), 10.3) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
+    assert machine.handle(2, WaitingForMessage(7, 1), 10.3) == [exchange(2, (0, 2), (1, 2))]
     # it may have been fed by that one
     assert (
         play(machine, (10.4, 0, MessageQueued(7, 3)), (10.5, 1, MessageQueued(7, 3)), (12.0, 0, ExchangeDone(7, 2)))
         == [[]] * 3
     )
-    assert machine.handle(2, WaitingForMessage(7, 2), 12.1) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3)]))]
+    assert machine.handle(2, WaitingForMessage(7, 2), 12.1) == [exchange(3, (0, 3), (1, 3))]
     assert play(machine, (12.2, 2, MessageQueued(7, 4)), (13.0, 0, ExchangeDone(7, 3))) == [[], []]
 
 
@@ -122,17 +91,17 @@ def test_messages_of_one_step_go_together_and_earlier_steps_first():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 3)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
     # rank 0 has no earlier message any more; rank 2 may come
-    assert machine.handle(2, MessageQueued(7, 2), 10.2) == [StartExchange(7, 2, senders_of([(1, 2), (2, 2)]))]
+    assert machine.handle(2, MessageQueued(7, 2), 10.2) == [exchange(2, (1, 2), (2, 2))]
     assert play(machine, (10.3, 1, MessageQueued(7, 3)), (12.0, 1, ExchangeDone(7, 2))) == [[], []]
-    assert machine.handle(2, MessageQueued(7, 3), 12.1) == [StartExchange(7, 3, senders_of([(0, 3), (1, 3), (2, 3)]))]
+    assert machine.handle(2, MessageQueued(7, 3), 12.1) == [exchange(3, (0, 3), (1, 3), (2, 3))]
 
 
 def test_a_rank_that_is_ahead_is_not_waited_for():
     machine = timed()
     play(machine, *((10.0, rank, MessageQueued(7, 2)) for rank in (0, 1)))
-    assert machine.tick(12.0) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
+    assert machine.tick(12.0) == [exchange(2, (0, 2), (1, 2))]
     assert machine.handle(0, ExchangeDone(7, 2), 14.0) == []
-    assert machine.handle(2, MessageQueued(7, 2), 14.1) == [StartExchange(7, 3, senders_of([(2, 2)]))]
+    assert machine.handle(2, MessageQueued(7, 2), 14.1) == [exchange(3, (2, 2))]
 
 
 def test_messages_of_hosts_go_as_they_come():
@@ -145,13 +114,13 @@ def test_messages_of_hosts_go_as_they_come():
         (0.0, 2, MessageQueued(7, 3)),
         (0.0, 3, MessageQueued(7, 5)),
     )
-    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [StartExchange(7, 2, senders_of([(1, 4), (2, 3), (3, 5)]))]
+    assert machine.handle(0, ExchangeDone(7, 1), 0.0) == [exchange(2, (1, 4), (2, 3), (3, 5))]
 
 
 def test_a_rank_that_waits_for_an_average_is_not_waited_for():
     machine = timed()
     assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
-    assert machine.handle(2, AverageEntered(7, 1, [1.0]), 10.2) == [StartExchange(7, 2, senders_of([(0, 2), (1, 2)]))]
+    assert machine.handle(2, AverageEntered(7, 1, [1.0]), 10.2) == [exchange(2, (0, 2), (1, 2))]
 
 
 def test_a_rank_sends_one_message_an_exchange_in_its_order():
@@ -160,7 +129,7 @@ def test_a_rank_sends_one_message_an_exchange_in_its_order():
     for key in (8, 6, 7):
         assert machine.handle(0, MessageQueued(7, key), 0.0) == []
     for number, key in ((2, 8), (3, 6), (4, 7)):
-        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [StartExchange(7, number, senders_of([(0, key)]))]
+        assert machine.handle(0, ExchangeDone(7, number - 1), 0.0) == [exchange(number, (0, key))]
 
 
 def test_a_rank_that_is_done_is_waited_for_no_longer():
@@ -168,7 +137,7 @@ def test_a_rank_that_is_done_is_waited_for_no_longer():
     assert play(machine, (10.0, 0, MessageQueued(7, 2)), (10.1, 1, MessageQueued(7, 2))) == [[], []]
     assert machine.handle(2, Finished(7, [0]), 10.2) == [
         RankFinished(7, 2, 0),
-        StartExchange(7, 2, senders_of([(0, 2), (1, 2)])),
+        exchange(2, (0, 2), (1, 2)),
     ]
 
 
@@ -192,15 +161,15 @@ def test_what_was_offered_goes_out_before_all_are_told_that_all_are_done():
     assert machine.handle(0, Finished(7, [3], False), 0.0) == [RankFinished(7, 0, 3)]
     assert machine.blocked_on() == ("drain", {1})
     assert machine.handle(1, Finished(7, [1], False), 0.0) == [
-        StartExchange(7, 2, senders_of([(1, 1)])),
-        StartExchange(7, 3, senders_of([(0, 2)])),
-        StartExchange(7, 4, senders_of([(0, 3)])),
+        exchange(2, (1, 1)),
+        exchange(3, (0, 2)),
+        exchange(4, (0, 3)),
         Drained(7, 4, [4], 1, False),
     ]
     # exchange 1 was not seen to land: the next need not wait for it, and its landing means nothing then
-    assert machine.handle(1, MessageQueued(7, 1), 1.0) == [StartExchange(7, 5, senders_of([(1, 1)]))]
+    assert machine.handle(1, MessageQueued(7, 1), 1.0) == [exchange(5, (1, 1))]
     assert play(machine, (1.1, 0, MessageQueued(7, 1)), (1.2, 0, ExchangeDone(7, 1))) == [[], []]
-    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [StartExchange(7, 6, senders_of([(0, 1)]))]
+    assert machine.handle(1, ExchangeDone(7, 5), 1.3) == [exchange(6, (0, 1))]
 
 
 def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
@@ -217,77 +186,11 @@ def test_ranks_that_are_done_before_all_have_opened_are_told_of_afterwards():
         RankFinished(7, 0, 0),
         RankFinished(7, 2, 0),
     ]
-    assert machine.handle(1, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(1, 1)]))]
+    assert machine.handle(1, MessageQueued(7, 1), 0.0) == [exchange(1, (1, 1))]
     assert machine.handle(1, Finished(7, [1]), 0.0) == [Drained(7, 1, [1], 1)]
 
 
 # -- pairs ----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_that_ask_are_averaged_with_neighbours_that_ask():
-    machine = opened(pairing("ring", 4), 4)
-    machine.handle(0, PairRequested(7), 0.0)
-    assert (
-        play(
-            machine,
-            (1.0, 1, PairRequested(7)),
-            (2.0, 0, PairRequested(7)),
-            (3.0, 2, PairRequested(7)),
-            (4.0, 3, PairRequested(7)),
-        )
-        == [[]] * 4
-    )
-    assert machine.handle(0, ExchangeDone(7, 1), 5.0) == [StartExchange(7, 2, [], [(1, 2), (0, 3)])]
-
-
-def test_a_rank_that_does_not_ask_serves_when_nobody_else_can():
-    machine = timed(pairing("ring", 4), 4)
-    assert play(machine, (10.0, 3, PairRequested(7)), (11.0, 2, PairRequested(7)), (11.5, 1, PairRequested(7))) == [
-        [],
-        [],
-        [],
-    ]
-    assert machine.deadline() == 12.0
-    assert machine.tick(12.0) == [StartExchange(7, 2, [], [(3, 2), (1, 0)])]
-
-
-def test_of_several_neighbours_the_one_that_was_averaged_longest_ago():
-    machine = opened(pairing("complete", 4), 4)
-    assert machine.handle(0, PairRequested(7), 0.0) == [StartExchange(7, 1, [], [(0, 1)])]
-    machine.handle(0, ExchangeDone(7, 1), 0.0)
-    assert machine.handle(0, PairRequested(7), 0.0) == [StartExchange(7, 2, [], [(0, 2)])]
-    machine.handle(0, ExchangeDone(7, 2), 0.0)
-    assert machine.handle(1, PairRequested(7), 0.0) == [StartExchange(7, 3, [], [(1, 3)])]
-    machine.handle(1, ExchangeDone(7, 3), 0.0)
-    assert machine.handle(3, PairRequested(7), 0.0) == [StartExchange(7, 4, [], [(3, 0)])]
-
-
-def test_nobody_is_averaged_with_a_rank_that_is_done_or_no_neighbour():
-    machine = opened(pairing("star", 3), 3)
-    assert machine.handle(1, PairRequested(7), 0.0) == [StartExchange(7, 1, [], [(1, 0)])]
-    machine.handle(1, ExchangeDone(7, 1), 0.0)
-    assert machine.handle(0, Finished(7, [0]), 0.0) == [RankFinished(7, 0, 0)]
-    assert play(machine, (0.0, 1, PairRequested(7)), (0.0, 2, PairRequested(7))) == [[], []]
-    assert machine.deadline() is None
-    assert play(machine, (0.0, 1, Finished(7, [2])), (0.0, 2, Finished(7, [1]))) == [
-        [RankFinished(7, 1, 2)],
-        [Drained(7, 1, [3], 2)],
-    ]
-    assert machine.handle(2, PairRequested(7), 0.0) == [
-        StartExchange(7, 2, [], [(2, 0)])
-    ]  # nothing is left of the wish before
-
-
-def test_leaves_of_a_star_take_turns():
-    machine, met = opened(pairing("star", 5), 5), []
-    for number in range(1, 14):
-        moves = [*((0.0, rank, PairRequested(7)) for rank in range(5)), (0.0, 0, ExchangeDone(7, number))]
-        for commands in play(machine, *moves):
-            met += [sorted(pair) for c in commands if isinstance(c, StartExchange) for pair in c.pairs]
-    assert met[:14] == [[0, 1], *([0, leaf] for leaf in (1, 2, 3, 4) * 3), [0, 1]]
-
-
-# -- averages -------------------------------------------------------------------------------------------------
 
 
 def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
@@ -309,7 +212,7 @@ def test_an_average_goes_when_all_are_in_and_over_those_that_are_left():
 
 def test_an_average_needs_no_exchange_and_holds_none_up():
     machine = opened()
-    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(0, 1)]))]
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [exchange(1, (0, 1))]
     commands = play(machine, *((0.0, rank, AverageEntered(7, 1, [1.0])) for rank in range(3)))
     assert [len(own) for own in commands] == [0, 0, 1]
 
@@ -400,4 +303,4 @@ def test_ranks_that_gossip_differently_are_refused(own, other):
 def test_where_hosts_gossip_engines_serve_ranks_that_are_done():
     machine = opened(make_plan(4, local_size=2).config, 4)
     machine.handle(0, Finished(7, [0]), 0.0)
-    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [StartExchange(7, 1, senders_of([(0, 1)]))]
+    assert machine.handle(0, MessageQueued(7, 1), 0.0) == [exchange(1, (0, 1))]

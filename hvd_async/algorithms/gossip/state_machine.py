@@ -381,14 +381,11 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank], rank in self._absent)
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Start exchanges of all queued messages."""
         assert self._config is not None
         self._requests.restart()
         commands: list[Command] = [self._start_average(index) for index in sorted(self._averages)]
         while self._queues:
-            exchange = self._next()
-            assert exchange is not None
-            commands.append(exchange)
+            commands += [exchange for exchange in [self._next()] if exchange is not None]
         if self._pairs_hosts and any(own[0] != self._bases[rank] for rank, own in self._produced.items()):
             self._round += 1
             commands.append(StartExchange(self._optimizer, self._round, gathers=True))

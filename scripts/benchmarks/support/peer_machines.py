@@ -120,7 +120,7 @@ class Job:
             pulls, self._pulls = self._pulls, []
             self.completed += len(exchanges)
             for exchange in exchanges:
-                sender, *_ = [rank for rank, _ in [*exchange.senders[:1], *exchange.pairs[:1]]]
+                sender, *_ = [rank for rank, *_ in [*exchange.senders[:1], *exchange.pairs[:1]]]
                 self.hear((yield (sender + 1) % self.size, ExchangeDone(0, exchange.round)))
             for pull in pulls:
                 first = 0 if pull.group == ALL_RANKS else self._group(pull.group)[0]
