@@ -120,7 +120,7 @@ def test_commands_wait_for_no_other_event_where_ranks_are_few():
         assert made.hub.has_more
         made.hub.send(range(2), Welcome())
         assert made.hear() == (0, Hello("once more", 0))
-        assert until(lambda: channels[1].receive(WAIT)) == Welcome()
+        assert until(lambda: channels[1].receive(0.05)) == Welcome()
 
 
 def test_a_rank_is_known_by_its_key_whatever_it_says():
