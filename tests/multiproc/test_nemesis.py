@@ -49,7 +49,10 @@ def histories_of(benchmarks: Any, ranks: int, schedules: Sequence[Any], **how: A
 
 @pytest.fixture(scope="module")
 def histories(benchmarks: Any) -> list[Any]:
-    """Return the histories of all schedules, in their order: of two jobs, which begin with two ranks and with three."""
+    """Return the histories of all schedules, in their order: of two jobs, which begin with two ranks and with three.
+
+    In the first the coordinator has a process of its own, as in large jobs.
+    """
     nemesis = benchmarks("nemesis")
 
     def schedule(seed: int, kind: str, troubles: Sequence[tuple[str, int, int]]) -> Any:
@@ -61,7 +64,9 @@ def histories(benchmarks: Any) -> list[Any]:
 
     grows = [("join", 3, 0), ("join", 20, 0), ("leave", 60, 0), ("leave", 60, 2)]
     cuts = [("cut", 2 * number + 2, number) for number in range(LEAKS)]
-    found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HVD_ASYNC_RELAYS_FROM", "1")
+        found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)])
     return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in MENDED]) if LONG_RUN else [])
 
 
