@@ -31,8 +31,8 @@ class Listener:
     """A participant of the engine that takes part in rounds by messages and has no tensors.
 
     Attributes:
-        went: for each round when its command came here, and when its first arrival reached the coordinator (s on
-            CLOCK_MONOTONIC, which all processes of a host share).
+        went: when each round's command came here (s on CLOCK_MONOTONIC, which all processes of a host share).
+        first: when each round's first arrival reached the coordinator, which only rank 0 asks to be told.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,10 +40,10 @@ class Listener:
         self._number = engine.register(self)
         self._changed = threading.Condition()
         self._agreed = self._drained = self.deleted = False
-        self.went: dict[int, tuple[float, float]] = {}
-        self._first: dict[int, float] = {}
+        self.went: dict[int, float] = {}
+        self.first: dict[int, float] = {}
         config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
-        self._send(Registered(self._number, config, ["nothing"], [0], timeline=True))
+        self._send(Registered(self._number, config, ["nothing"], [0], timeline=engine.rank == 0))
         self._wait(lambda: self._agreed)
 
     def arrive(self, step: int) -> None:
@@ -71,12 +71,13 @@ class Listener:
     def on_command(self, command: Command) -> None:
         """Note when a round's command came."""
         now = time.monotonic()
+        if isinstance(command, ExplainRound):  # (nobody waits for it)
+            self.first[command.round] = command.trigger.first
+            return
         with self._changed:
             match command:
-                case ExplainRound():
-                    self._first[command.round] = command.trigger.first
                 case StartRound():
-                    self.went[command.round] = (now, self._first[command.round])
+                    self.went[command.round] = now
                 case Accepted():
                     self._agreed = True
                 case Drained():
@@ -126,9 +127,11 @@ def latency(job: Job, rounds: int, busy: bool) -> None:
             pause(GAP, busy)  # so that all begin the next round together
         else:
             listener.arrive(round_)  # late: the round has gone
-    went = [listener.went[round_] for round_ in range(1, rounds + 1)]
     listener.close(rounds)
-    own = {"received": [now for now, _ in went], "first": [first for _, first in went]}
+    own = {
+        name: [each[key] for key in sorted(each)]
+        for name, each in (("received", listener.went), ("first", listener.first))
+    }
     job.record({"what": "latency", "busy": busy, "rounds": rounds}, own)
 
 
