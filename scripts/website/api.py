@@ -94,25 +94,25 @@ def methods() -> str:
     return text
 
 
-def module_text(module: str) -> str:
-    """Return the lines that show a module's own docstring."""
-    return f"::: {module}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}\n\n"
+def module_text(module: str, heading: str, level: int) -> str:
+    """Return the lines that show a module's own docstring under a heading."""
+    return f"::: {module}\n    options: {{members: false, heading: {heading}, heading_level: {level}}}\n\n"
 
 
 def binding(module: str) -> str:
     """Return the page of a binding."""
-    text = f"# {module}\n\n```python\nimport {module} as hvd\n```\n\n" + HOROVODS.format(f"horovod.{module[10:]}")
+    text = module_text(module, module, 1) + HOROVODS.format(f"horovod.{module.partition('.')[2]}")
     text += "What the wrappers return has [these methods](methods.md).\n\n## Wrappers and functions\n\n"
     text += entries(module)
     for part in PARTS:
         if part in public(module):
-            text += f"## hvd.{part}\n\n{module_text(f'{module}.{part}')}{entries(f'{module}.{part}')}"
+            text += module_text(f"{module}.{part}", f"hvd.{part}", 2) + entries(f"{module}.{part}")
     return text
 
 
 def plain(module: str) -> str:
     """Return the page of a module that needs no framework."""
-    return f"# {module}\n\n{module_text(module)}{entries(module)}"
+    return module_text(module, module, 1) + entries(module)
 
 
 def overview() -> str:

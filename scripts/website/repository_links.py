@@ -40,10 +40,16 @@ def path_of(uri: str) -> str:
     return path if (ROOT / path).exists() else path.removesuffix("/index.md").removesuffix(".md")
 
 
+def _leads_to(path: str, link: str) -> str:
+    """Return the path that a link of a file names; a folder's links begin in it."""
+    folder = path if (ROOT / path).is_dir() else os.path.dirname(path)
+    return os.path.normpath(os.path.join(folder, link))
+
+
 def targets(path: str, text: str) -> Iterator[str]:
     """Yield the repository's files that a page links, as paths from its root; those that are there."""
     for found in LINK.finditer(text):
-        target = os.path.normpath(os.path.join(os.path.dirname(path), found[1]))
+        target = _leads_to(path, found[1])
         if (ROOT / target).exists():
             yield target
 
@@ -53,7 +59,7 @@ def moved(uri: str, markdown: str) -> str:
     path = path_of(uri)
 
     def link(found: re.Match[str]) -> str:
-        target = os.path.normpath(os.path.join(os.path.dirname(path), found[1]))
+        target = _leads_to(path, found[1])
         if not (ROOT / target).exists():
             return found[0]  # (a page that is made of the source, or a mistake, which the build reports)
         return os.path.relpath(uri_of(target), os.path.dirname(uri) or ".") + (found[2] or "")
@@ -90,6 +96,5 @@ def linked_files(pages: Iterable[str]) -> dict[str, str]:
             continue
         known.add(uri)
         made[uri] = page(path)
-        folder = f"{path}/." if (ROOT / path).is_dir() else path  # a folder's links begin in it
-        waiting += targets(folder, made[uri])
+        waiting += targets(path, made[uri])
     return made
