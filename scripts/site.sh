@@ -35,5 +35,5 @@ export NO_MKDOCS_2_WARNING=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 if [ "$command" = serve ]; then
   exec "$python" -m mkdocs serve --strict --watch hvd_async --watch scripts/website --dev-addr "${where:-127.0.0.1:8000}"
 fi
-"$python" -m mkdocs build --strict --quiet --site-dir "$where"
+"$python" -m mkdocs build --strict --site-dir "$where" || die "the site was not built: each WARNING above is an error"
 say "The site is in $where: open $where/index.html"

@@ -6,7 +6,7 @@ import pathlib
 import sys
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # (MkDocs loads this file by its path)
@@ -19,8 +19,12 @@ ASSETS = ("iframe-worker.js", "style.css")
 def on_files(files: Files, config: Any) -> Files:
     """Add the API, files that pages link outside of docs/, and the site's style and script."""
     pages = [file.src_uri for file in files.documentation_pages()]
-    for uri, text in {**api.pages(), **repository_links.linked_files(pages)}.items():
+    for uri, text in api.pages().items():
         files.append(File.generated(config, uri, content=text))
+    for uri, text in repository_links.linked_files(pages).items():
+        listed = repository_links.path_of(uri) in repository_links.ALWAYS
+        level = InclusionLevel.UNDEFINED if listed else InclusionLevel.NOT_IN_NAV  # (links lead there)
+        files.append(File.generated(config, uri, content=text, inclusion=level))
     for name in ASSETS:
         source = ROOT / "scripts" / "website" / name
         files.append(File.generated(config, f"assets/website/{name}", content=source.read_text(encoding="utf-8")))

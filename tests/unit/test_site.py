@@ -53,7 +53,15 @@ class Page(html.parser.HTMLParser):
 def site(tmp_path_factory):
     """The folder of the site, built as scripts/site.sh does."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]  # (--quiet hides warnings from it)
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -153,7 +161,6 @@ def test_nothing_is_fetched_from_elsewhere(site, pages):
     outside = re.compile(r"(@import|url\()\s*[\"']?(https?:)?//")
     styles = [path.name for path in site.rglob("*.css") if outside.search(path.read_text(encoding="utf-8"))]
     assert not styles
-    assert not [path.name for path in pages if "mermaid" in path.read_text(encoding="utf-8")]
 
 
 @needs_mkdocs
@@ -171,6 +178,13 @@ def test_options_are_described_on_the_wrappers_page(site):
     text = (site / "api" / "torch.html").read_text(encoding="utf-8")
     assert "Own options: see" not in text
     assert "linear weight prediction" in re.sub(r"<[^>]+>", "", text), "of EagerOptions"
+
+
+@needs_mkdocs
+def test_diagrams_are_drawn(pages):
+    texts = {path.name: path.read_text(encoding="utf-8") for path in pages}
+    assert texts["concepts.html"].count('<svg class="sequence"') == 3
+    assert not [name for name, text in texts.items() if "sequenceDiagram" in text]
 
 
 # -- without the build ----------------------------------------------------------------------------------------
