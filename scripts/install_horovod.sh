@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 HOROVOD=0.28.1
 usage() {
   cat <<USAGE
-usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--from DIR] [--without-mpi] [--rebuild]
+usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--from DIR] [--without-mpi] [--rebuild] [--wheel DIR]
 
 Builds Horovod $HOROVOD against the torch and/or TensorFlow installed for PATH, with Gloo, with MPI, and with
 NCCL where a CUDA toolkit, NCCL's header and a CUDA build of a framework are found. The wheel is kept in DIR,
@@ -18,10 +18,12 @@ so that it is built once for each (Horovod, torch, TensorFlow, Python, flags).
                    (pip download --no-deps --no-binary horovod -d DIR horovod==$HOROVOD, where there is one)
   --without-mpi    build with Gloo only
   --rebuild        build even if the cache has the wheel
+  --wheel DIR      do not install Horovod: put the wheel into DIR, for machines with the same Python, frameworks and
+                   libraries, where \`pip install --no-deps DIR/horovod-*.whl\` installs it
 USAGE
 }
 
-python= wheels=$CACHE/wheels mpi=1 rebuild= index=()
+python= wheels=$CACHE/wheels mpi=1 rebuild= index=() into=
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
@@ -29,6 +31,7 @@ while [ $# -gt 0 ]; do
     --from) index=(--no-index --find-links "$(realpath "${2:?--from wants a folder}")"); shift 2 ;;
     --without-mpi) mpi=; shift ;;
     --rebuild) rebuild=1; shift ;;
+    --wheel) into=$(realpath -m "${2:?--wheel wants a folder}"); shift 2 ;;
     -h|--help) usage; exit ;;
     *) usage >&2; die "unknown option: $1" ;;
   esac
@@ -78,7 +81,7 @@ if [ -n "$nccl" ]; then
 fi
 key="horovod-$HOROVOD-p6-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
-if [ -z "$rebuild" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
+if [ -z "$rebuild$into" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
 fi
 if [ -n "$mpi" ]; then need_packages mpirun:openmpi-bin mpicxx:libopenmpi-dev; fi
@@ -196,7 +199,14 @@ else
   say "Using the wheel built before: $wheel"
 fi
 
-# -- 4. install and check -----------------------------------------------------------------------------------
+# -- 4. hand over, or install and check ---------------------------------------------------------------------
+if [ -n "$into" ]; then
+  mkdir -p "$into"
+  cp "$wheel" "$into/"
+  echo "$key" >"$into/$(basename "$wheel" .whl).txt"  # (a wheel's name does not tell the frameworks)
+  say "The wheel is $into/$(basename "$wheel"); what it was built for is in the .txt beside it"
+  exit
+fi
 py -m pip install -q --force-reinstall --no-deps "$wheel"
 py -m pip install -q "${index[@]}" pyyaml psutil cloudpickle cffi packaging
 for module in ${torch:+horovod.torch} ${tensorflow:+horovod.tensorflow}; do

@@ -74,7 +74,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             for ``mixed_float16``. With Keras' own ``gradient_accumulation_steps`` every micro-batch is a round, of
             which so many make an update; ``backward_passes_per_step`` does the same with less communication.
         name: of the optimizer, as in Horovod.
-        device_dense, device_sparse: where vectors are put together, and where sparse gradients are made dense.
+        device_dense: where vectors are put together.
+        device_sparse: where sparse gradients are made dense.
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a class with ``compress`` and ``decompress``.
         sparse_as_dense: nothing to do: sparse gradients (of embeddings) always travel as dense ones, so that late ones
             can be added up. Their average is that of Horovod, whose ranks send each other rows.

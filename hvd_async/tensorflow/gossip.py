@@ -70,7 +70,9 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             to what the neighbour knows already (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the
             anchor. What compression leaves out stays with the sender, and goes with a later message.
         sparse_as_dense: nothing to do: gradients do not travel.
-        gradient_predivide_factor, num_groups, groups: of gradients that travel; refused here.
+        gradient_predivide_factor: of gradients that travel; refused here.
+        num_groups: likewise.
+        groups: likewise.
         op: ``hvd.Average``.
         backward_passes_per_step: so many ``apply()`` calls are added up on this rank and make one step, whose weights
             are mixed; the others return at once. ``iterations`` counts steps.

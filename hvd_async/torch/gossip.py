@@ -61,7 +61,9 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             anchor. What compression leaves out stays with the sender, and goes with a later message.
         backward_passes_per_step: how many times backward() is called before step(); gradients add up.
         op: ``hvd.Average``.
-        gradient_predivide_factor, num_groups, groups: of gradients that travel; refused here.
+        gradient_predivide_factor: of gradients that travel; refused here.
+        num_groups: likewise.
+        groups: likewise.
         sparse_as_dense: nothing to do: gradients do not travel.
         process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step by
             themselves.

@@ -146,7 +146,8 @@ class LearningRateScheduleCallback(Draining):
     Args:
         initial_lr: at the start of training.
         multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
-        start_epoch, end_epoch: where it holds; ``end_epoch`` None: to the end.
+        start_epoch: the first epoch in which it holds.
+        end_epoch: the one after the last; None: it holds to the end.
         staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
         momentum_correction: scale SGD's velocity by new over old rate when it changes; with ``EagerOptimizer`` when
             the round that carries the new rate is applied, so the replicas stay equal.
@@ -215,7 +216,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: the rate after warm-up.
         warmup_epochs: how long.
-        momentum_correction, steps_per_epoch: as in ``LearningRateScheduleCallback``.
+        momentum_correction: as in ``LearningRateScheduleCallback``.
+        steps_per_epoch: likewise.
         verbose: 1 to say on rank 0 when warm-up is over.
     """
 
