@@ -24,7 +24,7 @@ LARGEST = 2**26
 LONG = 0.4
 """Seconds that a message should take: the software around it counts little then."""
 REPEATS = 5
-ALL_PAIRS = 8
+ALL_PAIRS = 6
 """Hosts up to which each is measured with every other; above, with its two neighbours in the ring of ranks."""
 SMALL = 8
 """Bytes of a message that takes as long as the software around it."""

@@ -8,21 +8,23 @@ import sys
 from typing import Any
 
 from hvd_async.doctor.findings import Finding, note, ok, problem
-from hvd_async.doctor.network import Collectives, Measurement, measure
+from hvd_async.doctor.network import Collectives, Measurement, measure, pairs_of
 from hvd_async.doctor.processes import run_limited, tell
 from hvd_async.doctor.software import BUILD, FRAMEWORKS, read_build
 from hvd_async.doctor.trial import environment, launcher
 from hvd_async.errors import EngineError
 
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Variables of a rank: by ``horovodrun``, Open MPI, other MPIs."""
+SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables with the number of ranks: by ``horovodrun``, Open MPI, other MPIs."""
+A_LINK = 10.0
+"""Seconds that a link's measurement may take, at the most."""
 SLOW = 0.5
 """Share of the links' median bandwidth below which a link is named."""
 
 
 def in_a_job() -> bool:
-    """Whether this process is a rank."""
-    return any(name in os.environ for name in RANKS)
+    """Whether this process is one of several ranks."""
+    return any(os.environ.get(name, "1") not in ("", "1") for name in SIZES)
 
 
 def framework_here() -> str:
@@ -48,19 +50,19 @@ def measure_here() -> tuple[int, Measurement]:
         module.stop()
 
 
-def count_ranks(hosts: str) -> int:
-    """Return how many ranks ``h1:1,h2:2`` are.
+def hosts_of_ranks(hosts: str) -> list[str]:
+    """Return the host of each rank of ``h1:1,h2:2``: h1, h2, h2.
 
     Raises:
         ValueError: it does not read like this.
     """
-    total = 0
+    ranks: list[str] = []
     for host in hosts.split(","):
         name, _, slots = host.strip().rpartition(":")
         if not name or not slots.isdecimal() or int(slots) < 1:
             raise ValueError(f"--hosts {hosts!r}: {host!r} is not HOST:RANKS, such as node1:1,node2:1")
-        total += int(slots)
-    return total
+        ranks += [name] * int(slots)
+    return ranks
 
 
 def measure_hosts(hosts: str, limit: float, more: list[str]) -> Measurement:
@@ -68,19 +70,20 @@ def measure_hosts(hosts: str, limit: float, more: list[str]) -> Measurement:
 
     Args:
         hosts: as of ``horovodrun -H``.
-        limit: seconds for the whole job.
+        limit: seconds for its start; each link has ``A_LINK`` more.
         more: further options of ``horovodrun``.
 
     Raises:
         ValueError: ``hosts`` does not read like ``h1:1,h2:1``, or there is no Horovod here.
         EngineError: the job failed, or its time ran out.
     """
-    ranks = count_ranks(hosts)
+    ranks = hosts_of_ranks(hosts)
+    limit += A_LINK * len(pairs_of(ranks))
     framework_here()
     command = [
         *launcher(),
         "-np",
-        str(ranks),
+        str(len(ranks)),
         "-H",
         hosts,
         "--gloo",

@@ -17,7 +17,8 @@ WIDTH = 100
 def summary(findings: Sequence[Finding]) -> str:
     """Return how many findings there are of each verdict, in words."""
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
-    words = f"{counts[Verdict.PROBLEM]} problems, {counts[Verdict.NOTE]} notes, {counts[Verdict.OK]} ok"
+    few = [f"{counts[one]} {one.value}{'' if counts[one] == 1 else 's'}" for one in (Verdict.PROBLEM, Verdict.NOTE)]
+    words = f"{', '.join(few)}, {counts[Verdict.OK]} ok"
     return (
         f"{words}: "
         + {
