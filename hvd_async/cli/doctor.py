@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _finish_network(measure_hosts(arguments.hosts, arguments.limit, more), arguments)
     if in_a_job():
         rank, measured = measure_here()
-        return _finish_network(measured, arguments) if rank == 0 else int(_failed(judge_network(measured)))
+        # (A launcher ends all ranks when one has failed: also rank 0, which is to print.)
+        return _finish_network(measured, arguments) if rank == 0 else 0
     if arguments.network or arguments.horovodrun:
         raise ValueError("--network and --horovodrun are for a measurement: name the hosts, --hosts node1:1,node2:1")
     plan = Plan(arguments.local_ranks, arguments.ranks, arguments.self_test, arguments.limit)
@@ -74,11 +75,7 @@ def finish(findings: list[Finding], target: str | None, more: Mapping[str, Any] 
         show_findings(findings)
     if target:
         write_json(as_json(findings, **(more or {})), target)
-    return int(_failed(findings))
-
-
-def _failed(findings: list[Finding]) -> bool:
-    return worst(findings) is Verdict.PROBLEM
+    return int(worst(findings) is Verdict.PROBLEM)
 
 
 def _finish_network(measured: Measurement, arguments: argparse.Namespace) -> int:

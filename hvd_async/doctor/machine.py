@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hvd_async.doctor.findings import Finding, note, ok, problem
-from hvd_async.runtime.descriptors import EACH, SPARE, shortage
+from hvd_async.runtime.descriptors import needed_for, shortage
 
 GIB = 2**30
 ENOUGH = 2 * GIB
@@ -108,7 +108,7 @@ def judge_cores(machine: Machine, local_ranks: int, environ: Mapping[str, str]) 
         advice = f"It is no number of threads: set OMP_NUM_THREADS={wanted}, or unset it."
         return [*found, problem("OMP_NUM_THREADS", repr(text), advice)]
     threads = int(first)
-    fact = f"{threads} threads a rank, {threads * local_ranks} in all"
+    fact = f"{threads}; {threads * local_ranks} threads in all"
     if threads * local_ranks > max(cores, local_ranks):
         advice = f"More threads than cores: set OMP_NUM_THREADS={wanted}."
         return [*found, note("OMP_NUM_THREADS", fact, advice, threads=threads)]
@@ -129,14 +129,13 @@ def judge_memory(machine: Machine, local_ranks: int) -> Finding:
 
 def judge_descriptors(machine: Machine, ranks: int) -> Finding:
     """Judge the limit on open files, for this machine as rank 0's of a job of ``ranks`` ranks."""
-    needed = EACH * ranks + SPARE
+    needed = needed_for(ranks)
     limit = "no limit" if machine.soft is None else f"{machine.soft} open files"
     fact = f"{limit}; rank 0 of {ranks} ranks needs {needed}"
     values = {"soft": machine.soft, "hard": machine.hard, "needed": needed}
-    missing = shortage(ranks, here=False)
-    if missing or (machine.hard is not None and machine.hard < needed):
+    if shortage(ranks, here=False) or (machine.hard is not None and machine.hard < needed):
         advice = f"Raise the hard limit: ulimit -Hn {needed}, or LimitNOFILE= of what starts jobs (docs/clusters.md)."
-        return problem("open files", missing or fact, advice, **values)
+        return problem("open files", fact, advice, **values)
     if machine.soft is not None and machine.soft < needed:
         advice = f"This library raises it for itself; Gloo, which connects all ranks, does not: ulimit -n {needed}."
         return note("open files", fact, advice, **values)

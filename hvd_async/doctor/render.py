@@ -61,7 +61,9 @@ def show_findings(findings: Sequence[Finding], stream: TextIO | None = None) -> 
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("", "check", "fact", "what to do")
+    table = Table("", "check")
+    for name in ("fact", "what to do"):
+        table.add_column(name, overflow="fold")  # (names of variables are copied from here: none is cut off)
     for finding in findings:
         colour = COLOURS[finding.verdict]
         verdict = Text(finding.verdict.value, style=colour)

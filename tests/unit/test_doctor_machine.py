@@ -69,10 +69,15 @@ def test_memory_of_two_ranks(gib, verdict):
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "verdict"), [(256, 256, "ok"), (None, None, "ok"), (255, 256, "note"), (255, 255, "problem")]
+    ("soft", "hard", "verdict"), [(0, 0, "ok"), (None, None, "ok"), (-1, 0, "note"), (-1, -1, "problem")]
 )
-def test_open_files_of_64_ranks(soft, hard, verdict):
-    assert machine.judge_descriptors(but(soft=soft, hard=hard), 64).verdict.value == verdict
+def test_open_files_of_64_ranks(soft, hard, verdict, monkeypatch):
+    """Limits are given by how far they are from what is needed."""
+    monkeypatch.setattr(machine, "needed_for", lambda ranks: 2 * ranks + 140)
+    limits = {"soft": soft if soft is None else 268 + soft, "hard": hard if hard is None else 268 + hard}
+    found = machine.judge_descriptors(but(**limits), 64)
+    assert found.verdict.value == verdict
+    assert found.fact.endswith("rank 0 of 64 ranks needs 268")
 
 
 def test_a_limit_on_open_files_that_is_really_low():
@@ -83,7 +88,7 @@ def test_a_limit_on_open_files_that_is_really_low():
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("problem 64 connections to this host need"), done.stderr
+    assert done.stdout.startswith("problem 200 open files; rank 0 of 64 ranks needs "), done.stderr
 
 
 @pytest.mark.parametrize(

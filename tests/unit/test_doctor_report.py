@@ -13,6 +13,7 @@ from hvd_async.cli.main import main
 from hvd_async.doctor import checkup, findings, render, trial
 from hvd_async.doctor.checkup import Plan, check_machine
 from hvd_async.doctor.findings import Verdict, as_json, note, ok, problem, worst
+from hvd_async.doctor.network import Link, Measurement
 from hvd_async.doctor.processes import MARK, RESULT, Outcome, last_error, run_limited, tell
 from hvd_async.doctor.software import Build
 from hvd_async.errors import EngineError
@@ -192,8 +193,10 @@ class Terminal(io.StringIO):
 
 def test_findings_and_tables_on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
     out = Terminal()
-    render.show_findings([*ALL, ok("odd", "[bold]x[/bold]")], out)
+    render.show_findings([*ALL, ok("odd", "[bold]x[/bold]"), note("long", "x", "x" * 100)], out)
+    assert out.getvalue().count("x") >= 102  # (nothing is cut off)
     assert "not installed" in out.getvalue()
     assert "[bold]x[/bold]" in out.getvalue()
     assert "\033" in out.getvalue()
@@ -215,6 +218,19 @@ def test_the_exit_status_and_both_outputs(healthy, tmp_path, capsys):
     healthy["trial"] = ended(None, "waiting")
     assert main(["doctor", "--json", "-"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "problem"
+
+
+def test_a_rank_that_prints_nothing_does_not_end_the_job(monkeypatch, capsys):
+    """A launcher ends all ranks when one has failed: also rank 0, which has to print the problem."""
+    links = (Link("a", "b", None, 1e6, 2**20, "no route"),)
+    measured = Measurement({"a": 1, "b": 1}, 2, "torch", "Gloo", 0.001, links, (), {"a": "x", "b": "x"})
+    monkeypatch.setattr(command, "in_a_job", lambda: True)
+    monkeypatch.setattr(command, "measure_here", lambda: (1, measured))
+    assert main(["doctor"]) == 0
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(command, "measure_here", lambda: (0, measured))
+    assert main(["doctor"]) == 1
+    assert "no route" in capsys.readouterr().out
 
 
 def test_the_plan_is_the_options(healthy, monkeypatch):
