@@ -10,7 +10,9 @@ from typing import Protocol, cast
 
 from hvd_async.errors import HvdAsyncError
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "doctor": "will Horovod and hvd_async work on this machine, and how quick is its network?",
+}
 """By the command's name, which is its module's, what it does: a line for ``--help``."""
 
 

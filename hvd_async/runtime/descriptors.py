@@ -22,7 +22,7 @@ def shortage(connections: int, here: bool = True) -> str:
         here: whether it is this process: then a soft limit that is too low is raised, as far as the hard one lets it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _open_now() + EACH * connections + SPARE
+    needed = needed_for(connections)
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return ""
     if hard == resource.RLIM_INFINITY or needed <= hard:
@@ -33,6 +33,11 @@ def shortage(connections: int, here: bool = True) -> str:
         f"{connections} connections to this host need {needed} file descriptors, and it allows {hard}: raise the limit "
         f"there (ulimit -Hn {needed}; LimitNOFILE= of the service that starts jobs; docs/clusters.md)"
     )
+
+
+def needed_for(connections: int) -> int:
+    """Return how many descriptors this process needs for so many connections, those that it has open included."""
+    return _open_now() + EACH * connections + SPARE
 
 
 def _open_now() -> int:

@@ -20,7 +20,7 @@ STOREYS = [
     {"algorithms"},
     {"optimizers", "runner", "testing", "simulation"},  # framework-neutral users of algorithms
     {"torch", "tensorflow", "traces", "monitor"},  # the bindings; what a run has recorded, or shows while it goes on
-    {"advisor"},  # from traces, by simulation
+    {"advisor", "doctor"},  # from traces, by simulation; looks at a machine and its network
     {"cli"},
     {"__main__"},
     {"torch_models", "tf_models"},
@@ -68,6 +68,7 @@ MAY = {
     "torch_models": {"torch", "torchvision"},
     "tf_models": {"tensorflow", "keras"},
     "jobs": FRAMEWORKS,
+    "doctor": {"horovod.runner"},
     "scripts": {"horovod.runner"},
 }
 LINES = 400

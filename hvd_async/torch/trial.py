@@ -1,0 +1,42 @@
+"""A tiny training under EagerOptimizer, the self-test of ``hvd_async doctor``: ``python -m hvd_async.torch.trial``."""
+
+from __future__ import annotations
+
+import json
+
+import horovod.torch as hvd
+import torch
+
+from hvd_async.torch import EagerOptimizer
+
+STEPS = 20
+RESULT = "hvd_async doctor result: "
+"""What the line with rank 0's result begins with."""
+
+
+def main() -> None:
+    """Fit a line on every rank's own samples, drain, and have rank 0 print losses, rounds and how replicas differ."""
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    inputs = torch.randn(64, 8)
+    targets = inputs.sum(1, keepdim=True)
+    model = torch.nn.Linear(8, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = torch.nn.functional.mse_loss(model(inputs), targets).item()
+    optimizer = EagerOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), named_parameters=model.named_parameters(), quorum="majority"
+    )
+    for _step in range(STEPS):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    optimizer.drain()
+    after = torch.nn.functional.mse_loss(model(inputs), targets).item()
+    distance = float(optimizer.consensus_distance())
+    if hvd.rank() == 0:
+        result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": optimizer.rounds}
+        print(RESULT + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""``hvd_async doctor`` as users call it, with real Horovod jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, RunJob
+from test_virtual_cluster import have_namespaces
+
+from hvd_async.doctor.findings import Verdict
+from hvd_async.doctor.software import FRAMEWORKS
+from hvd_async.doctor.trial import judge_trial, run_trial
+from tests.conftest import LONG_RUN
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_self_test_passes(framework: str) -> None:
+    found = judge_trial(framework, run_trial(framework, "gloo", 120.0), 120.0)
+    assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
+    assert found.values["rounds"] >= 20
+
+
+def test_the_self_test_over_mpi_passes() -> None:
+    found = judge_trial("torch", run_trial("torch", "mpi", 120.0), 120.0)
+    assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
+
+
+def test_the_command_measures_between_hosts_that_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "network.json"
+    command = [sys.executable, "-m", "hvd_async", "doctor", "--hosts", "localhost:2", "--network", str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "localhost[0] -> localhost[1]" in done.stdout
+    value = json.loads(file.read_text())
+    assert value["ranks"] == 2
+    assert value["latency_s"] > 0
+    assert value["bandwidth_bytes_s"] > 0
+
+
+def test_ranks_measure_over_tensorflow_too(forked: RunJob) -> None:
+    job = forked("tensorflow", "network.py", 2).check()
+    first, second = (case["measured"] for case in job.case("network"))
+    assert first == second
+    assert first["framework"].startswith("tensorflow")
+    assert len(first["links"]) == 2
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="virtual clusters are tried in a long run: HVD_ASYNC_TEST_LONG=1")
+@pytest.mark.skipif(LONG_RUN and not have_namespaces(), reason="network namespaces need root, ip and tc")
+def test_a_link_of_200_megabits_is_found_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "network.json"
+    cluster = [sys.executable, "scripts/virtual_cluster.py", "--hosts", "2", "--mbit", "200", "--"]
+    command = [*cluster, sys.executable, "-m", "hvd_async", "doctor", "--network", str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    value = json.loads(file.read_text())
+    assert len(value["hosts"]) == 2
+    for link in value["links"]:
+        assert 170 <= 8e-6 * link["bandwidth_bytes_s"] <= 205
+    assert 8e-6 * value["allreduce"][-1]["bandwidth_bytes_s"] <= 205
