@@ -24,6 +24,15 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
+        "monitor": ["prometheus_client", "tensorboard"],
+        "dev": [
+            *RUNNER,
+            *TOOLS,
+            f"decent-dp; {DECENT_DP}",
+            "matplotlib",
+            "networkx",
+            "prometheus_client",
+            f"torchft; {TORCHFT}",
+        ],
     },
 )

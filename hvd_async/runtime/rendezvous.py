@@ -47,8 +47,7 @@ class Control(Protocol):
 
 
 class Meeting(NamedTuple):
-    """A rank's connection to the coordinator, the servers that it runs for others, and each rank's host, by its name.
-    """
+    """A rank's connection to the coordinator, the servers that it runs for others, and the name of each rank's host."""
 
     channel: Channel
     controls: tuple[Control, ...]
