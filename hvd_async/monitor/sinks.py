@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class _Events:
-    port = None
+    port: int | None = None
 
     def __init__(self, folder: Path, name: str) -> None:
         try:
