@@ -119,7 +119,7 @@ def test_files_hold_the_last_sample(tmp_path: pathlib.Path):
 
 
 def test_labels_are_escaped_and_names_follow_the_conventions():
-    hostile = 'a"b\\c\nd'
+    hostile = 'a"b\\n\nd'  # (a backslash and an n, then a line's end)
     text = text_of([Metric("x_total", "counter", "a\\b\nc", [({"host": hostile}, 1.5)]), Metric("y", "gauge", "", [])])
     assert parsed(text) == {("hvd_async_x_total", (("host", hostile),)): 1.5}
     clock, optimizer = Clock(), Optimizer(FIRST)
@@ -263,16 +263,16 @@ def test_among_other_ranks_it_goes_on(said, tmp_path: pathlib.Path):
     """Elastic training: rank 1 of 4 becomes rank 0 of 3, and seconds held begin anew."""
     clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4), place=1)
     monitor = Monitor(optimizer, window=10, clock=clock, prometheus=tmp_path / "m.prom")
-    run(monitor, optimizer, clock, 4, (0.0, 0.0, 0.0, 2.0))
+    run(monitor, optimizer, clock, 4, (0.0, 0.0, 0.5, 2.0))
     optimizer.be(0, 3)
-    optimizer.now = dataclasses.replace(optimizer.now, held_s=(0.0, 0.0, 1.0), resets=1)
+    optimizer.now = dataclasses.replace(optimizer.now, held_s=(0.0, 0.0, 3.0), resets=1)
     clock.now += 1.0
     monitor.sample()
     found = parsed((tmp_path / "m.prom").read_text())
     assert found["hvd_async_resets_total", (("rank", "0"),)] == 1
     waits = {dict(key[1])["culprit"]: value for key, value in found.items() if "wait_seconds_total" in key[0] and
              "culprit" in dict(key[1])}  # fmt: skip
-    assert waits == {"2": 1.0, "3": 8.0}
+    assert waits == {"2": 2.0 + 3.0, "3": 8.0}
     run(monitor, optimizer, clock, 3, (0.0, 0.0, 1.5))
     assert len(said) == 1
     assert "for rank 2 on host n1;" in said[0]
