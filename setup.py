@@ -10,6 +10,7 @@ TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_v
 """Where it has wheels. It is a benchmark's rival."""
 DECENT_DP = "python_version < '3.14'"
 """What it says it needs. A benchmark's rival too."""
+RIVALS = [f"decent-dp; {DECENT_DP}", f"torchft; {TORCHFT}"]
 
 setup(
     name="hvd_async",
@@ -27,6 +28,7 @@ setup(
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
         "docs": DOCS,
-        "dev": [*RUNNER, *TOOLS, *RELEASE, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
+        "monitor": ["prometheus_client", "tensorboard"],
+        "dev": [*RUNNER, *TOOLS, *RELEASE, *RIVALS, "matplotlib", "networkx", "prometheus_client"],
     },
 )

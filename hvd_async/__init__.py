@@ -60,4 +60,13 @@ def LeaderOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: 
     return binding.LeaderOptimizer(optimizer, *args, **kwargs)
 
 
-__all__ = ["EagerOptimizer", "GossipOptimizer", "LeaderOptimizer", "__version__"]
+def Monitor(optimizer: Any, **options: Any) -> Any:  # noqa: N802  named like the class that it makes one of
+    """A live view of one of these optimizers, of any framework; options are those of ``hvd_async.monitor.Monitor``.
+
+    Raises:
+        ValueError: the optimizer is not wrapped, or as the class says.
+    """
+    return importlib.import_module(f"{__name__}.monitor").Monitor(optimizer, **options)
+
+
+__all__ = ["EagerOptimizer", "GossipOptimizer", "LeaderOptimizer", "Monitor", "__version__"]

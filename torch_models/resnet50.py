@@ -16,6 +16,7 @@ import vision
 from lars import LARS
 
 import hvd_async.torch as hvd
+from hvd_async.monitor.runs import watched
 from hvd_async.runner.batches import Batch, parts
 from hvd_async.runner.loop import start
 from hvd_async.runner.metrics import OptimizerCounts, Replicas
@@ -238,7 +239,8 @@ def main() -> None:
     run = start(options, world)
     with errors_reported(world):
         trainer = TorchTrainer(run.options, run.source.classes)
-    finished = run.fit(trainer) is not None
+    with watched(run.options, trainer):
+        finished = run.fit(trainer) is not None
     hvd.shutdown()
     sys.exit(0 if finished else UNFINISHED)
 

@@ -337,6 +337,14 @@ def _output_flags(parser: argparse.ArgumentParser) -> None:
         help="write metrics.csv and TensorBoard events there, epoch by epoch; at the end summary.json, step_times.csv "
         "and, after leaders, leaders.csv. scripts/plot.py draws them (default: none)",
     )
+    add(
+        "--monitor",
+        type=count(1),
+        metavar="N",
+        help="look every N steps at how long ranks wait, and for whom, and at staleness and bytes; say on stderr if "
+        "one rank holds up the others for good, and write --log-dir's metrics.prom, for Prometheus, and monitor, for "
+        "TensorBoard (default: off)",
+    )
     add("--summary", type=Path, metavar="FILE", help="write the run's figures there, as JSON (default: none)")
     add(
         "--progress",

@@ -109,6 +109,8 @@ class Run:
         trainer.begin_epoch(epoch)
         for step, rate, batch in self._steps(epoch, first, rounds):
             loss = trainer.train_step(batch, rate)
+            if trainer.watch is not None:
+                trainer.watch()
             loss_sum += loss * len(batch)
             self._images += len(batch)
             reporter.step(step, loss, rate)

@@ -62,6 +62,7 @@ class Options:
     checkpoint_dir: Path | None
     resume: bool
     log_dir: Path | None
+    monitor: int | None
     summary: Path | None
     progress: str
     eval_every: int
@@ -280,6 +281,11 @@ def _fill_recipe(values: dict[str, Any]) -> None:
 
 
 def _check_files(given: argparse.Namespace) -> None:
+    if given.monitor is not None and given.algorithm in SYNCHRONOUS:
+        raise ValueError(
+            f"--monitor shows what an optimizer of this library counts, and --algorithm {given.algorithm} has none: "
+            f"take --algorithm eager --quorum all"
+        )
     if given.resume and given.checkpoint_dir is None:
         raise ValueError("--resume needs --checkpoint-dir, the folder that holds the checkpoints")
     if given.data not in ("digits", "synthetic") and not Path(given.data).is_dir():

@@ -34,12 +34,13 @@ class Trainer(abc.ABC):
 
     checkpoint_suffix: of its files. opening: a notice for people before the first step, if that takes long.
     optimizer: the wrapped one, of the algorithm of `options`. skipped: steps on this rank that were skipped, as they
-    overflowed.
+    overflowed. watch: called after each step, where somebody watches.
     """
 
     checkpoint_suffix: ClassVar[str]
     opening: ClassVar[str | None] = None
     optimizer: Any
+    watch: Callable[[], None] | None = None
 
     def __init__(self, options: Options) -> None:
         self.options, self.skipped = options, 0

@@ -67,6 +67,8 @@ class Engine:
     def __init__(self, collectives: Collectives, connect: Callable[[], Channel]) -> None:
         self.collectives = collectives
         self.rank, self.size = collectives.rank, collectives.size
+        self.hosts: tuple[str, ...] = ()
+        """Each rank's host, by its name; empty until the ranks have met, and in tests without hosts."""
         self.failure: Exception | None = None
         self.told = False
         """Whether a caller was told of the failure."""

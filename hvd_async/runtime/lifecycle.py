@@ -131,7 +131,7 @@ class Lifecycle:
         collectives = self._make()
 
         def connect() -> Channel:
-            channel, self._controls = rendezvous(collectives, self._families)
+            channel, self._controls, engine.hosts = rendezvous(collectives, self._families)
             return channel
 
         # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
@@ -141,9 +141,9 @@ class Lifecycle:
         if not self._hooked:
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
-        self._engine = Engine(collectives, connect)
-        self._engine.elastic = self.elastic
-        self._engine.start()
+        self._engine = engine = Engine(collectives, connect)
+        engine.elastic = self.elastic
+        engine.start()
 
     def _after_fork(self) -> None:
         """(In a forked child.) No thread of the engine's is here, and the other ranks are the parent's business."""

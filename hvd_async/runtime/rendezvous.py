@@ -47,10 +47,11 @@ class Control(Protocol):
 
 
 class Meeting(NamedTuple):
-    """A rank's connection to the coordinator, and the servers that it runs for others."""
+    """A rank's connection to the coordinator, the servers that it runs for others, and the name of each rank's host."""
 
     channel: Channel
     controls: tuple[Control, ...]
+    hosts: tuple[str, ...]
 
 
 class _Server(Protocol):
@@ -118,7 +119,7 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
             undo.callback(control.stop)
         channel = _connected(collectives, codec, keys, tree, cards, relays, limit)
         undo.pop_all()
-    return Meeting(channel, tuple(controls))
+    return Meeting(channel, tuple(controls), tuple(card.host for card in cards))
 
 
 def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple[_Server | None, str, bool]:

@@ -4,6 +4,7 @@ from importlib import import_module
 
 from horovod.tensorflow import *  # noqa: F403
 
+from hvd_async.monitor import Monitor
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, init, join, shutdown
@@ -24,6 +25,7 @@ _ours = (
     EagerOptimizer,
     GossipOptimizer,
     LeaderOptimizer,
+    Monitor,
     broadcast_variables,
     elastic,
     init,

@@ -8,12 +8,14 @@ from importlib import import_module
 from horovod.torch import *  # noqa: F403
 from horovod.torch import HorovodInternalError  # noqa: F401
 
+from hvd_async.monitor import Monitor
 from hvd_async.torch import horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
+from hvd_async.torch.monitor import attach_monitor
 
 horovod_names.install()
 # (an import statement could find Horovod's, here by the star)
@@ -24,6 +26,8 @@ _ours = (
     EagerOptimizer,
     GossipOptimizer,
     LeaderOptimizer,
+    Monitor,
+    attach_monitor,
     broadcast_optimizer_state,
     elastic,
     init,

@@ -79,7 +79,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("runner", [TORCH, TF])
 def test_digits_are_learned_and_the_run_is_reported(tmp_path: Path, runner: str) -> None:
     line = ["--algorithm", "eager", "--quorum", "solo", "--inject", "random:1:0.01", "--epochs", "4"]
-    kept = ("--log-dir", str(tmp_path), "--summary", str(tmp_path / "s.json"))
+    kept = ("--log-dir", str(tmp_path), "--summary", str(tmp_path / "s.json"), "--monitor", "10")
     job = run_job(script(runner), 2, args=(*QUICK, *line, *kept), plain=runner == TORCH, timeout=240.0).check()
     summary = json.loads((tmp_path / "s.json").read_text())
     check_kept(summary)
@@ -92,6 +92,11 @@ def test_digits_are_learned_and_the_run_is_reported(tmp_path: Path, runner: str)
     assert [row["epoch"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4"]
     assert len((tmp_path / "step_times.csv").read_text().splitlines()) > 2
     assert list(tmp_path.glob("events.out.tfevents.*")), "for TensorBoard"
+    assert list((tmp_path / "monitor").glob("events.out.tfevents.*"))
+    assert (
+        f'hvd_async_steps_total{{rank="0"}} {summary["gradients_produced"] / 2:.1f}'
+        in (tmp_path / "metrics.prom").read_text()
+    )
 
 
 def kept_in(folder: Path) -> dict[str, bytes]:

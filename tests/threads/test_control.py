@@ -306,7 +306,7 @@ def live_once(collectives: Collectives, train: Callable[[int], T]) -> T:
     controls: list[Control] = []
 
     def connect() -> Channel:
-        channel, own = rendezvous(collectives, FAMILIES)
+        channel, own, _ = rendezvous(collectives, FAMILIES)
         controls.extend(own)
         return channel
 

@@ -193,7 +193,7 @@ def test_a_control_process_that_dies_is_named(hosts_of_two, victim):
 
     def live(collectives: Collectives) -> str:
         def connect() -> Channel:
-            channel, own = rendezvous(collectives, FAMILIES)
+            channel, own, _ = rendezvous(collectives, FAMILIES)
             controls.extend(own)
             return channel
 

@@ -47,7 +47,7 @@ class Counter:
     `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
     """
 
-    checkpoint_suffix, opening = ".txt", None
+    checkpoint_suffix, opening, watch = ".txt", None, None
 
     def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
         """pace: rounds that this rank sees at each of its steps."""

@@ -19,7 +19,8 @@ STOREYS = [
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
     {"optimizers", "runner", "testing", "simulation"},  # framework-neutral users of algorithms
-    {"torch", "tensorflow", "traces", "monitor"},  # the bindings; what a run has recorded, or shows while it goes on
+    {"monitor"},  # what a run shows while it goes on, in any framework
+    {"torch", "tensorflow", "traces"},  # the bindings; what a run has recorded
     {"advisor", "doctor"},  # from traces, by simulation; looks at a machine and its network
     {"cli"},
     {"__main__"},

@@ -73,8 +73,8 @@ def test_everything_reaches_the_options(tmp_path):
         "--image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 --steps 5 --optimizer sgd "
         "--lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3,6 --momentum 0.8 --nesterov --weight-decay 0.1 "
         "--label-smoothing 0.1 --bn-momentum 0.99 --seed 7 --threads 1 --checkpoint-dir c --resume --log-dir l "
-        "--summary s.json --progress bar --eval-every 3 --pace steps --compression bf16 --backward-passes-per-step 4 "
-        "--preset sgp-imagenet --fp16"
+        "--summary s.json --progress bar --eval-every 3 --monitor 5 --pace steps --compression bf16 "
+        "--backward-passes-per-step 4 --preset sgp-imagenet --fp16"
     )
     options = parse("torch", line.split())
     given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
@@ -90,7 +90,7 @@ def test_everything_reaches_the_options(tmp_path):
     assert (options.momentum, options.nesterov, options.weight_decay, options.bn_momentum) == (0.8, True, 0.1, 0.99)
     assert (options.injector.delay, options.injector.seed, options.seed, options.threads) == (0.1, 7, 7, 1)
     assert (options.checkpoint_dir, options.resume, options.log_dir) == (Path("c"), True, Path("l"))
-    assert (options.summary, options.progress, options.eval_every) == (Path("s.json"), "bar", 3)
+    assert (options.summary, options.progress, options.eval_every, options.monitor) == (Path("s.json"), "bar", 3, 5)
     assert (options.steps, options.label_smoothing, options.batch_size) == (5, 0.1, 8)
     assert (options.compression, options.passes, options.step_images) == ("bf16", 4, 32)
     assert parse("torch", ["--pace", "rounds"]).by_rounds
@@ -310,6 +310,7 @@ INT8 = "for sgp, osgp, dpsgd, exact-diffusion, noloco, local, slowmo or diloco"
         ("--warmup-epochs 16", "must be shorter"),
         ("--resume", "--resume needs --checkpoint-dir"),
         ("--data nowhere", "no such folder"),
+        ("--algorithm allreduce --monitor 5", "take --algorithm eager --quorum all"),
         ("--data synthetic --augment", "nothing to vary"),
         ("--workers 3", "for an image folder"),
         ("--inject random:1", "say none, random:K:SECONDS"),

@@ -6,12 +6,14 @@ from typing import Any
 import keras
 from horovod.tensorflow.keras import *  # noqa: F403
 
+from hvd_async.monitor import Monitor
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.keras.fit import our_optimizer
+from hvd_async.tensorflow.keras.monitor import MonitorCallback
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
@@ -49,6 +51,8 @@ _ours = (
     EagerOptimizer,
     GossipOptimizer,
     LeaderOptimizer,
+    Monitor,
+    MonitorCallback,
     broadcast_variables,
     callbacks,
     elastic,

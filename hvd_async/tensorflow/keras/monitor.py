@@ -1,0 +1,79 @@
+"""The monitor as a callback of ``fit()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.tensorflow.functions import allgather_object
+
+from hvd_async.monitor import Monitor
+from hvd_async.tensorflow.keras.fit import Draining, our_optimizers
+from hvd_async.tensorflow.wait_notices import told_if_long
+
+
+class MonitorCallback(Draining):
+    """Watch the optimizers of a model during ``fit()``: values for TensorBoard and Prometheus, and a warning of ranks
+    that hold up the others. Several optimizers (a GAN's) have the numbers from 0 as their names.
+
+    Args:
+        every: batches from one sample to the next.
+        compare: whether all ranks tell each other at the end of each epoch how long they have waited, which a warning
+            under gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
+        options: of ``hvd_async.monitor.Monitor``.
+
+    Attributes:
+        monitors: of each optimizer; made with the first batch.
+    """
+
+    def __init__(self, every: int = 50, compare: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.every, self.compare, self.options = every, compare, options
+        self.monitors: list[Monitor] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.compare:
+            super().on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.compare:
+            super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.monitors:
+            self._make()
+
+    def _make(self) -> None:
+        ours = our_optimizers(self.model)
+        names = [str(number) for number in range(len(ours))] if len(ours) > 1 else [""]
+        self.monitors = [
+            Monitor(one, every=self.every, name=name, **self.options) for one, name in zip(ours, names, strict=False)
+        ]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        for one in self.monitors:
+            one.step()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.compare:
+            super().on_test_begin(logs)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.compare:
+            super().on_test_end(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.compare:
+            return
+        own = [one.report() for one in self.monitors]  # (before ranks wait for each other at the epoch's end)
+        super().on_epoch_end(epoch, logs)
+        with told_if_long("MonitorCallback"):
+            everyone = allgather_object(own, name="hvd_async.monitor")
+        for place, one in enumerate(self.monitors):
+            one.compare([reports[place] for reports in everyone if place < len(reports)])
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.compare:
+            super().on_train_end(logs)
+        for one in self.monitors:
+            one.close()
+        self.monitors = []
