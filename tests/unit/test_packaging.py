@@ -91,7 +91,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert told["Requires-Python"] == ">=3.10"
     assert {"torch", "tensorflow", "docs", "dev"} <= set(told.get_all("Provides-Extra"))
     needed = {re.split(r"[^\w-]", line)[0] for line in told.get_all("Requires-Dist") if "extra ==" not in line}
-    assert needed == {"msgspec", "numpy", "psutil", "pyzmq"}
+    assert needed == {"msgspec", "numpy", "psutil", "pyzmq", "rich"}
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hvd_async = hvd_async.cli.main:main" in archive.read(name).decode()
 
