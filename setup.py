@@ -4,6 +4,8 @@ from setuptools import find_packages, setup
 
 RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
+RECIPES = ["accelerate", "pytorch-lightning", "ray", "scikit-learn", "timm", "transformers"]
+"""What the scripts of docs/examples/recipes import: some 480 MB, half of it Ray."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
 """Where it has wheels. It is a benchmark's rival."""
 DECENT_DP = "python_version < '3.14'"
@@ -24,6 +26,7 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
+        "recipes": RECIPES,
+        "dev": [*RUNNER, *TOOLS, *RECIPES, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
     },
 )

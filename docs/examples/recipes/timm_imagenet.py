@@ -39,7 +39,9 @@ if hvd.rank() == 0:
 hvd.allreduce(torch.zeros(1), name="images are there")
 
 # timm's create_loader(distributed=True) asks torch.distributed: DataLoader and a sampler by Horovod's rank here
-train = create_dataset("", root / "train", transform=create_transform(PIXELS, is_training=True, hflip=0, scale=(0.7, 1)))
+train = create_dataset(
+    "", root / "train", transform=create_transform(PIXELS, is_training=True, hflip=0, scale=(0.7, 1))
+)
 test = create_dataset("", root / "validation", transform=create_transform(PIXELS, crop_pct=1.0))
 sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(train, batch_size=16, sampler=sampler, num_workers=0, drop_last=True)
