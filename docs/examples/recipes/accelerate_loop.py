@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/accelerate_loop.py`."""
+"""Accelerate, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/accelerate_loop.py`."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Keras' fit() with tf.data, callbacks and files: `horovodrun -np 2 --gloo python docs/examples/recipes/keras_fit.py`."""
+"""fit() with tf.data, callbacks, files: `horovodrun -np 2 --gloo python docs/examples/recipes/keras_fit.py`."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""timm's train.py in short, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/timm_imagenet.py`."""
+"""timm's train.py in short: `horovodrun -np 2 --gloo python docs/examples/recipes/timm_imagenet.py`."""
 
 import pathlib
 import tempfile
