@@ -6,6 +6,8 @@ RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"]
 RELEASE = ["build", *DOCS]
+RECIPES = ["accelerate", "pytorch-lightning", "ray", "scikit-learn", "timm", "transformers"]
+"""What the scripts of docs/examples/recipes import: some 480 MB, half of it Ray."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
 """Where it has wheels. It is a benchmark's rival."""
 DECENT_DP = "python_version < '3.14'"
@@ -29,6 +31,7 @@ setup(
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
         "docs": DOCS,
         "monitor": ["prometheus_client", "tensorboard"],
-        "dev": [*RUNNER, *TOOLS, *RELEASE, *RIVALS, "matplotlib", "networkx", "prometheus_client"],
+        "recipes": RECIPES,
+        "dev": [*RUNNER, *TOOLS, *RELEASE, *RECIPES, *RIVALS, "matplotlib", "networkx", "prometheus_client"],
     },
 )

@@ -206,6 +206,13 @@ def run_job(
     return _run(folder, command, f"{ranks} ranks, {transport}", script, args, env, timeout)
 
 
+def run_alone(
+    script: str, *, args: Sequence[str] = (), env: Mapping[str, str] | None = None, timeout: float = 150.0
+) -> Job:
+    """Run a script that starts its ranks itself, and wait for its end. Arguments as of ``run_job``."""
+    return _run(_Folder(0), [], "by itself", script, args, env, timeout)
+
+
 def _run(
     folder: _Folder,
     command: list[str],

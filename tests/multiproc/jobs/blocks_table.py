@@ -1,0 +1,147 @@
+"""Blocks of Python in the pages, and what each needs before it can run. No framework here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FENCE = re.compile(r"^( *)```(python|diff)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+TORCH = """
+import os
+import torch
+import horovod.torch
+import hvd_async
+import hvd_async.torch as hvd
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+samples = torch.randn(32, 8, generator=torch.Generator().manual_seed(hvd.rank()))
+loader = [(x, (x.sum(1) > 0).long()) for x in samples.split(8)]
+loss_fn, epochs, evaluate = torch.nn.CrossEntropyLoss(), 2, lambda model: model(samples)
+"""
+WRAPPED = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+STEP = """
+for x, y in loader:
+    opt.zero_grad()
+    loss_fn(model(x), y).backward()
+    opt.step()
+opt.drain()
+"""
+KERAS = """
+import os
+import keras
+import numpy as np
+import tensorflow as tf
+import hvd_async.tensorflow.keras as hvd
+hvd.init()
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, activation="softmax")])
+input_shape = (None, 8)
+x = np.random.RandomState(hvd.rank()).randn(32, 8).astype("float32")
+data = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 0).astype("int32"))).batch(16)
+"""
+LOSS = ("loss=...", 'loss="sparse_categorical_crossentropy"')
+LIGHTNING = """
+from pytorch_lightning import LightningModule, Trainer as Fit
+import functools
+Trainer = functools.partial(Fit, max_epochs=2, logger=False, enable_progress_bar=False,
+                            enable_model_summary=False, enable_checkpointing=False)
+"""
+FIT = """
+class Whole(Model):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def training_step(self, batch, _):
+        return loss_fn(self.net(batch[0]), batch[1])
+    def validation_step(self, batch, _):
+        loss_fn(self.net(batch[0]), batch[1])
+batches = torch.utils.data.DataLoader(loader, batch_size=None)
+trainer.fit(Whole(), batches, batches)
+assert trainer.global_step == 8
+"""
+HUGGING_FACE = """
+import tempfile
+from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+model = ViTForImageClassification(ViTConfig(image_size=4, patch_size=2, num_channels=1, hidden_size=8,
+                                            num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+scheduler = torch.optim.lr_scheduler.ConstantLR(opt)
+share = [{"pixel_values": torch.randn(1, 4, 4), "labels": i % 2} for i in range(16)]
+args = TrainingArguments(tempfile.mkdtemp(), max_grad_norm=0.0, num_train_epochs=1, use_cpu=True, report_to="none",
+                         disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What surrounds a block, and what stands for its "...".
+
+    Attributes:
+        framework: "torch" or "tensorflow".
+        before, after: code that is run before and after it, in one namespace.
+        instead: (text, what replaces it); each text has to be there.
+    """
+
+    framework: str
+    before: str = ""
+    after: str = ""
+    instead: tuple[tuple[str, str], ...] = ()
+
+
+SGD = "opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+FIT_ONCE = f"""
+model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), {LOSS[1]}, jit_compile=False)
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+model.fit(data, epochs=1, callbacks=callbacks, verbose=0)
+model.save("last.keras")
+open("epoch", "w").write("1")
+del model
+"""
+BLOCKS = {
+    "README.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
+    "README.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
+    "docs/eager.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
+    "docs/eager.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
+    "docs/elastic.md 1": Block("torch", "", "assert state.batch == 1000"),
+    "docs/gossip.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 8"),
+    "docs/gossip.md 2": Block("torch", TORCH + WRAPPED + SGD, STEP),
+    "docs/gossip.md 3": Block("torch", TORCH + WRAPPED, STEP),
+    "docs/keras.md 1": Block("tensorflow", KERAS, 'assert hvd.rank() or os.path.exists("last.keras")',
+                             (("model = ...  # built", "# built"), LOSS)),
+    "docs/keras.md 2": Block("tensorflow", KERAS, "assert optimizer.stats().steps == 60",
+                             (LOSS, ("drain=True), ...]", "drain=True)]"), ("20: 2", "20: 1"))),  # at 2 ranks
+    "docs/keras.md 3": Block("tensorflow", KERAS + FIT_ONCE, "assert start == 1\nassert model.optimizer.rounds >= 60"),
+    "docs/leaders.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 4"),
+    "docs/measurements.md 1": Block("torch"),
+    "docs/migrating.md 1": Block("torch", TORCH, STEP),
+    "docs/migrating.md 2": Block("torch", TORCH + LIGHTNING, FIT),
+    "docs/migrating.md 3": Block("torch", TORCH + HUGGING_FACE, "assert opt.stats().steps == 2"),
+}  # fmt: skip
+"""By page and number."""
+
+
+def found() -> dict[str, str]:
+    """The blocks of all pages; of a diff the code after the change. Those of recipes.md are parts of whole scripts."""
+    blocks = {}
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        if page.name == "recipes.md":
+            continue
+        for number, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), 1):
+            lines = match[3].splitlines()
+            if match[2] == "diff":
+                lines = [line[1:] for line in lines if not line.startswith("-")]
+            blocks[f"{page.relative_to(ROOT)} {number}"] = "\n".join(lines)
+    return blocks
+
+
+def whole(name: str) -> str:
+    """A block with what surrounds it."""
+    block, code = BLOCKS[name], found()[name]
+    for text, replacement in block.instead:
+        assert text in code, f"{name} has no {text!r}"
+        code = code.replace(text, replacement)
+    return "\n".join((block.before, code, block.after))

@@ -1,0 +1,47 @@
+"""The recipes of docs/examples/recipes, as they are, at 2 ranks: trainers and launchers of others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, Job, run_alone, run_job
+
+pytestmark = pytest.mark.multiproc
+
+FOLDER = REPOSITORY / "docs" / "examples" / "recipes"
+PAGE = REPOSITORY / "docs" / "recipes.md"
+BESIDES = {
+    "lightning": "the checkpoint has 220 steps and the model's weights: True",
+    "keras_fit": r"the saved model predicts alike: True; best.keras has the least val_loss: (\S+)\n.*val_loss \1 of",
+    "timm_imagenet": "which differ by 0.0 between ranks",
+    "ray_executor": r"ranks \[0, 1\]",
+}
+"""What a recipe says before its last line."""
+RECIPES = sorted(FOLDER.glob("*.py"))
+
+
+def run(path: Path, folder: Path) -> Job:
+    """The recipe's job: Ray starts its ranks itself, and keeps what it writes in this folder."""
+    if path.stem == "ray_executor":
+        return run_alone(str(path), env={"HOME": str(folder), "RAY_TMPDIR": str(folder)})
+    return run_job("recipe.py", 2, args=(str(path),), env={"TMPDIR": str(folder)})
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains_and_its_replicas_agree(path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    job = run(path, tmp_path_factory.mktemp("r")).check()
+    output = re.sub(r"^\[\d+\]<stdout>:", "", job.output, flags=re.MULTILINE)
+    found = re.search(r"test accuracy ([01]\.\d+).*replicas differ by (\S+)", output)
+    assert found, str(job)
+    assert float(found[1]) > 0.8
+    assert float(found[2]) == 0.0
+    assert re.search(BESIDES.get(path.stem, ""), output), str(job)
+
+
+def test_the_page_has_each_recipe_and_a_line_it_prints() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for path in RECIPES:
+        assert f"(examples/recipes/{path.name})" in text, path.name
+    assert text.count("replicas differ by 0.0") == len(RECIPES)
