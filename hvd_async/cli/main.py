@@ -34,11 +34,8 @@ def module_of(command: str) -> Command:
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser, with the options of ``command``, or those of none."""
-    about = "Optimizers on Horovod that do not wait: look at a machine, record a job, learn what would make it quicker."
+    about = "Optimizers on Horovod that do not wait: look at a machine, record a job, learn what would quicken it."
     parser = argparse.ArgumentParser("hvd_async", description=about)
-        "hvd_async",
-        description="Optimizers on Horovod that do not wait: look at a machine, record a job, learn what would make it quicker.",
-    )
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         own = several.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
