@@ -10,7 +10,12 @@ from typing import Protocol, cast
 
 from hvd_async.errors import HvdAsyncError
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "record": "run a training script and record when each rank computes and when it waits",
+    "advise": "learn from a recorded run who makes whom wait, and what each mode would bring",
+    "simulate": "simulate a job of so many ranks under several modes",
+    "plot": "draw a recorded run: who computed when, and who waited",
+}
 """By the command's name, which is its module's, what it does: a line for ``--help``."""
 
 

@@ -14,6 +14,7 @@ from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
+from hvd_async.torch.recording import record
 
 horovod_names.install()
 # (an import statement could find Horovod's, here by the star)
@@ -28,5 +29,6 @@ _ours = (
     elastic,
     init,
     join,
+    record,
     shutdown,
 )
