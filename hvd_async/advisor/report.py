@@ -1,0 +1,162 @@
+"""Advice for people, as tables of rich or as plain text, and for programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvd_async.advisor.advice import Advice
+from hvd_async.advisor.prediction import Prediction, Spread
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A title, names of columns, rows."""
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return advice as JSON has it; times in s."""
+    found, header = advice.culprits, advice.trace.headers[0]
+    return {
+        "trace": {
+            "ranks": advice.trace.ranks,
+            "steps": advice.trace.steps,
+            "algorithm": header.algorithm,
+            "options": header.options,
+            "parameter_bytes": header.parameter_bytes,
+            "steps_per_s": advice.trace.steps_per_s,
+            "predicted_steps_per_s": advice.own.steps_per_s._asdict() if advice.own else None,
+        },
+        "culprits": {
+            "slow_rank": found.slow,
+            "lost": found.lost,
+            "blame": found.blame.tolist(),
+            "work_s": found.work.tolist(),
+            "waited_s": found.waited.tolist(),
+            "slowest_share": found.last.tolist(),
+            "held_s": found.held.tolist(),
+            "text": found.text(),
+        },
+        "network": {**advice.link.network._asdict(), "allreduce_s": advice.link.allreduce_s},
+        "bound": advice.bound,
+        "modes": [_mode(each) for each in advice.predictions],
+        "choices": [
+            {"mode": each.prediction.mode.name, "line": each.prediction.mode.line, "reason": each.reason}
+            for each in advice.choices
+        ],
+        "unknown": list(advice.unknown),
+    }
+
+
+def _mode(each: Prediction) -> dict[str, Any]:
+    return {
+        "mode": each.mode.name,
+        "line": each.mode.line,
+        "risk": each.mode.risk.name.lower(),
+        "remark": each.mode.remark,
+        "steps_per_s": each.steps_per_s._asdict(),
+        "gain": each.gain._asdict(),
+        "staleness": each.staleness,
+        "staleness_most": each.staleness_most,
+        "megabytes": each.megabytes,
+        "wait_s": each.wait_s,
+    }
+
+
+def who(advice: Advice) -> Table:
+    """Return the table of ranks."""
+    found = advice.culprits
+    rows = [
+        [
+            str(rank),
+            f"{found.work[rank]:.4g}",
+            f"{found.waited[rank]:.4g}",
+            f"{found.last[rank]:.0%}",
+            f"{found.blame[rank]:.0%}",
+            _held(found.held[rank].tolist()),
+        ]
+        for rank in range(advice.trace.ranks)
+    ]
+    return (
+        "Who makes whom wait",
+        ["rank", "work s", "waited s", "slowest in", "of all waiting", "makes wait most"],
+        rows,
+    )
+
+
+def _held(seconds: Sequence[float]) -> str:
+    most = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "nobody"
+
+
+def what(advice: Advice) -> Table:
+    """Return the table of modes."""
+    rows = [
+        [
+            each.mode.name,
+            _range(each.steps_per_s, ".3g"),
+            _range(each.gain, ".2f"),
+            f"{each.staleness:.2f} / {each.staleness_most}",
+            f"{each.megabytes:.3g}",
+            f"{1e3 * each.wait_s:.3g}",
+            each.mode.risk.text.partition(":")[0],
+        ]
+        for each in advice.predictions
+    ]
+    columns = ["mode", "steps/s", "over Horovod", "staleness mean / max", "MB a step", "wait ms", "risk"]
+    return "What each mode would bring, simulated", columns, rows
+
+
+def _range(spread: Spread, style: str) -> str:
+    return f"{spread.mean:{style}} ({spread.low:{style}}-{spread.high:{style}})"
+
+
+def sentences(advice: Advice) -> Iterator[str]:
+    """Yield what stands below the tables, a paragraph each."""
+    yield advice.culprits.text()
+    if advice.own is not None:
+        seen, told = advice.trace.steps_per_s, advice.own.steps_per_s.mean
+        yield (
+            f"The simulation of the job as it was recorded ({advice.own.mode.name}): {told:.3g} steps/s, recorded were "
+            f"{seen:.3g}, so it is off by {told / seen - 1:+.0%}. Expect other modes to be off by as much or more."
+        )
+    yield f"If nobody waited for anybody: {advice.bound:.2f} times Horovod's steps a second."
+    if not advice.choices:
+        yield "Stay as you are: no mode here is 10% quicker than Horovod's optimizer in every resample."
+    for number, choice in enumerate(advice.choices):
+        mode = choice.prediction.mode
+        head = "Take" if not number else "Or, at a higher risk,"
+        remark = f" ({mode.remark})" if mode.remark else ""
+        yield f"{head} {mode.name}: {choice.reason}. Risk: {mode.risk.text}{remark}. The line: opt = {mode.line}"
+    yield "Not known:\n" + "\n".join(f"- {each}" for each in advice.unknown)
+
+
+def show(advice: Advice) -> None:
+    """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
+    tables, (first, *rest) = [who(advice), what(advice)], list(sentences(advice))
+    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    print_table = _rich_table if rich else _plain_table
+    print_table(tables[0])
+    print(f"\n{first}\n")
+    print_table(tables[1])
+    for paragraph in rest:
+        print(f"\n{paragraph}")
+
+
+def _plain_table(table: Table) -> None:
+    title, columns, rows = table
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
+    print(f"{title}:")
+    for row in (columns, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _rich_table(table: Table) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    title, columns, rows = table
+    made = RichTable(*columns, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    Console().print(made)
