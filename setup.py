@@ -24,6 +24,7 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
-        "dev": [*RUNNER, *TOOLS, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", f"torchft; {TORCHFT}"],
+        "advisor": ["matplotlib", "rich"],
+        "dev": [*RUNNER, *TOOLS, f"decent-dp; {DECENT_DP}", "matplotlib", "networkx", "rich", f"torchft; {TORCHFT}"],
     },
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_async.advisor.culprits import Culprits, find_culprits
 from hvd_async.advisor.links import Given, Link, fit
-from hvd_async.advisor.modes import YARDSTICK, Mode, Risk, modes_for
+from hvd_async.advisor.modes import EVERY, YARDSTICK, Mode, Risk, named_modes
 from hvd_async.advisor.prediction import Prediction, predict
 from hvd_async.simulation.names import GOSSIP, LEADERS
 from hvd_async.traces.format import HOROVOD, Header
@@ -62,7 +62,7 @@ class Advice(NamedTuple):
 def advise(
     trace: Trace,
     given: Given = Given(),  # noqa: B008  immutable
-    modes: Sequence[str] = (),
+    modes: str = EVERY,
     steps: int = 200,
     resamples: int = 8,
     seed: int = 0,
@@ -72,7 +72,7 @@ def advise(
     Args:
         trace: of a run.
         given: what is known of the network.
-        modes: names of those to try; none: all.
+        modes: names of those to try, with commas between them.
         steps, resamples, seed: see ``predict``.
 
     Raises:
@@ -80,7 +80,7 @@ def advise(
     """
     if trace.ranks < 2:
         raise ValueError("the trace is of a single rank: nobody waits for anybody, record a job of several")
-    link, tried = fit(trace, given), modes_for(trace.ranks, modes)
+    link, tried = fit(trace, given), named_modes(trace.ranks, modes)
     recorded = mode_of(trace.headers[0])
     known = recorded is None or any(recorded.is_as(mode) for mode in (YARDSTICK, *tried))
     also = [] if recorded is None or known else [recorded]

@@ -54,6 +54,8 @@ class Mode(NamedTuple):
 
 YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
 """What all are compared with."""
+EVERY = "every"
+"""Stands for the names of all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
 MODES: Sequence[Mode] = (
     Mode("all", "all", 'hvd.EagerOptimizer(opt, quorum="all")', Risk.NONE),
@@ -107,19 +109,23 @@ def quorum(ranks: int) -> Mode:
     return Mode(f"quorum {ranks}", f"k{ranks}", f"hvd.EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
 
 
-def modes_for(ranks: int, wanted: Sequence[str] = ()) -> list[Mode]:
-    """Return the modes to try with so many ranks: all, or those that are named; ``k3`` is a quorum of three.
+def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
+    """Return the modes to try with so many ranks.
+
+    Args:
+        ranks: of the job.
+        names: with commas between them; ``k3`` is a quorum of three.
 
     Raises:
         ValueError: there is no such mode.
     """
     offered = [MODES[0], *([quorum(ranks - 1)] if ranks > 2 else []), *MODES[1:]]
-    if not wanted:
-        return offered
     known = {mode.name: mode for mode in offered}
-    found = []
-    for name in wanted:
-        if name[:1] == "k" and name[1:].isdigit() and 0 < int(name[1:]) <= ranks:
+    found: list[Mode] = []
+    for name in dict.fromkeys(name.strip() for name in names.split(",")):
+        if name == EVERY:
+            found += offered
+        elif name[:1] == "k" and name[1:].isdigit() and 0 < int(name[1:]) <= ranks:
             found.append(quorum(int(name[1:])))
         elif name in known:
             found.append(known[name])

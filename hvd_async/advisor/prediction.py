@@ -82,10 +82,29 @@ def predict(
     """
     random = np.random.default_rng(seed)
     jobs = [resampled(work, steps + WARM_UP, random) for _ in range(resamples)]
+    return simulated(jobs, network, parameter_bytes, modes, WARM_UP, seed)
+
+
+def simulated(
+    jobs: Sequence[Times],
+    network: Network,
+    parameter_bytes: float,
+    modes: Sequence[Mode],
+    untimed: int = 0,
+    seed: int = 0,
+) -> list[Prediction]:
+    """Simulate jobs under modes, Horovod first; figures are the means over the jobs.
+
+    Args:
+        jobs: of each the seconds that ranks compute, [steps, ranks].
+        network, parameter_bytes, modes: see ``predict``.
+        untimed: steps at the start that do not count.
+        seed: of what the modes draw.
+    """
     found: list[list[Outcome]] = []
     for mode in (YARDSTICK, *modes):
         setups = [
-            Setup(times, network, parameter_bytes / 1e6, drains=False, untimed=WARM_UP, seed=seed + number)
+            Setup(times, network, parameter_bytes / 1e6, drains=False, untimed=untimed, seed=seed + number)
             for number, times in enumerate(jobs)
         ]
         found.append([simulate(mode.arm, setup, **mode.options) for setup in setups])

@@ -39,13 +39,18 @@ def as_json(advice: Advice) -> dict[str, Any]:
         },
         "network": {**advice.link.network._asdict(), "allreduce_s": advice.link.allreduce_s},
         "bound": advice.bound,
-        "modes": [_mode(each) for each in advice.predictions],
+        "modes": modes_as_json(advice.predictions),
         "choices": [
             {"mode": each.prediction.mode.name, "line": each.prediction.mode.line, "reason": each.reason}
             for each in advice.choices
         ],
         "unknown": list(advice.unknown),
     }
+
+
+def modes_as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Return predictions as JSON has them; times in s."""
+    return [_mode(each) for each in predictions]
 
 
 def _mode(each: Prediction) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def _held(seconds: Sequence[float]) -> str:
     return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "nobody"
 
 
-def what(advice: Advice) -> Table:
+def what(predictions: Sequence[Prediction]) -> Table:
     """Return the table of modes."""
     rows = [
         [
@@ -101,7 +106,7 @@ def what(advice: Advice) -> Table:
             f"{1e3 * each.wait_s:.3g}",
             each.mode.risk.text.partition(":")[0],
         ]
-        for each in advice.predictions
+        for each in predictions
     ]
     columns = ["mode", "steps/s", "over Horovod", "staleness mean / max", "MB a step", "wait ms", "risk"]
     return "What each mode would bring, simulated", columns, rows
@@ -133,14 +138,18 @@ def sentences(advice: Advice) -> Iterator[str]:
 
 def show(advice: Advice) -> None:
     """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
-    tables, (first, *rest) = [who(advice), what(advice)], list(sentences(advice))
-    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-    print_table = _rich_table if rich else _plain_table
-    print_table(tables[0])
+    tables, (first, *rest) = [who(advice), what(advice.predictions)], list(sentences(advice))
+    show_table(tables[0])
     print(f"\n{first}\n")
-    print_table(tables[1])
+    show_table(tables[1])
     for paragraph in rest:
         print(f"\n{paragraph}")
+
+
+def show_table(table: Table) -> None:
+    """Print a table: rich's on a terminal, where rich is installed, else as plain text."""
+    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    (_rich_table if rich else _plain_table)(table)
 
 
 def _plain_table(table: Table) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from hvd_async.advisor.advice import advise
 from hvd_async.advisor.links import Given, checked, read_given
+from hvd_async.advisor.modes import EVERY
 from hvd_async.advisor.report import as_json, show
 from hvd_async.traces.reader import read_trace
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", type=Path, metavar="FILE", help="JSON with latency_s and bandwidth_bytes_s")
     parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="of a rank's link, in Mbit/s; over --network")
     parser.add_argument("--latency", type=float, metavar="MS", help="of a message, one way, in ms; over --network")
-    parser.add_argument("--modes", default="", metavar="NAMES", help="to try, with commas between; none: all")
+    parser.add_argument("--modes", default=EVERY, metavar="NAMES", help="to try, with commas between them")
     parser.add_argument("--skip", type=int, default=3, metavar="N", help="steps at the start to leave out")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="of each simulated job")
     parser.add_argument("--resamples", type=int, default=8, metavar="N", help="simulated jobs of each mode")
@@ -41,9 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         given = msgspec.structs.replace(given, bandwidth_bytes_s=arguments.bandwidth * 1e6 / 8)
     if arguments.latency is not None:
         given = msgspec.structs.replace(given, latency_s=arguments.latency / 1e3)
-    names = [name.strip() for name in arguments.modes.split(",") if name.strip()]
     trace = read_trace(arguments.trace, arguments.skip)
-    found = advise(trace, checked(given), names, arguments.steps, arguments.resamples, arguments.seed)
+    found = advise(trace, checked(given), arguments.modes, arguments.steps, arguments.resamples, arguments.seed)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
     else:

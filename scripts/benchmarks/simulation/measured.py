@@ -19,10 +19,10 @@ from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.simulation.network_model import PAYLOAD
 from hvd_async.simulation.outcome import Outcome, Setup
 from hvd_async.simulation.schedule import Schedule, even_seed, linear, one_random
+from hvd_async.simulation.workloads import constant, one_slow
 
 from ..support.arms import WARM_UP
 from ..support.report import Row, row
-from .workloads import constant, one_slow
 
 RANKS = 8
 OPERATION = 0.521 - 0.5

@@ -1,4 +1,4 @@
-"""How long each rank computes in each step: schedules of ``hvd_async.simulation.schedule``, and more. Pure, from a seed."""
+"""How long each rank computes in each step: more schedules, beside those of ``schedule``. Pure, from a seed."""
 
 from __future__ import annotations
 
