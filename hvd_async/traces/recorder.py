@@ -22,8 +22,9 @@ class Recorder:
     """Marks of one rank, for a loop of your own; ``hvd_async.torch.record`` sets them for an optimizer.
 
     In each step call ``arrived()`` when the gradients are there, ``released()`` when those of all ranks are (it may be
-    left out), and ``done()`` when the step has been taken. What lies between ``done()`` and the next ``arrived()``
-    counts as computation: also reading data. Call ``skip()`` after what belongs to no step, such as an evaluation.
+    left out), and ``done()`` when the step has been taken; or ``stepped()`` alone. What lies between ``done()`` and the
+    next ``arrived()`` counts as computation: also reading data. Call ``skip()`` after what belongs to no step, such as
+    an evaluation.
 
     Args:
         folder: of the trace; it is made. A file that this rank has there is overwritten.
@@ -103,6 +104,18 @@ class Recorder:
         self._begin, self._arrived, self._released = now, None, None
         if len(self._steps) >= BUFFERED:
             self.flush()
+
+    def stepped(self, waited_s: float) -> None:
+        """Mark that a step ends now, of whose marks none was set.
+
+        Args:
+            waited_s: seconds that the rank has waited in it. They are put at its end; all else is computation.
+        """
+        now = self._clock()
+        begin = now if self._begin is None else self._begin
+        self._arrived = max(begin, now - waited_s)
+        self._released = now
+        self.done()
 
     def skip(self) -> None:
         """Leave out what was since the last ``done()``: the next step begins now."""

@@ -72,6 +72,18 @@ def test_of_several_marks_the_first_arrival_and_the_last_release_count(tmp_path)
     np.testing.assert_allclose(trace.waits, 3.0, atol=1e-5)
 
 
+def test_a_step_may_be_told_at_its_end(tmp_path):
+    clock = Clock()
+    recorder = Recorder(tmp_path, 0, 1, clock=clock)
+    for waited in (0.25, 9.0):  # (no step can have waited for longer than it took)
+        clock.pass_(1.0)
+        recorder.stepped(waited)
+    recorder.close()
+    trace = read_trace(tmp_path, skip=0, least=1)
+    np.testing.assert_allclose(trace.waits[:, 0], [0.25, 1.0], atol=1e-5)
+    np.testing.assert_allclose(trace.work[:, 0], [0.75, 0.0], atol=1e-5)
+
+
 def test_what_is_skipped_is_in_no_step(tmp_path):
     clock = Clock()
     recorder = Recorder(tmp_path, 0, 1, clock=clock)

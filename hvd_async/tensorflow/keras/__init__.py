@@ -12,6 +12,7 @@ from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.keras.fit import our_optimizer
+from hvd_async.tensorflow.keras.recording import RecordCallback
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
@@ -49,6 +50,7 @@ _ours = (
     EagerOptimizer,
     GossipOptimizer,
     LeaderOptimizer,
+    RecordCallback,
     broadcast_variables,
     callbacks,
     elastic,
