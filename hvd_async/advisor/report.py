@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvd_async.advisor.advice import Advice
 from hvd_async.advisor.prediction import Prediction, Spread
 
+WIDTH = 110
+"""Letters of a line of text."""
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, names of columns, rows."""
 
@@ -140,10 +143,16 @@ def show(advice: Advice) -> None:
     """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
     tables, (first, *rest) = [who(advice), what(advice.predictions)], list(sentences(advice))
     show_table(tables[0])
-    print(f"\n{first}\n")
+    print(f"\n{_wrapped(first)}\n")
     show_table(tables[1])
     for paragraph in rest:
-        print(f"\n{paragraph}")
+        print(f"\n{_wrapped(paragraph)}")
+
+
+def _wrapped(paragraph: str) -> str:
+    """Return a paragraph in lines that are not too long; items of a list stay apart."""
+    lines = paragraph.split("\n")
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
 
 
 def show_table(table: Table) -> None:

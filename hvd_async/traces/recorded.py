@@ -17,8 +17,8 @@ def recorded(
 ) -> Recorder:
     """Record the steps of a torch optimizer from now on; returns what records them.
 
-    Where the optimizer has ``synchronize()`` (Horovod's), the rank waits there; where it has ``stats()`` (ours), these
-    say how long it has waited. Of others it is not known, and taken for none.
+    Where the optimizer has ``synchronize()`` (Horovod's), the rank waits there; ours says itself how long it
+    has waited. Of others it is not known, and taken for none.
 
     Args:
         optimizer: the one that the training loop steps.
@@ -46,10 +46,10 @@ def recorded(
     )
     vars(optimizer)["_recorder"] = recorder
     before = synchronize or _nothing
-    waited = _waits_of(optimizer)
+    ours = "_async" in vars(optimizer)
     if algorithm == HOROVOD:
         _replace(optimizer, "synchronize", _synchronizing(optimizer.synchronize, recorder, before))
-    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, waited))
+    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, ours))
     atexit.register(recorder.close)
     return recorder
 
@@ -65,12 +65,6 @@ def _described(optimizer: Any) -> tuple[str, dict[str, Any]]:
     return PLAIN, {}
 
 
-def _waits_of(optimizer: Any) -> Callable[[], float] | None:
-    """Return what gives the seconds that the optimizer has waited so far; None if nothing does."""
-    driver = vars(optimizer).get("_async")
-    return None if driver is None else lambda: float(driver.stats().wait_s)
-
-
 def _nothing() -> None:
     """Wait for no device."""
 
@@ -80,18 +74,24 @@ def _replace(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(optimizer, name, types.MethodType(function, optimizer))
 
 
+def waited_s(optimizer: Any) -> float:
+    """Return the seconds that one of our optimizers has waited since its ranks were last others."""
+    worker = optimizer._async.worker
+    return 0.0 if worker is None else float(worker.wait_s)
+
+
 def _stepping(
-    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], waited: Callable[[], float] | None
+    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool
 ) -> Callable[..., Any]:
     @functools.wraps(step)
-    def timed(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before()
-        earlier = waited() if waited is not None else 0.0
+        earlier = waited_s(optimizer) if ours else 0.0
         recorder.arrived()
         found = step(*args, **kwargs)
         before()
-        if waited is not None:
-            recorder.released(waited() - earlier)
+        if ours:
+            recorder.released(max(waited_s(optimizer) - earlier, 0.0))
         recorder.done()
         return found
 

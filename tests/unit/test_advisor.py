@@ -243,7 +243,8 @@ def test_advise_on_the_command_line(tmp_path, capsys):
     assert main(["advise", str(tmp_path), *few]) == 0
     text = capsys.readouterr().out
     assert "Rank 2 is slow" in text
-    assert 'opt = hvd.EagerOptimizer(opt, pace="rounds")' in text
+    assert 'opt = hvd.EagerOptimizer(opt, pace="rounds")' in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 120
     assert main(["advise", str(tmp_path), *few, "--json", "--modes", "k3,solo", "--bandwidth", "1000"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["culprits"]["slow_rank"] == 2

@@ -221,16 +221,16 @@ def test_of_horovods_optimizer_the_wait_is_in_synchronize(tmp_path):
     assert trace.begin < trace.arrived < trace.released < trace.done
 
 
-def test_of_ours_the_wait_is_what_stats_say(tmp_path):
+def test_of_ours_the_wait_is_what_the_worker_says(tmp_path):
     model, optimizer = plain()
-    stats = types.SimpleNamespace(wait_s=5.0)
+    worker = types.SimpleNamespace(wait_s=5.0)
     settings = {"algorithm": "sgp", "topology": torch.nn.Linear}
-    optimizer._async = types.SimpleNamespace(stats=lambda: stats, settings=settings)
+    optimizer._async = types.SimpleNamespace(worker=worker, settings=settings)
     step = optimizer.step
 
     def waiting(_) -> None:
         step()
-        stats.wait_s += 1e-6
+        worker.wait_s += 1e-6
 
     optimizer.step = types.MethodType(waiting, optimizer)
     recorder = recorded(optimizer, tmp_path, 0, 1)

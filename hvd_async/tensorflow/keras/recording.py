@@ -10,13 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.tensorflow.keras.fit import our_optimizer
+from hvd_async.traces.recorded import waited_s
 from hvd_async.traces.recorder import Recorder
 
 
 class RecordCallback(keras.callbacks.Callback):
     """Record when this rank computes and when it waits in ``fit()``, into a trace that ``hvd_async advise`` reads.
 
-    How long a step has waited is what ``stats()`` says; where in the step is not known, and taken to be its end. What
+    How long a step has waited is what the optimizer says; where in the step is not known, and taken to be its end. What
     lies between the end of an epoch and the next one, and evaluation, is in no step.
 
     Args:
@@ -64,7 +65,7 @@ class RecordCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         waited = self._wait_s()
         if self._recorder is not None:
-            self._recorder.stepped(waited - self._waited)
+            self._recorder.stepped(max(waited - self._waited, 0.0))
         self._waited = waited
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -82,4 +83,4 @@ class RecordCallback(keras.callbacks.Callback):
 
     def _wait_s(self) -> float:
         optimizer = our_optimizer(self.model)
-        return 0.0 if optimizer is None else float(optimizer.stats().wait_s)
+        return 0.0 if optimizer is None else waited_s(optimizer)
