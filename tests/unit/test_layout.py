@@ -18,8 +18,8 @@ STOREYS = [
     {"errors", "topology", "stats"},  # public data: leaves
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
-    {"optimizers", "runner", "testing", "simulation"},  # framework-neutral users of algorithms
-    {"torch", "tensorflow", "traces", "monitor"},  # the bindings; what a run has recorded, or shows while it goes on
+    {"optimizers", "runner", "testing", "simulation", "traces"},  # framework-neutral users of algorithms; what records
+    {"torch", "tensorflow", "monitor"},  # the bindings, which record too; what a run shows while it goes on
     {"advisor"},  # from traces, by simulation
     {"cli"},
     {"__main__"},
