@@ -29,6 +29,7 @@ setup(
     extras_require={
         "torch": ["torch>=2.3", "torchvision", *RUNNER],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
+        "advisor": ["matplotlib"],
         "docs": DOCS,
         "monitor": ["prometheus_client", "tensorboard"],
         "recipes": RECIPES,

@@ -12,6 +12,10 @@ from hvd_async.errors import HvdAsyncError
 
 COMMANDS: dict[str, str] = {
     "doctor": "will Horovod and hvd_async work on this machine, and how quick is its network?",
+    "record": "run a training script and record when each rank computes and when it waits",
+    "advise": "learn from a recorded run who makes whom wait, and what each mode would bring",
+    "simulate": "simulate a job of so many ranks under several modes",
+    "plot": "draw a recorded run: who computed when, and who waited",
 }
 """By the command's name, which is its module's, what it does: a line for ``--help``."""
 

@@ -250,6 +250,11 @@ class Worker(abc.ABC):
         """Have the engine send an event, after all that was posted before."""
         self.engine.call_soon(lambda: self.engine.send(event))
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the training thread has waited so far, in steps and ends: what ``stats()`` says, at no cost."""
+        return self._wait_s
+
     def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         started = time.perf_counter()
         try:

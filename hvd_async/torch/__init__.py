@@ -16,6 +16,7 @@ from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shu
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 from hvd_async.torch.monitor import attach_monitor
+from hvd_async.torch.recording import record
 
 horovod_names.install()
 # (an import statement could find Horovod's, here by the star)
@@ -32,5 +33,6 @@ _ours = (
     elastic,
     init,
     join,
+    record,
     shutdown,
 )

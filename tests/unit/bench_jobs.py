@@ -13,7 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from scripts.benchmarks.support.arms import LEADERS, MUTANT, gossip_of, read_name
+from hvd_async.simulation.names import LEADERS, gossip_of, read_name
+from scripts.benchmarks.support.arms import MUTANT
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
 from tests.unit.nemesis_history import history_of
 

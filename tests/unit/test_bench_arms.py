@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.simulation.names import RIVALS, compression_of, gossip_of, quorum_of, waits_for_nobody
 from scripts.benchmarks.cases import convergence, network, pull_cost, split_classes
 from scripts.benchmarks.support import plot
-from scripts.benchmarks.support.arms import (
-    FOLLOWING,
-    MUTANT,
-    RIVALS,
-    compression_of,
-    eager,
-    gossip_of,
-    installed,
-    parse_arms,
-    quorum_of,
-    waits_for_nobody,
-)
+from scripts.benchmarks.support.arms import FOLLOWING, MUTANT, eager, installed, parse_arms
 
 EVERY = {"gossip": True, "leaders": True, "reduced": True}
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import needed
+from hvd_async.simulation.names import quorum_of
+from hvd_async.simulation.schedule import Gradient, gradients_of, play, replay, synchronous_seconds
 from scripts.benchmarks.jobs.shared.late_training import SMOOTHING, Learning, train
-from scripts.benchmarks.support.arms import quorum_of
 from scripts.benchmarks.support.remedies import REMEDIES, TASKS, Remedy, times_of
-from scripts.benchmarks.support.schedule import Gradient, gradients_of, play, replay, synchronous_seconds
 
 QUORUMS = ("solo", "k2", "0.5", "all")
 MOMENTUM, DECAY, SIZE = 0.9, 0.01, 7

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_async.simulation.names import LEADERS
+from hvd_async.simulation.schedule import replay, synchronous_seconds
 from scripts.benchmarks.cases import convergence, gpu, hetero, network, sequence_lengths, split_classes
 from scripts.benchmarks.jobs import network as network_job
 from scripts.benchmarks.jobs.shared import arm as arms_of_jobs
 from scripts.benchmarks.jobs.shared import torch_ranks
 from scripts.benchmarks.support import leadership, plot
-from scripts.benchmarks.support.arms import FOLLOWING, LEADERS, MUTANT
+from scripts.benchmarks.support.arms import FOLLOWING, MUTANT
 from scripts.benchmarks.support.launch import GROUPS_ENV, NotHereError, Progress, groups_env, repetitions
-from scripts.benchmarks.support.schedule import replay, synchronous_seconds
 from scripts.benchmarks.support.trainings import block_of
 from tests.unit.bench_jobs import options, pulls_of
 

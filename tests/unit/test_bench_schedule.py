@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import initiator
-from scripts.benchmarks.support.schedule import (
+from hvd_async.simulation.schedule import (
     even_seed,
     linear,
     one_random,

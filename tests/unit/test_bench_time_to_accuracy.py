@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_async.simulation.names import waits_for_nobody
 from scripts.benchmarks.cases import time_to_accuracy as case
 from scripts.benchmarks.jobs import time_to_accuracy as job_module
 from scripts.benchmarks.jobs.shared import arm as arms_of_jobs
 from scripts.benchmarks.jobs.shared.tasks import task_of, values_of
 from scripts.benchmarks.support import gratings
-from scripts.benchmarks.support.arms import own_weights, waits_for_nobody
+from scripts.benchmarks.support.arms import own_weights
 from scripts.benchmarks.support.data_sets import images_of
 from scripts.benchmarks.support.imbalance import KINDS, block_of
 from scripts.benchmarks.support.intervals import Interval

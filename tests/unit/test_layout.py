@@ -18,9 +18,9 @@ STOREYS = [
     {"errors", "topology", "stats"},  # public data: leaves
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
-    {"optimizers", "runner", "testing", "simulation"},  # framework-neutral users of algorithms
+    {"optimizers", "runner", "testing", "simulation", "traces"},  # framework-neutral users of algorithms; what records
     {"monitor"},  # what a run shows while it goes on, in any framework
-    {"torch", "tensorflow", "traces"},  # the bindings; what a run has recorded
+    {"torch", "tensorflow"},  # the bindings, which record too
     {"advisor", "doctor"},  # from traces, by simulation; looks at a machine and its network
     {"cli"},
     {"__main__"},

@@ -7,12 +7,12 @@ import pytest
 
 from hvd_async import topology
 from hvd_async.algorithms.gossip.messages import WaitingForMessage
-from scripts.benchmarks.simulation import workloads
-from scripts.benchmarks.simulation.arms import job_of, simulate
-from scripts.benchmarks.simulation.clock import Clock
-from scripts.benchmarks.simulation.network import Network
-from scripts.benchmarks.simulation.outcome import Setup
-from scripts.benchmarks.simulation.wire import Wire
+from hvd_async.simulation import workloads
+from hvd_async.simulation.arms import job_of, simulate
+from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.outcome import Setup
+from hvd_async.simulation.wire import Wire
 from scripts.benchmarks.support.stalls import stalls
 
 # -- gossip -----------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from scripts.benchmarks.simulation import measured, published, scale, workloads
-from scripts.benchmarks.simulation.arms import job_of, simulate
-from scripts.benchmarks.simulation.baselines import Level, averaged
-from scripts.benchmarks.simulation.clock import Clock
-from scripts.benchmarks.simulation.network import Network
-from scripts.benchmarks.simulation.outcome import Setup
-from scripts.benchmarks.support.schedule import gradients_of, linear, one_random, play, replay
+from hvd_async.simulation import workloads
+from hvd_async.simulation.arms import job_of, simulate
+from hvd_async.simulation.baselines import Level, averaged
+from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.outcome import Setup
+from hvd_async.simulation.schedule import gradients_of, linear, one_random, play, replay
+from scripts.benchmarks.simulation import measured, published, scale
 
 SLOW = Network(latency=0.002, bandwidth=1e8, hop=0.0001, cycle=0.001, operation=0.002, event=1e-5, sending=1e-5)
 QUORUMS = ("all", "majority", "solo", "k3", "0.75", "auto")

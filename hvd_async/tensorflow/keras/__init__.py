@@ -14,6 +14,7 @@ from hvd_async.tensorflow.functions import broadcast_variables, init, join, shut
 from hvd_async.tensorflow.gossip import GossipOptimizer
 from hvd_async.tensorflow.keras.fit import our_optimizer
 from hvd_async.tensorflow.keras.monitor import MonitorCallback
+from hvd_async.tensorflow.keras.recording import RecordCallback
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
@@ -53,6 +54,7 @@ _ours = (
     LeaderOptimizer,
     Monitor,
     MonitorCallback,
+    RecordCallback,
     broadcast_variables,
     callbacks,
     elastic,

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.simulation.names import gossip_of
+from hvd_async.simulation.schedule import one_random
+
 from ..support import plot
-from ..support.arms import gossip_of, parse_arms
+from ..support.arms import parse_arms
 from ..support.launch import Say, repetitions
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
-from ..support.schedule import one_random
 from ..support.trainings import (
     GOSSIP_POINTS,
     add_options,

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.simulation.names import RIVALS
+from hvd_async.simulation.schedule import one_random
+
 from ..support import plot, trainings
-from ..support.arms import RIVALS, parse_arms
+from ..support.arms import parse_arms
 from ..support.blocks import by_arm, grouped
 from ..support.intervals import Interval, mean_interval
 from ..support.launch import Block, Say, groups_env, repetitions
 from ..support.options import add_compute, add_numbers, add_periods
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged
-from ..support.schedule import one_random
 from ..support.trainings import (
     LEAST,
     POINT,

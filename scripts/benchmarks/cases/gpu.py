@@ -13,8 +13,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from hvd_async.simulation.names import LEADERS, gossip_of
+
 from ..support import cycles, plot
-from ..support.arms import LEADERS, PLAIN, gossip_of, need_arm, parse_arms
+from ..support.arms import PLAIN, need_arm, parse_arms
 from ..support.blocks import by_arm
 from ..support.intervals import Interval, spread
 from ..support.launch import Block, NotHereError, Say

@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_nobody
+
 from ..support import launch, plot, timed
-from ..support.arms import LEADERS, SYNCHRONOUS, gossip_of, parse_arms, waits_for_nobody
+from ..support.arms import parse_arms
 from ..support.blocks import by_arm, everywhere, grouped, identical, median
 from ..support.intervals import spread
 from ..support.launch import START, Block, Say, repetitions

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hvd_async.simulation.schedule import one_random
+
 from ..support import launch, plot
 from ..support.arms import parse_arms
 from ..support.blocks import everywhere, grouped
 from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.schedule import one_random
 
 HELP = "most bytes of gradients held, as copies of the model's gradients; what a rank keeps that is done"
 QUICK = "horovod,solo"

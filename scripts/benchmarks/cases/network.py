@@ -18,25 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
+from hvd_async.simulation.network_model import BYTES, PAYLOAD, power_sgd_megabytes
 
 from ..support import launch, plot
-from ..support.arms import (
-    IN_BACKWARD,
-    IN_STEP,
-    LEADERS,
-    LOCAL_PERIOD,
-    OUTER,
-    RIVALS,
-    WARM_UP,
-    gossip_of,
-    installed,
-    parse_arms,
-    read_name,
-)
+from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms
 from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import mean_interval, quantile, spread
 from ..support.launch import START, Block, Progress, Say, repetitions
-from ..support.network_model import BYTES, PAYLOAD, power_sgd_megabytes
 from ..support.options import add_numbers
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ranged, row
 from ..support.trainings import BATCH, score

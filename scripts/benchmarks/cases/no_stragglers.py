@@ -6,8 +6,10 @@ import argparse
 import statistics
 from typing import Any
 
+from hvd_async.simulation.names import SYNCHRONOUS, quorum_of
+
 from ..support import cycles, plot, timed
-from ..support.arms import SYNCHRONOUS, need_arm, parse_arms, quorum_of
+from ..support.arms import need_arm, parse_arms
 from ..support.blocks import by_arm
 from ..support.intervals import Interval, spread
 from ..support.launch import Block, Say

@@ -11,8 +11,10 @@ import argparse
 import statistics
 from typing import Any
 
+from hvd_async.simulation.names import LEADERS
+
 from ..support import launch, plot
-from ..support.arms import LEADERS, named_arms
+from ..support.arms import named_arms
 from ..support.blocks import everywhere
 from ..support.intervals import spread
 from ..support.launch import START, Block, Progress, Say

@@ -13,8 +13,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from hvd_async.simulation.names import LEADERS
+
 from ..support import launch, leadership, plot
-from ..support.arms import LEADERS, parse_arms
+from ..support.arms import parse_arms
 from ..support.blocks import by_arm, grouped, identical
 from ..support.digits import TEST_FOLD
 from ..support.intervals import spread

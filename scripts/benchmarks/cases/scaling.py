@@ -9,8 +9,10 @@ import argparse
 import statistics
 from typing import Any
 
+from hvd_async.simulation.names import RIVALS
+
 from ..support import plot
-from ..support.arms import RIVALS, WARM_UP, installed, pairs_off, parse_arms
+from ..support.arms import WARM_UP, installed, pairs_off, parse_arms
 from ..support.blocks import everywhere, grouped, identical
 from ..support.intervals import spread
 from ..support.launch import Block, Progress, Say

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.simulation.schedule import Schedule, replay, synchronous_seconds
+
 from ..support import launch, plot, timed
 from ..support.arms import need_arm, parse_arms
 from ..support.blocks import by_arm, identical, median
@@ -32,7 +34,6 @@ from ..support.clips import TRAIN, dealt_to, lengths_of
 from ..support.intervals import mean_interval, spread
 from ..support.launch import Block, Say, repetitions
 from ..support.report import INTERVAL, Column, Report, Row, chosen, ends, ranged, row
-from ..support.schedule import Schedule, replay, synchronous_seconds
 from ..support.trainings import judge_close, score
 
 HELP = "an LSTM on sequences of different lengths: steps a second against the lengths' own bound, and test accuracy"

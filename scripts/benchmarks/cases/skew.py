@@ -6,13 +6,14 @@ import argparse
 import statistics
 from typing import Any
 
+from hvd_async.simulation.schedule import Schedule, even_seed, linear, replay
+
 from ..support import plot, timed
 from ..support.arms import WARM_UP, parse_arms
 from ..support.blocks import by_arm, identical, median
 from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.schedule import Schedule, even_seed, linear, replay
 
 HELP = "rank i arrives i x delay late, after a barrier before each step; seconds waited, ranks in a round"
 QUICK = "horovod,majority,solo"

@@ -12,9 +12,10 @@ from typing import Any
 
 from hvd_async import topology
 from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.simulation.names import LEADERS, gossip_of, waits_for_nobody
 
 from ..support import launch, plot
-from ..support.arms import LEADERS, gossip_of, parse_arms, waits_for_nobody
+from ..support.arms import parse_arms
 from ..support.blocks import by_arm
 from ..support.intervals import spread
 from ..support.launch import START, Block, Say, repetitions

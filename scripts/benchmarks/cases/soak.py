@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvd_async.simulation.names import gossip_of
+
 from ..support import launch, plot, soak_gossip
-from ..support.arms import gossip_of, parse_arms
+from ..support.arms import parse_arms
 from ..support.blocks import identical, late_counts, mean_of
 from ..support.intervals import slope
 from ..support.launch import Block, Say

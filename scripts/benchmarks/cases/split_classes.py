@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..support.arms import LEADERS, MUTANT, gossip_of, parse_arms
+from hvd_async.simulation.names import LEADERS, gossip_of
+
+from ..support.arms import MUTANT, parse_arms
 from ..support.blocks import by_arm
 from ..support.launch import Block, Say, repetitions
 from ..support.report import Column, Report, chosen

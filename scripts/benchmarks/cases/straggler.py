@@ -6,6 +6,8 @@ import argparse
 import statistics
 from typing import Any
 
+from hvd_async.simulation.schedule import Schedule, one_random, replay, slowest_work, stalls, synchronous_seconds
+
 from ..support import plot, timed
 from ..support.arms import parse_arms
 from ..support.blocks import by_arm, grouped, identical, median
@@ -13,7 +15,6 @@ from ..support.intervals import spread
 from ..support.launch import Block, Say
 from ..support.options import add_numbers
 from ..support.report import Column, Report, Row, chosen, ranged, row
-from ..support.schedule import Schedule, one_random, replay, slowest_work, stalls, synchronous_seconds
 
 HELP = "one random rank is held up in every step; step time against the schedule's own bounds"
 QUICK = "horovod,majority,solo"

@@ -24,8 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, read_name
+
 from ..support import gratings, launch, plot
-from ..support.arms import GOSSIP, LEADERS, RIVALS, WARM_UP, installed, need_arm, parse_arms, read_name
+from ..support.arms import WARM_UP, installed, need_arm, parse_arms
 from ..support.blocks import by_arm, grouped, identical
 from ..support.imbalance import KINDS, block_of
 from ..support.intervals import Interval, mean_interval, spread

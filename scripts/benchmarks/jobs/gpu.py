@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ..support.arms import LEADERS, compression_of, eager
+from hvd_async.simulation.names import LEADERS, compression_of
+
+from ..support.arms import eager
 from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate
 from .shared.rank import Job

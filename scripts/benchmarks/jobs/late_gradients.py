@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hvd_async.simulation.schedule import gradients_of, play, synchronous_seconds
+
 from ..support.clips import clips_of, padded
 from ..support.digits import FOLDS, fold
 from ..support.remedies import CLIPS, Remedy, clips_dealt, times_of
-from ..support.schedule import gradients_of, play, synchronous_seconds
 from .shared.clip_model import Classifier
 from .shared.digit_models import accuracy, batches, digits, resnet
 from .shared.late_training import Learning, train

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from ..support.arms import WARM_UP, read_name
+from hvd_async.simulation.names import read_name
+from hvd_async.simulation.network_model import widths
+
+from ..support.arms import WARM_UP
 from ..support.digits import TEST_FOLD, fold
-from ..support.network_model import widths
 from .shared.arm import Arm
 from .shared.digit_models import accuracy, batches, digits
 from .shared.rank import Block, Job, traffic

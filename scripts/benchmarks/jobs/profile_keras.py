@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_async.tensorflow as hvd
+from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of
 from hvd_async.testing import stop_engine
 
-from ..support.arms import LEADERS, PLAIN, WARM_UP, gossip_of, quorum_of
+from ..support.arms import PLAIN, WARM_UP
 from .shared import keras_ranks
 from .shared.rank import Block, Job
 from .shared.thread_usage import PARAMETERS, copy_ms, used_by

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.simulation.names import LEADERS
 
-from ..support.arms import LEADERS
 from .shared import torch_ranks
 from .shared.rank import Block, Job, traffic
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..support.arms import waits_for_nobody
+from hvd_async.simulation.names import waits_for_nobody
+
 from .shared.digit_models import accuracy
 from .shared.rank import Block, Job, rate
 from .shared.training import Training

@@ -11,9 +11,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 import hvd_async.tensorflow as hvd
+from hvd_async.simulation.names import quorum_of
 from hvd_async.testing import stop_engine
 
-from ..support.arms import quorum_of
 from ..support.clips import CLASSES, PIXELS, Batch
 from .shared import keras_ranks
 from .shared.rank import Block, Job, counted

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from ..support.arms import gossip_of
+from hvd_async.simulation.names import gossip_of
+
 from .hetero import dense
 from .shared.arm import Arm, mean_square
 from .shared.rank import Block, Job

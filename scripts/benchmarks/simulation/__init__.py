@@ -1,1 +1,1 @@
-"""Whole training jobs, simulated: the production state machines, simulated ranks around them, a clock without sleep."""
+"""Simulated jobs of the benchmarks: what they measured, a published study, and every algorithm at many ranks."""

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..support.arms import WARM_UP, gossip_of, waits_for_nobody
-from ..support.network_model import PAYLOAD
+from hvd_async.simulation.arms import simulate
+from hvd_async.simulation.names import gossip_of, waits_for_nobody
+from hvd_async.simulation.network import Network, ring_bytes
+from hvd_async.simulation.network_model import PAYLOAD
+from hvd_async.simulation.outcome import Outcome, Setup
+from hvd_async.simulation.schedule import Schedule, even_seed, linear, one_random
+from hvd_async.simulation.workloads import constant, one_slow
+
+from ..support.arms import WARM_UP
 from ..support.report import Row, row
-from ..support.schedule import Schedule, even_seed, linear, one_random
-from .arms import simulate
-from .network import Network, ring_bytes
-from .outcome import Outcome, Setup
-from .workloads import constant, one_slow
 
 RANKS = 8
 OPERATION = 0.521 - 0.5

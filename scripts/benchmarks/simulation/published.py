@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hvd_async.simulation.arms import simulate
+from hvd_async.simulation.baselines import Level, averaged, synchronous
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.outcome import Outcome, Setup
+from hvd_async.simulation.schedule import stalls
+
 from ..support.report import Row, row
-from ..support.schedule import stalls
-from .arms import simulate
-from .baselines import Level, averaged, synchronous
-from .network import Network
-from .outcome import Outcome, Setup
 
 COMPUTE, STALL = 0.055, 1.0
 SHARES = {64: 0.02, 128: 0.01, 256: 0.01}

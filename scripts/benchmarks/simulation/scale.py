@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..support.arms import RIVALS, read_name, waits_for_nobody
+from hvd_async.simulation.arms import simulate
+from hvd_async.simulation.names import RIVALS, read_name, waits_for_nobody
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.outcome import Outcome, Setup
+from hvd_async.simulation.schedule import Schedule, one_random, slowest_work, synchronous_seconds
+
 from ..support.report import Row, row
-from ..support.schedule import Schedule, one_random, slowest_work, synchronous_seconds
-from .arms import simulate
-from .network import Network
-from .outcome import Outcome, Setup
 
 SIZES = (8, 64, 512, 1024, 4096, 10_000)
 ARMS = (

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .arms import SYNCHRONOUS, eager, read_name, waits_for_nobody
+from hvd_async.simulation.names import SYNCHRONOUS, read_name, waits_for_nobody
+from hvd_async.simulation.schedule import Schedule, one_random, own_pace
+
+from .arms import eager
 from .clips import TRAIN, dealt_to, lengths_of
 from .data_sets import parted
-from .schedule import Schedule, one_random, own_pace
 
 
 @dataclass(frozen=True)

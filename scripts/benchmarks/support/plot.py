@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arms import COMPRESSED, OUTER, read_name
+from hvd_async.simulation.names import COMPRESSED, OUTER, read_name
+
 from .report import Report, Row
 
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_async.simulation.schedule import Schedule, one_random
+
 from .blocks import Block
 from .clips import dealt_to, lengths_of
-from .schedule import Schedule, one_random
 
 JITTER = 0.03
 """Largest share of a step's computation by which ranks differ by themselves: they never arrive all at once."""

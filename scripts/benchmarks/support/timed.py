@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of
+from hvd_async.simulation.schedule import Schedule
+
 from . import launch
-from .arms import LEADERS, SYNCHRONOUS, gossip_of
 from .blocks import late_counts, mean_of
 from .launch import START, Block, Say, repetitions
 from .report import Report, Row
-from .schedule import Schedule
 
 TOO_BUSY = 1.08
 """Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""

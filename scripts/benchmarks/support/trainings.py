@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.simulation.names import gossip_of, waits_for_nobody
+from hvd_async.simulation.schedule import own_pace
+
 from . import launch
-from .arms import gossip_of, waits_for_nobody
 from .blocks import by_arm, everywhere, identical, late_counts, mean_of
 from .intervals import Interval, mean_interval
 from .launch import Block, Say
 from .report import Report, Row, ends, row
-from .schedule import own_pace
 
 TRAIN = 1437
 """Images in the training part of a fold, at the least."""

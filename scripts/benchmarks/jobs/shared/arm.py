@@ -13,20 +13,10 @@ from typing import Any
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_RIVALS, RIVALS, compression_of, gossip_of, quorum_of
 from hvd_async.testing import distance_to_leader, stop_engine
 
-from ...support.arms import (
-    IN_BACKWARD,
-    IN_STEP,
-    LEADERS,
-    LOCAL_RIVALS,
-    PLAIN,
-    RIVALS,
-    WARM_UP,
-    compression_of,
-    gossip_of,
-    quorum_of,
-)
+from ...support.arms import IN_BACKWARD, PLAIN, WARM_UP
 from . import rivals
 from .rank import Job, counted
 from .torch_ranks import share_cores, sleep_until_done

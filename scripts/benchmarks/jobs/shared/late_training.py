@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from hvd_async.simulation.schedule import Gradient
 from hvd_async.torch.weight_prediction import WeightPrediction
 
 from ...support.remedies import Remedy
-from ...support.schedule import Gradient
 
 SMOOTHING = 0.05
 """Weight of a gradient in the mean of its rank's weights."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ...support.arms import LOCAL_PERIOD
+from hvd_async.simulation.names import LOCAL_PERIOD
+
 from .rank import Job
 
 TOPOLOGY = "one-peer-exp"

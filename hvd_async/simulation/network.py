@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..support.network_model import BYTES, power_sgd_megabytes
+from hvd_async.simulation.network_model import BYTES, power_sgd_megabytes
 
 
 class Network(NamedTuple):

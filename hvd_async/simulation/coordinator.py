@@ -8,9 +8,8 @@ from typing import Any
 
 from hvd_async.runtime.messages import Command, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
-
-from .clock import Clock
-from .network import Network
+from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.network import Network
 
 
 def recipients(machine: StateMachine[Any], command: Command) -> Sequence[int]:

@@ -9,10 +9,9 @@ from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, St
 from hvd_async.algorithms.gossip.pairing import Pairing
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained
-
-from .gossip import GossipJob, GossipRank
-from .job import Rank, Wait
-from .outcome import Setup
+from hvd_async.simulation.gossip import GossipJob, GossipRank
+from hvd_async.simulation.job import Rank, Wait
+from hvd_async.simulation.outcome import Setup
 
 
 class PairJob(GossipJob):

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async.algorithms.eager.quorum import initiator, needed
-
-from .arms import SYNCHRONOUS, quorum_of
+from hvd_async.simulation.names import SYNCHRONOUS, quorum_of
 
 Schedule = NDArray[np.float64]
 SAME = 1e-9

@@ -17,9 +17,8 @@ from hvd_async.algorithms.gossip.messages import (
     WaitingForMessage,
 )
 from hvd_async.runtime.messages import Drained
-
-from .gossip import GossipJob, GossipRank
-from .job import Wait
+from hvd_async.simulation.gossip import GossipJob, GossipRank
+from hvd_async.simulation.job import Wait
 
 
 class PushSumJob(GossipJob):
@@ -57,7 +56,7 @@ class PushSumJob(GossipJob):
     def _offer(self, rank: GossipRank, step: int) -> None:
         if not self.plan.moves(step):
             return
-        receivers = [receiver for receiver, _ in self.plan.out_edges(rank.index, step)]
+        receivers = tuple(receiver for receiver, _ in self.plan.out_edges(rank.index, step))
         rank.offered += bool(receivers)
         if receivers or step in rank.coming:
             rank.outbox[step] = receivers

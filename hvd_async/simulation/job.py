@@ -15,11 +15,10 @@ from typing import Any
 
 from hvd_async.runtime.messages import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
-
-from .clock import Clock
-from .coordinator import Coordinator
-from .outcome import Outcome, Setup
-from .wire import Wire
+from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.coordinator import Coordinator
+from hvd_async.simulation.outcome import Outcome, Setup
+from hvd_async.simulation.wire import Wire
 
 Wait = float | Callable[[], bool]
 """What a training thread does next: compute for so many seconds, or wait until something is so."""

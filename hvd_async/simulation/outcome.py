@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..support.schedule import Schedule
-from .network import Network
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.schedule import Schedule
 
 
 class Setup(NamedTuple):

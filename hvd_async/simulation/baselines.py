@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async import topology
-
-from ..support.arms import IN_STEP, LOCAL_PERIOD, read_name
-from .eager import BACKWARD
-from .network import Network, ring_bytes, sent_bytes
-from .outcome import Outcome, Setup
+from hvd_async.simulation.eager import BACKWARD
+from hvd_async.simulation.names import IN_STEP, LOCAL_PERIOD, read_name
+from hvd_async.simulation.network import Network, ring_bytes, sent_bytes
+from hvd_async.simulation.outcome import Outcome, Setup
 
 Times = NDArray[np.float64]
 

@@ -14,11 +14,10 @@ from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Command, Drained
-
-from .job import Job, Rank
-from .network import ring_bytes, sent_bytes
-from .outcome import Setup
-from .wire import Delayed
+from hvd_async.simulation.job import Job, Rank
+from hvd_async.simulation.network import ring_bytes, sent_bytes
+from hvd_async.simulation.outcome import Setup
+from hvd_async.simulation.wire import Delayed
 
 Message = tuple[int, int, tuple[int, ...]]
 """A sender, its step, its receivers."""

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from hvd_async.algorithms.gossip.messages import AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.gossip.plan import GossipPlan
-
-from .gossip import GossipJob, GossipRank
-from .job import Wait
-from .network import sent_bytes
-from .outcome import Setup
+from hvd_async.simulation.gossip import GossipJob, GossipRank
+from hvd_async.simulation.job import Wait
+from hvd_async.simulation.network import sent_bytes
+from hvd_async.simulation.outcome import Setup
 
 
 class OuterJob(GossipJob):

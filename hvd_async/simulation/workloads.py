@@ -1,10 +1,10 @@
-"""How long each rank computes in each step: schedules of ``support.schedule``, and more. Pure, from a seed."""
+"""How long each rank computes in each step: more schedules, beside those of ``schedule``. Pure, from a seed."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..support.schedule import Schedule
+from hvd_async.simulation.schedule import Schedule
 
 
 def constant(steps: int, ranks: int, compute: float) -> Schedule:

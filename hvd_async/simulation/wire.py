@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .clock import Clock
-from .network import Network
+from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.network import Network
 
 
 class Wire:

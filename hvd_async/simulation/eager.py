@@ -18,10 +18,9 @@ from hvd_async.algorithms.eager.messages import (
 from hvd_async.algorithms.eager.options import EagerOptions
 from hvd_async.algorithms.eager.state_machine import EagerStateMachine
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
-
-from .job import Job, Rank, Wait
-from .network import ring_bytes, sent_bytes
-from .outcome import Setup
+from hvd_async.simulation.job import Job, Rank, Wait
+from hvd_async.simulation.network import ring_bytes, sent_bytes
+from hvd_async.simulation.outcome import Setup
 
 BACKWARD = 2 / 3
 """Share of the backward pass in a step's computation: twice the work of the forward pass."""

@@ -20,10 +20,9 @@ from hvd_async.algorithms.leader.messages import (
 from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.runtime.messages import Command, Drained
-
-from .job import Job, Rank, Wait
-from .network import ring_bytes, sent_bytes
-from .outcome import Setup
+from hvd_async.simulation.job import Job, Rank, Wait
+from hvd_async.simulation.network import ring_bytes, sent_bytes
+from hvd_async.simulation.outcome import Setup
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,180 @@
+"""Advice for people, as tables of rich or as plain text, and for programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvd_async.advisor.advice import Advice
+from hvd_async.advisor.prediction import Prediction, Spread
+
+WIDTH = 110
+"""Letters of a line of text."""
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A title, names of columns, rows."""
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return advice as JSON has it; times in s."""
+    found, header = advice.culprits, advice.trace.headers[0]
+    return {
+        "trace": {
+            "ranks": advice.trace.ranks,
+            "steps": advice.trace.steps,
+            "algorithm": header.algorithm,
+            "options": header.options,
+            "parameter_bytes": header.parameter_bytes,
+            "steps_per_s": advice.trace.steps_per_s,
+            "predicted_steps_per_s": advice.own.steps_per_s._asdict() if advice.own else None,
+        },
+        "culprits": {
+            "slow_rank": found.slow,
+            "lost": found.lost,
+            "blame": found.blame.tolist(),
+            "work_s": found.work.tolist(),
+            "waited_s": found.waited.tolist(),
+            "slowest_share": found.last.tolist(),
+            "held_s": found.held.tolist(),
+            "text": found.text(),
+        },
+        "network": {**advice.link.network._asdict(), "allreduce_s": advice.link.allreduce_s},
+        "bound": advice.bound,
+        "modes": modes_as_json(advice.predictions),
+        "choices": [
+            {"mode": each.prediction.mode.name, "line": each.prediction.mode.line, "reason": each.reason}
+            for each in advice.choices
+        ],
+        "unknown": list(advice.unknown),
+    }
+
+
+def modes_as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Return predictions as JSON has them; times in s."""
+    return [_mode(each) for each in predictions]
+
+
+def _mode(each: Prediction) -> dict[str, Any]:
+    return {
+        "mode": each.mode.name,
+        "line": each.mode.line,
+        "risk": each.mode.risk.name.lower(),
+        "remark": each.mode.remark,
+        "steps_per_s": each.steps_per_s._asdict(),
+        "gain": each.gain._asdict(),
+        "staleness": each.staleness,
+        "staleness_most": each.staleness_most,
+        "megabytes": each.megabytes,
+        "wait_s": each.wait_s,
+    }
+
+
+def who(advice: Advice) -> Table:
+    """Return the table of ranks."""
+    found = advice.culprits
+    rows = [
+        [
+            str(rank),
+            f"{found.work[rank]:.4g}",
+            f"{found.waited[rank]:.4g}",
+            f"{found.last[rank]:.0%}",
+            f"{found.blame[rank]:.0%}",
+            _held(found.held[rank].tolist()),
+        ]
+        for rank in range(advice.trace.ranks)
+    ]
+    return (
+        "Who makes whom wait",
+        ["rank", "work s", "waited s", "slowest in", "of all waiting", "makes wait most"],
+        rows,
+    )
+
+
+def _held(seconds: Sequence[float]) -> str:
+    most = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "nobody"
+
+
+def what(predictions: Sequence[Prediction]) -> Table:
+    """Return the table of modes."""
+    rows = [
+        [
+            each.mode.name,
+            _range(each.steps_per_s, ".3g"),
+            _range(each.gain, ".2f"),
+            f"{each.staleness:.2f} / {each.staleness_most}",
+            f"{each.megabytes:.3g}",
+            f"{1e3 * each.wait_s:.3g}",
+            each.mode.risk.text.partition(":")[0],
+        ]
+        for each in predictions
+    ]
+    columns = ["mode", "steps/s", "over Horovod", "staleness mean / max", "MB a step", "wait ms", "risk"]
+    return "What each mode would bring, simulated", columns, rows
+
+
+def _range(spread: Spread, style: str) -> str:
+    return f"{spread.mean:{style}} ({spread.low:{style}}-{spread.high:{style}})"
+
+
+def sentences(advice: Advice) -> Iterator[str]:
+    """Yield what stands below the tables, a paragraph each."""
+    yield advice.culprits.text()
+    if advice.own is not None:
+        seen, told = advice.trace.steps_per_s, advice.own.steps_per_s.mean
+        yield (
+            f"The simulation of the job as it was recorded ({advice.own.mode.name}): {told:.3g} steps/s, recorded were "
+            f"{seen:.3g}, so it is off by {told / seen - 1:+.0%}. Expect other modes to be off by as much or more."
+        )
+    yield f"If nobody waited for anybody: {advice.bound:.2f} times Horovod's steps a second."
+    if not advice.choices:
+        yield "Stay as you are: no mode here is 10% quicker than Horovod's optimizer in every resample."
+    for number, choice in enumerate(advice.choices):
+        mode = choice.prediction.mode
+        head = "Take" if not number else "Or, at a higher risk,"
+        remark = f" ({mode.remark})" if mode.remark else ""
+        yield f"{head} {mode.name}: {choice.reason}. Risk: {mode.risk.text}{remark}. The line: opt = {mode.line}"
+    yield "Not known:\n" + "\n".join(f"- {each}" for each in advice.unknown)
+
+
+def show(advice: Advice) -> None:
+    """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
+    tables, (first, *rest) = [who(advice), what(advice.predictions)], list(sentences(advice))
+    show_table(tables[0])
+    print(f"\n{_wrapped(first)}\n")
+    show_table(tables[1])
+    for paragraph in rest:
+        print(f"\n{_wrapped(paragraph)}")
+
+
+def _wrapped(paragraph: str) -> str:
+    """Return a paragraph in lines that are not too long; items of a list stay apart."""
+    lines = paragraph.split("\n")
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
+
+
+def show_table(table: Table) -> None:
+    """Print a table: rich's on a terminal, where rich is installed, else as plain text."""
+    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    (_rich_table if rich else _plain_table)(table)
+
+
+def _plain_table(table: Table) -> None:
+    title, columns, rows = table
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
+    print(f"{title}:")
+    for row in (columns, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _rich_table(table: Table) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    title, columns, rows = table
+    made = RichTable(*columns, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    Console().print(made)

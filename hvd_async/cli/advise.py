@@ -1,0 +1,51 @@
+"""Learn from a recorded run which rank makes which wait, and what each mode would bring in steps a second.
+
+The computation of each rank, as it was recorded, goes through a simulation of the library's own protocol under each
+mode. Nothing is trained: what a mode costs in accuracy is not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from hvd_async.advisor.advice import advise
+from hvd_async.advisor.links import Given, checked, read_given
+from hvd_async.advisor.modes import EVERY
+from hvd_async.advisor.report import as_json, show
+from hvd_async.traces.reader import read_trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("trace", type=Path, help="folder that `hvd_async record` or hvd_async.torch.record has written")
+    parser.add_argument("--network", type=Path, metavar="FILE", help="JSON with latency_s and bandwidth_bytes_s")
+    parser.add_argument("--bandwidth", type=float, metavar="MBIT", help="of a rank's link, in Mbit/s; over --network")
+    parser.add_argument("--latency", type=float, metavar="MS", help="of a message, one way, in ms; over --network")
+    parser.add_argument("--modes", default=EVERY, metavar="NAMES", help="to try, with commas between them")
+    parser.add_argument("--skip", type=int, default=3, metavar="N", help="steps at the start to leave out")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="of each simulated job")
+    parser.add_argument("--resamples", type=int, default=8, metavar="N", help="simulated jobs of each mode")
+    parser.add_argument("--seed", type=int, default=0, help="of the resampling")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, simulate, print."""
+    for name in ("steps", "resamples"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} {getattr(arguments, name)}: it is at least 1")
+    given = read_given(arguments.network) if arguments.network is not None else Given()
+    if arguments.bandwidth is not None:
+        given = msgspec.structs.replace(given, bandwidth_bytes_s=arguments.bandwidth * 1e6 / 8)
+    if arguments.latency is not None:
+        given = msgspec.structs.replace(given, latency_s=arguments.latency / 1e3)
+    trace = read_trace(arguments.trace, arguments.skip)
+    found = advise(trace, checked(given), arguments.modes, arguments.steps, arguments.resamples, arguments.seed)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
+    else:
+        show(found)
+    return 0

@@ -1,0 +1,43 @@
+"""Run a torch training script, unchanged, and record when each rank computes and when it waits.
+
+Run it on every rank: ``horovodrun -np 4 --gloo hvd_async record --out trace train.py --its --own options``. The first
+optimizer that the script makes by Horovod's DistributedOptimizer or by one of ours is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from hvd_async.traces.importing import record_what_is_made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the trace, for all ranks")
+    parser.add_argument(
+        "--synchronize",
+        action="store_true",
+        help="wait for the GPU before each mark; without it, times on CUDA say little",
+    )
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script to its end; returns 1 if it fails."""
+    script: Path = arguments.script
+    if not script.is_file():
+        raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
+    record_what_is_made(arguments.out, arguments.synchronize)
+    sys.argv = [str(script), *arguments.arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:  # noqa: BLE001  the script's own, told as Python tells it
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Whole training jobs, simulated: the production state machines, simulated ranks around them, a clock without sleep."""

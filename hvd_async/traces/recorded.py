@@ -1,0 +1,113 @@
+"""Has the steps of a torch optimizer recorded, whoever has wrapped it. It needs no framework: it knows names alone."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hvd_async.traces.format import HOROVOD, PLAIN
+from hvd_async.traces.recorder import Recorder
+
+
+def recorded(
+    optimizer: Any, folder: Any, rank: int, ranks: int, synchronize: Callable[[], None] | None = None
+) -> Recorder:
+    """Record the steps of a torch optimizer from now on; returns what records them.
+
+    Where the optimizer has ``synchronize()`` (Horovod's), the rank waits there; ours says itself how long it
+    has waited. Of others it is not known, and taken for none.
+
+    Args:
+        optimizer: the one that the training loop steps.
+        folder: of the trace.
+        rank, ranks: this rank, and how many there are.
+        synchronize: waits for the device; called before each mark.
+
+    Raises:
+        ValueError: the optimizer is recorded already.
+        OSError: the folder cannot be written.
+    """
+    if "_recorder" in vars(optimizer):
+        raise ValueError("this optimizer is recorded already: call record() once, with the optimizer that you step")
+    algorithm, options = _described(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    recorder = Recorder(
+        folder,
+        rank,
+        ranks,
+        framework="torch",
+        algorithm=algorithm,
+        options=options,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        synchronized=synchronize is not None or all(p.device.type == "cpu" for p in parameters),
+    )
+    vars(optimizer)["_recorder"] = recorder
+    before = synchronize or _nothing
+    ours = "_async" in vars(optimizer)
+    if algorithm == HOROVOD:
+        _replace(optimizer, "synchronize", _synchronizing(optimizer.synchronize, recorder, before))
+    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, ours))
+    atexit.register(recorder.close)
+    return recorder
+
+
+def _described(optimizer: Any) -> tuple[str, dict[str, Any]]:
+    """Return the optimizer's algorithm and its options."""
+    driver = vars(optimizer).get("_async")
+    if driver is not None:
+        settings = dict(driver.settings)
+        return settings.pop("algorithm"), settings
+    if hasattr(optimizer, "synchronize") and hasattr(optimizer, "skip_synchronize"):
+        return HOROVOD, {}
+    return PLAIN, {}
+
+
+def _nothing() -> None:
+    """Wait for no device."""
+
+
+def _replace(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
+    """Give an optimizer another method. (It must be a bound one: torch's schedulers look into it.)"""
+    setattr(optimizer, name, types.MethodType(function, optimizer))
+
+
+def waited_s(optimizer: Any) -> float:
+    """Return the seconds that one of our optimizers has waited since its ranks were last others."""
+    worker = optimizer._async.worker
+    return 0.0 if worker is None else float(worker.wait_s)
+
+
+def _stepping(
+    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool
+) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
+        earlier = waited_s(optimizer) if ours else 0.0
+        recorder.arrived()
+        found = step(*args, **kwargs)
+        before()
+        if ours:
+            recorder.released(max(waited_s(optimizer) - earlier, 0.0))
+        recorder.done()
+        return found
+
+    return timed
+
+
+def _synchronizing(
+    synchronize: Callable[..., Any], recorder: Recorder, before: Callable[[], None]
+) -> Callable[..., Any]:
+    @functools.wraps(synchronize)
+    def timed(_: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
+        recorder.arrived()
+        found = synchronize(*args, **kwargs)
+        before()
+        recorder.released()
+        return found
+
+    return timed

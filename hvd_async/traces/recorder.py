@@ -1,0 +1,140 @@
+"""Records a rank's steps into its file of a trace. A training thread calls it; lines are written many at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
+
+BUFFERED = 512
+"""Steps that are kept before they are written."""
+
+
+class Recorder:
+    """Marks of one rank, for a loop of your own; ``hvd_async.torch.record`` sets them for an optimizer.
+
+    In each step call ``arrived()`` when the gradients are there, ``released()`` when those of all ranks are (it may be
+    left out), and ``done()`` when the step has been taken; or ``stepped()`` alone. What lies between ``done()`` and the
+    next ``arrived()`` counts as computation: also reading data. Call ``skip()`` after what belongs to no step, such as
+    an evaluation.
+
+    Args:
+        folder: of the trace; it is made. A file that this rank has there is overwritten.
+        rank: this one, from 0.
+        ranks: of the job.
+        framework: for people.
+        algorithm, options: of the optimizer; see ``Header``.
+        parameter_bytes: of what is trained.
+        buckets: parts in which gradients travel; 0: unknown.
+        synchronized: whether times are of a device that is synchronized before each mark.
+        clock: gives monotonic seconds, for tests.
+
+    Raises:
+        ValueError: there is no such rank.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        ranks: int,
+        framework: str = "own loop",
+        algorithm: str = PLAIN,
+        options: Mapping[str, Any] | None = None,
+        parameter_bytes: int = 0,
+        buckets: int = 0,
+        synchronized: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}: ranks are numbered from 0")
+        self.header = Header(
+            version=VERSION,
+            rank=rank,
+            ranks=ranks,
+            host=socket.gethostname(),
+            framework=framework,
+            algorithm=algorithm,
+            options=_plain(options or {}),
+            parameter_bytes=parameter_bytes,
+            buckets=buckets,
+            synchronized=synchronized,
+        )
+        self._clock, self._origin = clock, time.time() - clock()
+        self._begin: float | None = clock()
+        self._arrived: float | None = None
+        self._released: float | None = None
+        self._steps: list[Step] = []
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self._ends = contextlib.ExitStack()
+        self._file = self._ends.enter_context(file_of(path, rank).open("wb"))
+        self._file.write(msgspec.json.encode(self.header) + b"\n")
+        self._file.flush()
+
+    def arrived(self) -> None:
+        """Mark that this step's gradients are there. Of several marks in a step the first counts."""
+        if self._arrived is None:
+            self._arrived = self._clock()
+
+    def released(self, waited_s: float | None = None) -> None:
+        """Mark that the rank has what it waited for; of several marks in a step the last counts.
+
+        Args:
+            waited_s: the seconds that it has waited since it arrived, if they are known; None: until now.
+        """
+        if self._arrived is not None:
+            self._released = self._clock() if waited_s is None else min(self._arrived + waited_s, self._clock())
+
+    def done(self) -> None:
+        """Mark that the step was taken, and begin the next one."""
+        now = self._clock()
+        if self._begin is not None and self._arrived is not None:
+            origin, released = self._origin, self._arrived if self._released is None else self._released
+            self._steps.append(Step(origin + self._begin, origin + self._arrived, origin + released, origin + now))
+        self._begin, self._arrived, self._released = now, None, None
+        if len(self._steps) >= BUFFERED:
+            self.flush()
+
+    def stepped(self, waited_s: float) -> None:
+        """Mark that a step ends now, of whose marks none was set.
+
+        Args:
+            waited_s: seconds that the rank has waited in it. They are put at its end; all else is computation.
+        """
+        now = self._clock()
+        begin = now if self._begin is None else self._begin
+        self._arrived = max(begin, now - waited_s)
+        self._released = now
+        self.done()
+
+    def skip(self) -> None:
+        """Leave out what was since the last ``done()``: the next step begins now."""
+        self._begin, self._arrived, self._released = self._clock(), None, None
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        steps, self._steps = self._steps, []
+        if not self._file.closed:
+            self._file.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is kept, and close the file; nothing is recorded any more."""
+        self.flush()
+        self._ends.close()
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as JSON has them; of what it has no word for, the text."""
+    encoded = msgspec.json.encode(dict(options), enc_hook=repr)
+    return cast("dict[str, Any]", msgspec.json.decode(encoded))

@@ -1,0 +1,73 @@
+"""Keras: ``fit()`` is recorded step by step, without what lies between epochs; else it is refused."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.testing import Cluster
+from hvd_async.traces.reader import read_trace
+from tests.conformance.keras_ranks import LOSS, batch, conv_model
+
+STEPS = 4
+LATE, PAUSE = 0.1, 0.5
+"""Seconds."""
+
+
+class Late(keras.callbacks.Callback):
+    """Sleeps in each step of rank 1, and long after each epoch of all."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        time.sleep(LATE * self.rank)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        time.sleep(PAUSE)
+
+
+def fit(opt: Any, rank: int, folder: Path, **options: Any) -> keras.Model:
+    """Train a model for two epochs, recorded."""
+    model = conv_model()
+    model.compile(optimizer=opt, loss=LOSS, jit_compile=False, **options)
+    images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(STEPS)), strict=True))
+    recording = hvd.RecordCallback(folder)
+    model.fit(images, labels, batch_size=4, epochs=2, verbose=0, callbacks=[recording, Late(rank)])
+    return model
+
+
+def test_fit_is_recorded(tmp_path):
+    def train(rank: int) -> int:
+        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.05), quorum="all")
+        return sum(int(np.prod(v.shape)) for v in fit(opt, rank, tmp_path).trainable_variables)
+
+    size, _ = Cluster(2).run(train)
+    trace = read_trace(tmp_path, skip=1, least=1)
+    assert (trace.ranks, trace.steps) == (2, 2 * STEPS - 1)
+    assert {(header.framework, header.algorithm) for header in trace.headers} == {("keras", "eager")}
+    assert trace.headers[0].options["quorum"] == "all"
+    assert trace.headers[0].parameter_bytes == 4 * size
+    assert trace.synchronous
+    assert trace.work[:, 1].min() >= LATE
+    assert trace.waits[:, 0].sum() > trace.waits[:, 1].sum()
+    pause = trace.begin[STEPS - 1] - trace.done[STEPS - 2]  # it is in no step
+    assert pause.min() >= PAUSE
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not say how long it waits"):
+        fit(keras.optimizers.SGD(0.05), 0, tmp_path)
+
+    def train(rank: int) -> None:
+        with pytest.raises(ValueError, match="several steps at once"):
+            fit(hvd.EagerOptimizer(keras.optimizers.SGD(0.05)), rank, tmp_path, steps_per_execution=2)
+
+    Cluster(1).run(train)

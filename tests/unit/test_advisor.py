@@ -1,0 +1,291 @@
+"""The advisor: the culprit is found, predictions meet the bounds that are known, and what is unknown is said."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hvd_async.advisor.advice import advise, choose, mode_of
+from hvd_async.advisor.culprits import find_culprits
+from hvd_async.advisor.links import Given, fit, read_given
+from hvd_async.advisor.modes import MODES, YARDSTICK, Risk, named_modes
+from hvd_async.advisor.prediction import Prediction, Spread, predict, resampled
+from hvd_async.cli.main import main
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
+from hvd_async.traces.format import HOROVOD, Header
+from hvd_async.traces.reader import read_trace
+from tests.unit.test_traces import write
+
+SLOW = np.tile([0.1, 0.1, 0.2, 0.1], (60, 1))
+"""Rank 2 always takes twice as long."""
+FREE = Network()
+
+
+def record_synchronous(folder, work, allreduce_s: float = 0.004, **header) -> None:
+    """Record a job in which all ranks wait for the last one and for the allreduce."""
+    header = {"algorithm": HOROVOD, "parameter_bytes": 4_000_000, **header}
+    last = work.max(axis=1)
+    for rank in range(work.shape[1]):
+        steps = [
+            (own, most - own + allreduce_s, 0.0)
+            for own, most in zip(work[:, rank].tolist(), last.tolist(), strict=True)
+        ]
+        write(folder, rank, work.shape[1], steps, **header)
+
+
+# -- culprits -------------------------------------------------------------------------------------------------
+
+
+def test_the_slow_rank_is_found_and_not_the_one_that_is_late_because_it_waits(tmp_path):
+    """A chain: rank 1 waits for rank 0, rank 2 for rank 1, so rank 1 arrives at rank 2 as late as rank 0 does at it."""
+    write(tmp_path, 0, 3, [(0.3, 0.0, 0.0)] * 30, algorithm="sgp")
+    write(tmp_path, 1, 3, [(0.1, 0.2, 0.0)] * 30, algorithm="sgp")
+    write(tmp_path, 2, 3, [(0.12, 0.18, 0.0)] * 30, algorithm="sgp")
+    trace = read_trace(tmp_path)
+    found = find_culprits(trace.work, trace.waits)
+    assert found.slow == 0
+    assert found.blame[0] == pytest.approx(1.0)
+    np.testing.assert_allclose(found.held[0], [0.0, 0.2, 0.18], atol=1e-4)
+    np.testing.assert_allclose(found.waited, [0.0, 0.2, 0.18], atol=1e-4)
+    assert "Rank 0 is slow" in found.text()
+
+
+def test_ranks_that_are_late_in_turn_are_not_called_slow():
+    work = one_random(400, 4, 0.1, 0.1, seed=0)
+    found = find_culprits(work, np.zeros_like(work))
+    assert found.slow is None
+    assert not found.balanced
+    assert found.lost == pytest.approx(1 - 0.125 / 0.2)
+    assert "Now one rank is late, now another" in found.text()
+
+
+def test_balanced_ranks_have_no_culprit():
+    work = np.random.default_rng(0).uniform(0.1, 0.102, (50, 4))
+    found = find_culprits(work, work * 0)
+    assert found.slow is None
+    assert found.balanced
+    assert find_culprits(np.full((9, 2), 0.1), np.zeros((9, 2))).blame.sum() == 0.0
+
+
+# -- predictions ----------------------------------------------------------------------------------------------
+
+
+def predicted(work, names: str, network: Network = FREE, size: float = 0.0, **more) -> dict[str, Prediction]:
+    found = predict(work, network, size, named_modes(work.shape[1], names), resamples=3, **more)
+    return {each.mode.name: each for each in found}
+
+
+def test_of_a_rank_that_is_always_slow_the_bounds_are_met_exactly():
+    found = predicted(SLOW, "all,adpsgd,lsgd,sgp")
+    assert found["horovod"].steps_per_s == pytest.approx((5.0, 5.0, 5.0))
+    assert found["all"].gain.mean == pytest.approx(1.0, rel=1e-6)
+    assert found["lsgd"].steps_per_s.mean == pytest.approx((3 * 10 + 5) / 4, rel=0.01)
+    assert found["adpsgd"].steps_per_s.mean == pytest.approx((3 * 10 + 5) / 4, rel=0.01)
+    assert found["sgp"].steps_per_s.mean <= 5.0 * 1.02
+    assert found["lsgd"].wait_s == 0.0
+
+
+def test_of_ranks_that_are_late_in_turn_solo_is_between_the_bounds():
+    work = one_random(100, 4, 0.1, 0.1, seed=1)
+    found = predicted(work, "solo,majority")
+    best = synchronous_seconds(work) / slowest_work(work)
+    assert 1.1 < found["majority"].gain.mean < found["solo"].gain.mean <= best * 1.1
+    assert found["solo"].staleness > 0.0
+    assert found["horovod"].staleness_most == 0
+    assert found["solo"].gain.low <= found["solo"].gain.mean <= found["solo"].gain.high
+
+
+def test_what_travels_costs_what_the_link_allows():
+    network = Network(bandwidth=1e6)
+    found = predicted(np.full((30, 4), 0.1), "all,local", network, size=1e5)
+    assert found["horovod"].steps_per_s.mean == pytest.approx(1 / (0.1 + 2 * 3 / 4 * 0.1), rel=1e-3)
+    assert found["all"].megabytes == pytest.approx(0.15)
+    assert found["local"].megabytes == pytest.approx(0.15 / 4, rel=0.03)
+
+
+def test_a_resample_is_made_of_whole_blocks_of_all_ranks():
+    work = np.arange(100.0)[:, None] + np.array([0.0, 0.5])
+    found = resampled(work, 95, np.random.default_rng(0))
+    assert found.shape == (95, 2)
+    np.testing.assert_array_equal(found[:, 1] - found[:, 0], 0.5)
+    jumps = np.diff(found[:, 0]) % 100 != 1
+    assert set(np.flatnonzero(jumps) % 10) <= {9}
+    assert jumps.any()
+
+
+# -- the network ----------------------------------------------------------------------------------------------
+
+
+def test_the_bandwidth_is_fitted_from_the_wait_of_the_last(tmp_path):
+    record_synchronous(tmp_path, SLOW, allreduce_s=0.0605)
+    link = fit(read_trace(tmp_path))
+    assert link.allreduce_s == pytest.approx(0.0605, abs=1e-4)
+    assert link.network.bandwidth == pytest.approx(2 * 3 / 4 * 4e6 / 0.06, rel=0.01)
+    assert link.network.operation == 0.0
+
+
+def test_what_an_allreduce_of_little_takes_is_not_the_bandwidth(tmp_path):
+    record_synchronous(tmp_path, SLOW, allreduce_s=0.0605, parameter_bytes=1000)
+    network = fit(read_trace(tmp_path)).network
+    assert network.bandwidth == float("inf")
+    assert network.operation == pytest.approx(0.06, abs=1e-3)
+
+
+def test_a_network_that_is_given_is_taken(tmp_path):
+    record_synchronous(tmp_path / "trace", SLOW, allreduce_s=0.0605)
+    file = tmp_path / "network.json"
+    file.write_text('{"latency_s": 0.002, "bandwidth_bytes_s": 2e8, "by": "somebody"}')
+    link = fit(read_trace(tmp_path / "trace"), read_given(file))
+    assert (link.network.latency, link.network.bandwidth) == (0.002, 2e8)
+    assert link.network.operation == pytest.approx(0.06 - 6e6 / 2e8, abs=1e-3)
+    file.write_text('{"latency_s": 0}')
+    with pytest.raises(ValueError, match="latency is 0"):
+        read_given(file)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="tells nothing of a network"):
+        read_given(file)
+
+
+def test_a_trace_whose_ranks_do_not_wait_for_all_does_not_tell_the_network(tmp_path):
+    record_synchronous(tmp_path, SLOW, algorithm="sgp")
+    link = fit(read_trace(tmp_path))
+    assert link.allreduce_s is None
+    assert "unknown" in link.origin
+
+
+# -- advice ---------------------------------------------------------------------------------------------------
+
+
+def prediction(risk: Risk, gain: float) -> Prediction:
+    mode = YARDSTICK._replace(name=f"{risk.name} {gain}", risk=risk)
+    return Prediction(mode, Spread(gain, gain, gain), Spread(gain, gain, gain), 0.0, 0, 0.0, 0.0)
+
+
+def test_a_higher_risk_must_be_worth_it():
+    base, late, own = prediction(Risk.NONE, 1.0), prediction(Risk.LATE, 1.5), prediction(Risk.OWN, 1.6)
+    assert [each.prediction for each in choose(base, [own, late])] == [late]
+    own = prediction(Risk.OWN, 1.7)
+    assert [each.prediction for each in choose(base, [own, late])] == [late, own]
+    assert choose(base, [prediction(Risk.NONE, 1.05), prediction(Risk.OWN, 1.05)]) == []
+
+
+def test_every_mode_has_a_line_that_the_library_takes():
+    lines = {each.line for each in MODES}
+    assert len(lines) == len(MODES)
+    for line in lines:
+        name, _, arguments = line.removeprefix("hvd.").partition("(opt, ")
+        assert name in ("EagerOptimizer", "GossipOptimizer", "LeaderOptimizer")
+        assert eval(f"dict({arguments}")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "arm"),
+    [
+        (HOROVOD, {}, "horovod"),
+        ("eager", {"quorum": "solo"}, "solo"),
+        ("eager", {"quorum": 3}, "k3"),
+        ("local", {"average_every": 4}, "local-avg4"),
+        ("adpsgd", {"average_every": 0}, "adpsgd"),
+        ("easgd", {}, "easgd"),
+    ],
+)
+def test_the_mode_of_a_trace_is_known(algorithm, options, arm):
+    found = mode_of(Header(1, 0, 2, "h", "torch", algorithm, options))
+    assert found is not None
+    assert found.arm == arm
+
+
+def test_the_mode_of_a_plain_optimizer_cannot_be_simulated():
+    assert mode_of(Header(1, 0, 2, "h", "torch", "none")) is None
+
+
+def test_advice_on_a_job_with_a_slow_rank(tmp_path):
+    record_synchronous(tmp_path, SLOW)
+    found = advise(read_trace(tmp_path), Given(bandwidth_bytes_s=1e10), "majority,adpsgd,pace rounds", resamples=2)
+    assert found.culprits.slow == 2
+    assert found.own is not None
+    assert found.own.mode is YARDSTICK
+    assert found.own.steps_per_s.mean == pytest.approx(found.trace.steps_per_s, rel=0.01)
+    assert [each.prediction.mode.name for each in found.choices][:1] == ["pace rounds"]
+    assert found.predictions[1].mode.name == "adpsgd"
+    assert found.bound == pytest.approx(8.75 / 5.0, rel=0.05)
+    assert any("Accuracy" in each for each in found.unknown)
+
+
+def test_a_trace_of_another_mode_is_checked_against_that_mode(tmp_path):
+    record_synchronous(tmp_path, SLOW, algorithm="eager", options={"quorum": "all"})
+    found = advise(read_trace(tmp_path), modes="majority", resamples=1)
+    assert found.own is not None
+    assert found.own.mode.arm == "all"
+    assert [each.mode.name for each in found.predictions] == ["horovod", "majority"]
+
+
+def test_times_of_a_gpu_that_was_not_waited_for_are_called_so(tmp_path):
+    record_synchronous(tmp_path, SLOW, synchronized=False)
+    assert "--synchronize" in advise(read_trace(tmp_path), modes="all", resamples=1).unknown[0]
+
+
+def test_a_single_rank_waits_for_nobody(tmp_path):
+    record_synchronous(tmp_path, SLOW[:, :1])
+    with pytest.raises(ValueError, match="of a single rank"):
+        advise(read_trace(tmp_path))
+
+
+# -- commands -------------------------------------------------------------------------------------------------
+
+
+def test_advise_on_the_command_line(tmp_path, capsys):
+    record_synchronous(tmp_path, SLOW)
+    few = ["--resamples", "1", "--steps", "40"]
+    assert main(["advise", str(tmp_path), *few]) == 0
+    text = capsys.readouterr().out
+    assert "Rank 2 is slow" in text
+    assert 'opt = hvd.EagerOptimizer(opt, pace="rounds")' in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 120
+    assert main(["advise", str(tmp_path), *few, "--json", "--modes", "k3,solo", "--bandwidth", "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["culprits"]["slow_rank"] == 2
+    assert {each["mode"] for each in found["modes"]} == {"horovod", "quorum 3", "solo"}
+    assert found["network"]["bandwidth"] == 1.25e8
+
+
+@pytest.mark.parametrize(
+    ("more", "said"), [(["--modes", "k5"], "no mode 'k5'"), (["--steps", "0"], "at least 1"), (["--latency", "0"], "0")]
+)
+def test_advise_refuses_what_cannot_be(tmp_path, capsys, more, said):
+    record_synchronous(tmp_path, SLOW)
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", str(tmp_path), *more])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_simulate_on_the_command_line(capsys):
+    job = ["--ranks", "4", "--compute", "0.1", "--slow", "2", "--megabytes", "0", "--latency", "0", "--steps", "40"]
+    assert main(["simulate", *job, "--mode", "lsgd", "--json"]) == 0
+    base, own = json.loads(capsys.readouterr().out)
+    assert base["steps_per_s"]["mean"] == pytest.approx(5.0, rel=0.02)
+    assert own["gain"]["mean"] == pytest.approx(1.75, rel=0.02)
+    assert main(["simulate", *job]) == 0
+    assert "pace rounds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--ranks", "1"], ["--late", "-1"], ["--stall-share", "2"], ["--mode", "best"]])
+def test_simulate_refuses_what_cannot_be(more):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *more])
+    assert ended.value.code == 2
+
+
+def test_plot_on_the_command_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    record_synchronous(tmp_path, SLOW)
+    picture = tmp_path / "own" / "timeline.png"
+    assert main(["plot", str(tmp_path), "--out", str(picture), "--first", "50"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path), "--out", str(picture), "--first", "57"])
+    assert "steps 0 to 56" in capsys.readouterr().err
