@@ -85,7 +85,7 @@ def advise(
     known = recorded is None or any(recorded.is_as(mode) for mode in (YARDSTICK, *tried))
     also = [] if recorded is None or known else [recorded]
     size = trace.headers[0].parameter_bytes
-    found = predict(trace.work, link.network, size, [*tried, *also], steps, resamples, seed)
+    found = predict(trace.work, link.network, size, [*tried, *also], steps, resamples, seed, trace.local_size)
     own = next((each for each in found if recorded is not None and each.mode.is_as(recorded)), None)
     others = sorted(found[1 : 1 + len(tried)], key=lambda each: -each.gain.mean)
     return Advice(

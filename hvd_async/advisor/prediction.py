@@ -68,6 +68,7 @@ def predict(
     steps: int = 200,
     resamples: int = 8,
     seed: int = 0,
+    local_size: int = 1,
 ) -> list[Prediction]:
     """Predict what modes would do with a job, Horovod's optimizer first.
 
@@ -79,10 +80,11 @@ def predict(
         steps: of each simulated job.
         resamples: jobs to simulate of each mode; the spread is over these.
         seed: of the resampling.
+        local_size: ranks of a host, which are a group under a leader.
     """
     random = np.random.default_rng(seed)
     jobs = [resampled(work, steps + WARM_UP, random) for _ in range(resamples)]
-    return simulated(jobs, network, parameter_bytes, modes, WARM_UP, seed)
+    return simulated(jobs, network, parameter_bytes, modes, WARM_UP, seed, local_size)
 
 
 def simulated(
@@ -92,6 +94,7 @@ def simulated(
     modes: Sequence[Mode],
     untimed: int = 0,
     seed: int = 0,
+    local_size: int = 1,
 ) -> list[Prediction]:
     """Simulate jobs under modes, Horovod first; figures are the means over the jobs.
 
@@ -100,11 +103,20 @@ def simulated(
         network, parameter_bytes, modes: see ``predict``.
         untimed: steps at the start that do not count.
         seed: of what the modes draw.
+        local_size: see ``predict``.
     """
     found: list[list[Outcome]] = []
     for mode in (YARDSTICK, *modes):
         setups = [
-            Setup(times, network, parameter_bytes / 1e6, drains=False, untimed=untimed, seed=seed + number)
+            Setup(
+                times,
+                network,
+                parameter_bytes / 1e6,
+                local_size=local_size,
+                drains=False,
+                untimed=untimed,
+                seed=seed + number,
+            )
             for number, times in enumerate(jobs)
         ]
         found.append([simulate(mode.arm, setup, **mode.options) for setup in setups])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -156,14 +157,21 @@ def _wrapped(paragraph: str) -> str:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: rich's on a terminal, where rich is installed, else as plain text."""
+    """Print a table: rich's on a terminal that is wide enough, where rich is installed, else as plain text."""
     rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-    (_rich_table if rich else _plain_table)(table)
+    framed = sum(_widths(table)) + 3 * len(table[1]) + 1
+    (_rich_table if rich and framed <= shutil.get_terminal_size().columns else _plain_table)(table)
+
+
+def _widths(table: Table) -> list[int]:
+    """Return how many letters each column needs."""
+    _, columns, rows = table
+    return [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
 
 
 def _plain_table(table: Table) -> None:
     title, columns, rows = table
-    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
+    widths = _widths(table)
     print(f"{title}:")
     for row in (columns, *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -21,6 +21,7 @@ from hvd_async.simulation.workloads import lengths, one_slow
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of the job")
+    parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks of a host, a group under a leader")
     parser.add_argument("--compute", type=float, default=0.3, metavar="S", help="seconds of computation in a step")
     parser.add_argument("--slow", type=float, default=1.0, metavar="TIMES", help="how much slower the last rank is")
     parser.add_argument("--late", type=float, default=0.0, metavar="S", help="one random rank a step is so late, in s")
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     modes = named_modes(arguments.ranks, arguments.mode)
     jobs = [computation(arguments, arguments.seed + number) for number in range(arguments.repetitions)]
     link = Network(latency=arguments.latency / 1e3, bandwidth=arguments.bandwidth * 1e6 / 8, cycle=0.001)
-    base, *others = simulated(jobs, link, arguments.megabytes * 1e6, modes, seed=arguments.seed)
+    base, *others = simulated(jobs, link, arguments.megabytes * 1e6, modes, 0, arguments.seed, arguments.per_host)
     found = [base, *sorted(others, key=lambda each: -each.gain.mean)]
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(modes_as_json(found)), indent=1).decode())
@@ -65,10 +66,10 @@ def computation(arguments: argparse.Namespace, seed: int) -> Schedule:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    least = {"ranks": 2, "steps": 1, "repetitions": 1}
+    least = {"ranks": 2, "steps": 1, "repetitions": 1, "per_host": 1}
     for name, number in least.items():
         if getattr(arguments, name) < number:
-            raise ValueError(f"--{name} {getattr(arguments, name)}: it is at least {number}")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: it is at least {number}")
     for name in ("compute", "slow", "bandwidth"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name} {getattr(arguments, name):g}: give a number above 0")

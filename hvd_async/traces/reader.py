@@ -61,6 +61,15 @@ class Trace:
         return float(np.mean(self.steps / (self.done[-1] - self.begin[0])))
 
     @property
+    def local_size(self) -> int:
+        """Ranks of a host; 1 where hosts have different numbers of ranks, or these do not follow each other."""
+        hosts = [header.host for header in self.headers]
+        size = hosts.count(hosts[0])
+        groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
+        alike = len(hosts) % size == 0 and all(len(group) == 1 for group in groups) and len(set(hosts)) == len(groups)
+        return size if alike else 1
+
+    @property
     def synchronous(self) -> bool:
         """Whether every rank waited for all others in every step."""
         first = self.headers[0]

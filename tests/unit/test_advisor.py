@@ -106,6 +106,11 @@ def test_what_travels_costs_what_the_link_allows():
     assert found["local"].megabytes == pytest.approx(0.15 / 4, rel=0.03)
 
 
+def test_a_leaders_group_is_a_host():
+    alone = predicted(SLOW, "lsgd", size=1e6, local_size=1)["lsgd"].megabytes
+    assert predicted(SLOW, "lsgd", size=1e6, local_size=2)["lsgd"].megabytes > alone > 0.0
+
+
 def test_a_resample_is_made_of_whole_blocks_of_all_ranks():
     work = np.arange(100.0)[:, None] + np.array([0.0, 0.5])
     found = resampled(work, 95, np.random.default_rng(0))

@@ -139,6 +139,14 @@ def test_clocks_of_one_host_are_one(tmp_path):
     np.testing.assert_array_equal(read_trace(tmp_path).clocks_ahead, 0.0)
 
 
+@pytest.mark.parametrize(("hosts", "size"), [("aaaa", 4), ("aabb", 2), ("abcd", 1), ("abab", 1), ("aab", 1)])
+def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatch, hosts, size):
+    for rank, host in enumerate(hosts):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        write(tmp_path, rank, len(hosts), [(0.1, 0.1, 0.0)] * 30)
+    assert read_trace(tmp_path).local_size == size
+
+
 def test_clocks_of_hosts_are_told_from_the_ends_of_waits(tmp_path, monkeypatch):
     for rank in range(2):
         monkeypatch.setattr("socket.gethostname", lambda rank=rank: f"host{rank}")
