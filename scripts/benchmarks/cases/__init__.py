@@ -7,6 +7,7 @@ from types import ModuleType
 from . import (
     accuracy,
     activation,
+    advice,
     convergence,
     deaths,
     elastic,
@@ -36,7 +37,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
     late_gradients,
     *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak),
-    *(elastic, deaths, nemesis, scale, gpu, profile),
+    *(elastic, deaths, nemesis, scale, advice, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 """By name, in the order in which ``all`` runs them."""

@@ -1,11 +1,15 @@
-"""The job of ``straggler`` and ``skew``: blocks of steps in which every rank sleeps as a schedule says."""
+"""The job of ``straggler``, ``skew`` and ``advice``: blocks of steps in which every rank sleeps as a schedule says."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
+import hvd_async.torch as hvd
+
+from .network import network
 from .shared.arm import Arm, mean_square, resnet50
 from .shared.rank import Block, Job, difference
 
@@ -15,16 +19,24 @@ def small() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
 
+def made(plan: dict[str, Any]) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return the plan's model, and inputs for it."""
+    if plan["model"] == "resnet50":
+        return resnet50(), torch.randn(16, 3, 32, 32)
+    if plan["model"] == "network":
+        return network(plan["megabytes"]), torch.randn(1, 64)
+    return small(), torch.randn(8, 64)
+
+
 def run_block(job: Job, block: Block) -> None:
     """One arm through one schedule."""
     torch.manual_seed(0)
-    real = job.plan["model"] == "resnet50"
-    model = resnet50() if real else small()
-    images = torch.randn(16, 3, 32, 32) if real else torch.randn(8, 64)
+    model, images = made(job.plan)
     own = {"seed": block["seed"]} if block["arm"] == "majority" else {}
     arm = Arm(block["arm"], model, job, torch.optim.SGD(model.parameters(), lr=0.001), **own)
     loss = mean_square(images)
     arm.warm_up(loss)
+    recorder = hvd.record(arm.optimizer, block["trace"]) if "trace" in block else None
     before, waited = arm.stats(), arm.waited
     times = [row[job.rank] for row in block["times"]]
     job.barrier()
@@ -36,6 +48,8 @@ def run_block(job: Job, block: Block) -> None:
     elapsed, waited = time.perf_counter() - started, arm.waited - waited
     after = arm.stats()  # before the drain: what it carries was not produced at the speed that is measured
     arm.drain()
+    if recorder is not None:
+        recorder.close()
     found = {
         "elapsed": elapsed,
         "waited": waited,
