@@ -43,8 +43,8 @@ class Outcome:
         found = []
         for line in self.output.splitlines():
             _, told, text = line.partition(RESULT)
-            if told:
-                found.append(dict(json.loads(text)))
+            if told:  # (a launcher may put what comes next on the same line)
+                found.append(dict(json.JSONDecoder().raw_decode(text)[0]))
         return found
 
     def ending(self, limit: float) -> str:

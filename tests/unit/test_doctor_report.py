@@ -41,6 +41,12 @@ def test_results_behind_a_launchers_prefix(capsys):
     assert Outcome(0, "[0]<stdout>:" + capsys.readouterr().out, 1.0).results() == [{"rounds": 3}]
 
 
+def test_a_result_is_read_where_mpirun_goes_on_in_the_line(capsys):
+    tell({"rounds": 3})
+    line = capsys.readouterr().out.rstrip("\n")
+    assert Outcome(0, f"[1,0]<stdout>:{line}[1,0]<stdout>:\n", 1.0).results() == [{"rounds": 3}]
+
+
 def test_a_program_whose_time_is_up_is_ended_with_all_that_it_has_started():
     children = (
         "import subprocess, sys, os\n"

@@ -93,23 +93,39 @@ class Block:
 
 
 SGD = "opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-FIT_ONCE = f"""
+OPTIMIZER = "optimizer = hvd.EagerOptimizer(opt, model.named_parameters())\n"
+MONITORED = f"""
+opt = hvd.GossipOptimizer(opt, model.named_parameters())
+monitor = hvd_async.Monitor(opt, every=1)
+{STEP.replace("opt.drain()", "")}
+"""
+COMPILED = f"""
 model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), {LOSS[1]}, jit_compile=False)
+"""
+FIT_ONCE = (
+    COMPILED
+    + """
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 model.fit(data, epochs=1, callbacks=callbacks, verbose=0)
 model.save("last.keras")
 open("epoch", "w").write("1")
 del model
 """
+)
 BLOCKS = {
     "README.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "README.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
+    "docs/advisor.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER,
+                               "recorder.close()\nassert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')",
+                               (("...", "opt = optimizer\n" + STEP),)),
     "docs/eager.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "docs/eager.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
     "docs/elastic.md 1": Block("torch", "", "assert state.batch == 1000"),
     "docs/gossip.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 8"),
     "docs/gossip.md 2": Block("torch", TORCH + WRAPPED + SGD, STEP),
     "docs/gossip.md 3": Block("torch", TORCH + WRAPPED, STEP),
+    "docs/index.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
+    "docs/index.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
     "docs/keras.md 1": Block("tensorflow", KERAS, 'assert hvd.rank() or os.path.exists("last.keras")',
                              (("model = ...  # built", "# built"), LOSS)),
     "docs/keras.md 2": Block("tensorflow", KERAS, "assert optimizer.stats().steps == 60",
@@ -120,6 +136,12 @@ BLOCKS = {
     "docs/migrating.md 1": Block("torch", TORCH, STEP),
     "docs/migrating.md 2": Block("torch", TORCH + LIGHTNING, FIT),
     "docs/migrating.md 3": Block("torch", TORCH + HUGGING_FACE, "assert opt.stats().steps == 2"),
+    "docs/monitoring.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n",
+                                  "opt.drain()\nassert hvd.rank() or os.path.exists('runs/x')",
+                                  (("    ...", "    opt.zero_grad()\n    loss_fn(model(x), y).backward()"),)),
+    "docs/monitoring.md 2": Block("tensorflow", KERAS + COMPILED, "assert hvd.rank() or os.path.exists('runs/x')",
+                                  (("[...,", "[hvd.callbacks.BroadcastGlobalVariablesCallback(0),"),)),
+    "docs/monitoring.md 3": Block("torch", TORCH + WRAPPED + SGD + MONITORED, "assert opt.stats().steps == 4"),
 }  # fmt: skip
 """By page and number."""
 
