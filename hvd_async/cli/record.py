@@ -28,11 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script to its end; returns 1 if it fails."""
+    """Run the script to its end; returns 1 if it fails.
+
+    Raises:
+        ValueError: there is no such script, or it made no optimizer that can be recorded.
+    """
     script: Path = arguments.script
     if not script.is_file():
         raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
-    record_what_is_made(arguments.out, arguments.synchronize)
+    made = record_what_is_made(arguments.out, arguments.synchronize)
     sys.argv = [str(script), *arguments.arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
@@ -40,4 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception:  # noqa: BLE001  the script's own, told as Python tells it
         traceback.print_exc()
         return 1
+    if not made:
+        raise ValueError(
+            "nothing was recorded, as the script made no optimizer by hvd.DistributedOptimizer in torch, nor by one of "
+            "ours: in Keras take RecordCallback, in a loop of your own a Recorder (docs/advisor.md)"
+        )
     return 0

@@ -76,7 +76,13 @@ def _quota(cgroup: Path) -> float | None:
 
 def _memory_left(cgroup: Path) -> int | None:
     most, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
-    return max(0, int(most[0]) - int(used[0])) if most and used and most[0] != "max" else None
+    if not most or not used or most[0] == "max":
+        return None
+    told = _words(cgroup / "memory.stat")
+    cached = dict(zip(told[::2], told[1::2], strict=False)).get(
+        "inactive_file", "0"
+    )  # files, given back when asked for
+    return max(0, int(most[0]) - max(0, int(used[0]) - int(cached)))
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:

@@ -165,7 +165,7 @@ class Monitor:
         ranks, hosts = self._ranks.ranks, self._hosts(optimizer)
         self._totals.add(sample, ranks, hosts)
         own = self._ranks.own
-        self._sinks.write(sample, lambda: self._totals.metrics(sample, own, time.time()), ranks)
+        self._sinks.write(sample, lambda: self._totals.metrics(sample, own, time.time(), self._ranks.place == 0), ranks)
         knows = sample.of_all and len(sample.waits) == len(ranks) > 1
         if self._warns and knows and self._ranks.place == 0 and (found := self._warner.add(sample)) is not None:
             self._warner.say(*found, ranks, hosts, optimizer._async.settings)

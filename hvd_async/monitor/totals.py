@@ -33,19 +33,22 @@ class Totals:
                     key = OTHER
                 self._waits[key] = self._waits.get(key, 0.0) + seconds
 
-    def metrics(self, sample: Sample, rank: int, now: float) -> list[Metric]:
+    def metrics(self, sample: Sample, rank: int, now: float, first: bool = True) -> list[Metric]:
         """Return all metrics as they are after a sample.
 
         Args:
             sample: the last one, which has been added.
             rank: this one.
             now: Unix time of the sample in s.
+            first: whether it is the first of those that share the optimizer. What all ranks know alike it tells alone:
+                else a sum over the ranks' files would count it several times.
         """
         own, counts = {**self._own, "rank": str(rank)}, sample.counts
         waiter = "all" if sample.of_all else str(rank)
         waits = [
             ({**self._own, "waiter": waiter, "culprit": culprit, "host": host}, seconds)
             for (culprit, host), seconds in sorted(self._waits.items())
+            if first or not sample.of_all
         ]
 
         def counter(name: str, help_: str, value: float) -> Metric:

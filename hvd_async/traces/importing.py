@@ -25,12 +25,15 @@ FACTORIES: Mapping[str, Sequence[str]] = {
 """By module, what makes optimizers there."""
 
 
-def record_what_is_made(folder: Path, synchronize: bool = False) -> None:
+def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
     """Have the first optimizer that this process makes recorded; call it before a factory's module is imported.
 
     Args:
         folder: of the trace.
         synchronize: wait for the GPU before each mark.
+
+    Returns:
+        The names of the factories that have made optimizers so far; it grows.
 
     Raises:
         ValueError: a module of factories is imported already.
@@ -61,6 +64,7 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> None:
             setattr(module, name, recording(module, name))
 
     sys.meta_path.insert(0, _Finder(replace))
+    return made
 
 
 def _waiting(optimizer: Any) -> Callable[[], None] | None:

@@ -57,8 +57,8 @@ class Trace:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps of a rank a second, the mean over the ranks."""
-        return float(np.mean(self.steps / (self.done[-1] - self.begin[0])))
+        """Steps of a rank a second, the mean over the ranks, without what was left out between steps."""
+        return float(np.mean(self.steps / (self.done - self.begin).sum(axis=0)))
 
     @property
     def local_size(self) -> int:
@@ -104,6 +104,8 @@ def read_trace(folder: str | os.PathLike[str], skip: int = 3, least: int = LEAST
     Raises:
         ValueError: it is no whole trace; the message says what is missing.
     """
+    if skip < 0:
+        raise ValueError(f"skip={skip}: leave out 0 steps or more")
     path = Path(folder)
     first = file_of(path, 0)
     if not first.exists():

@@ -16,6 +16,8 @@ from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
 
 BUFFERED = 512
 """Steps that are kept before they are written."""
+WRITES_EACH = 2.0
+"""Seconds after which they are written also if they are fewer: a job may be killed."""
 
 
 class Recorder:
@@ -71,6 +73,7 @@ class Recorder:
         )
         self._clock, self._origin = clock, time.time() - clock()
         self._begin: float | None = clock()
+        self._written = self._begin
         self._arrived: float | None = None
         self._released: float | None = None
         self._steps: list[Step] = []
@@ -81,10 +84,15 @@ class Recorder:
         self._file.write(msgspec.json.encode(self.header) + b"\n")
         self._file.flush()
 
-    def arrived(self) -> None:
-        """Mark that this step's gradients are there. Of several marks in a step the first counts."""
+    def arrived(self, waited_s: float = 0.0) -> None:
+        """Mark that this step's gradients are there. Of several marks in a step the first counts.
+
+        Args:
+            waited_s: seconds that the rank has already waited since then.
+        """
         if self._arrived is None:
-            self._arrived = self._clock()
+            now = self._clock()
+            self._arrived = max(now - waited_s, now if self._begin is None else self._begin)
 
     def released(self, waited_s: float | None = None) -> None:
         """Mark that the rank has what it waited for; of several marks in a step the last counts.
@@ -102,7 +110,7 @@ class Recorder:
             origin, released = self._origin, self._arrived if self._released is None else self._released
             self._steps.append(Step(origin + self._begin, origin + self._arrived, origin + released, origin + now))
         self._begin, self._arrived, self._released = now, None, None
-        if len(self._steps) >= BUFFERED:
+        if len(self._steps) >= BUFFERED or now - self._written >= WRITES_EACH:
             self.flush()
 
     def stepped(self, waited_s: float) -> None:
@@ -123,7 +131,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what is kept."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._written = self._steps, [], self._clock()
         if not self._file.closed:
             self._file.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
             self._file.flush()
