@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms="all,majority,solo,sgp,dpsgd,local,adpsgd,lsgd", repetitions=1)
     named = "; ".join(f"{name}: {pattern.what}" for name, pattern in PATTERNS.items())
-    parser.add_argument("--jobs", default=",".join(PATTERNS), metavar="A,B,...", help=named)
+    parser.add_argument("--jobs", default=",".join(PATTERNS), metavar="A,B,...", help=named.replace("%", "%%"))
     parser.add_argument("--compute", type=float, default=0.1, metavar="S", help="of a step, slept")
     parser.add_argument("--steps", type=int, default=80, help="of each run")
     parser.add_argument("--seed", type=int, default=0, help="of what is recorded; what is measured has the next one")
