@@ -17,6 +17,7 @@ import numpy as np
 
 from hvd_async.advisor.advice import advise
 from hvd_async.advisor.prediction import Prediction
+from hvd_async.simulation.names import waits_for_nobody
 from hvd_async.simulation.schedule import Schedule, one_random, stalls
 from hvd_async.traces.reader import read_trace
 
@@ -166,8 +167,14 @@ def blocks(
 
 
 def steps_per_second(block: Block) -> float:
-    """Steps a second of a rank, the mean over the ranks."""
-    return statistics.fmean(timed.steps_of(block) / own["elapsed"] for own in block["by_rank"])
+    """Steps a second of a rank: the mean over the ranks, where they wait for nobody; else the slowest rank's.
+
+    Ranks that wait for others have one pace in the long run. In a short one those ahead are done before the last one,
+    by as many steps as they may be ahead: the mean over the ranks would count that for speed.
+    """
+    elapsed = [own["elapsed"] for own in block["by_rank"]]
+    steps = timed.steps_of(block)
+    return statistics.fmean(steps / own for own in elapsed) if waits_for_nobody(block["arm"]) else steps / max(elapsed)
 
 
 def rows_of(found: list[Block], predictions: Mapping[str, Prediction], name: str, mbit: float | None) -> list[Row]:
