@@ -58,46 +58,53 @@ EVERY = "every"
 """Stands for the names of all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
 MODES: Sequence[Mode] = (
-    Mode("all", "all", 'hvd.EagerOptimizer(opt, quorum="all")', Risk.NONE),
-    Mode("majority", "majority", 'hvd.EagerOptimizer(opt, quorum="majority")', Risk.LATE),
-    Mode("solo", "solo", 'hvd.EagerOptimizer(opt, quorum="solo")', Risk.LATE, "the latest gradients of these"),
+    Mode("all", "all", 'hvd_async.EagerOptimizer(opt, quorum="all")', Risk.NONE),
+    Mode("majority", "majority", 'hvd_async.EagerOptimizer(opt, quorum="majority")', Risk.LATE),
+    Mode("solo", "solo", 'hvd_async.EagerOptimizer(opt, quorum="solo")', Risk.LATE, "the latest gradients of these"),
     Mode(
         "pace rounds",
         "solo",
-        'hvd.EagerOptimizer(opt, pace="rounds")',
+        'hvd_async.EagerOptimizer(opt, pace="rounds")',
         Risk.LATE,
-        "each rank at its own pace: slow ones take fewer steps",
+        "each rank at its own pace, slow ones take fewer steps: end the loop by opt.rounds, in Keras by StopAtRounds",
         MappingProxyType({"pace": "rounds"}),
     ),
-    Mode("auto", "auto", 'hvd.EagerOptimizer(opt, quorum="auto")', Risk.LATE, "its quorum depends on what it measures"),
-    Mode("sgp", "sgp", 'hvd.GossipOptimizer(opt, algorithm="sgp")', Risk.OWN),
-    Mode("osgp", "osgp", 'hvd.GossipOptimizer(opt, algorithm="osgp")', Risk.OWN),
-    Mode("dpsgd", "dpsgd", 'hvd.GossipOptimizer(opt, algorithm="dpsgd")', Risk.OWN),
+    Mode(
+        "auto",
+        "auto",
+        'hvd_async.EagerOptimizer(opt, quorum="auto")',
+        Risk.LATE,
+        "its quorum depends on what it measures",
+    ),
+    Mode("sgp", "sgp", 'hvd_async.GossipOptimizer(opt, algorithm="sgp")', Risk.OWN),
+    Mode("osgp", "osgp", 'hvd_async.GossipOptimizer(opt, algorithm="osgp")', Risk.OWN),
+    Mode("dpsgd", "dpsgd", 'hvd_async.GossipOptimizer(opt, algorithm="dpsgd")', Risk.OWN),
     Mode(
         "adpsgd",
         "adpsgd",
-        'hvd.GossipOptimizer(opt, algorithm="adpsgd")',
+        'hvd_async.GossipOptimizer(opt, algorithm="adpsgd")',
         Risk.OWN,
         f"each rank at its own pace: slow ones take fewer steps; {OWN_CLASSES}",
     ),
     Mode(
         "local",
         "local-avg4",
-        'hvd.GossipOptimizer(opt, algorithm="local", average_every=4)',
+        'hvd_async.GossipOptimizer(opt, algorithm="local", average_every=4)',
         Risk.OWN,
         f"averages every 4 steps; {OWN_CLASSES}",
     ),
     Mode(
         "lsgd",
         "lsgd",
-        'hvd.LeaderOptimizer(opt, algorithm="lsgd")',
+        'hvd_async.LeaderOptimizer(opt, algorithm="lsgd")',
         Risk.OWN,
-        "waits for nobody, and is the least accurate in short trainings; slow ranks take fewer steps",
+        "waits for nobody, and is the least accurate in short trainings; slow ranks take fewer steps; call "
+        "opt.record_loss(loss) before each step",
     ),
     Mode(
         "easgd",
         "easgd",
-        'hvd.LeaderOptimizer(opt, algorithm="easgd")',
+        'hvd_async.LeaderOptimizer(opt, algorithm="easgd")',
         Risk.OWN,
         "waits for nobody, and is the least accurate in short trainings; slow ranks take fewer steps",
     ),
@@ -106,7 +113,7 @@ MODES: Sequence[Mode] = (
 
 def quorum(ranks: int) -> Mode:
     """Return partial allreduce with a quorum of so many ranks."""
-    return Mode(f"quorum {ranks}", f"k{ranks}", f"hvd.EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
+    return Mode(f"quorum {ranks}", f"k{ranks}", f"hvd_async.EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
 
 
 def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvd_async.advisor.advice import Advice
+from hvd_async.advisor.modes import Risk
 from hvd_async.advisor.prediction import Prediction, Spread
 
 WIDTH = 110
@@ -131,12 +132,17 @@ def sentences(advice: Advice) -> Iterator[str]:
         )
     yield f"If nobody waited for anybody: {advice.bound:.2f} times Horovod's steps a second."
     if not advice.choices:
-        yield "Stay as you are: no mode here is 10% quicker than Horovod's optimizer in every resample."
+        risk = Risk.NONE if advice.own is None else advice.own.mode.risk
+        head = "Stay as you are" if risk is Risk.NONE else 'Horovod\'s optimizer, or quorum="all", would do'
+        yield f"{head}: no mode here is 10% quicker than Horovod's optimizer in every resample."
     for number, choice in enumerate(advice.choices):
         mode = choice.prediction.mode
         head = "Take" if not number else "Or, at a higher risk,"
+        if advice.own is not None and advice.own.mode.is_as(mode):
+            head = "You run it already:"
         remark = f" ({mode.remark})" if mode.remark else ""
-        yield f"{head} {mode.name}: {choice.reason}. Risk: {mode.risk.text}{remark}. The line: opt = {mode.line}"
+        line = f"The line: opt = {mode.line}, with your other arguments."
+        yield f"{head} {mode.name}: {choice.reason}. Risk: {mode.risk.text}{remark}. {line}"
     yield "Not known:\n" + "\n".join(f"- {each}" for each in advice.unknown)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import hvd_async
 from hvd_async.errors import HvdAsyncError
 
 COMMANDS: dict[str, str] = {
@@ -42,6 +43,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser, with the options of ``command``, or those of none."""
     about = "Optimizers on Horovod that do not wait: look at a machine, record a job, learn what would quicken it."
     parser = argparse.ArgumentParser("hvd_async", description=about)
+    parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         own = several.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

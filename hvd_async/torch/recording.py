@@ -29,7 +29,7 @@ def record(optimizer: Any, folder: str | os.PathLike[str], synchronize: bool = F
         process's end does so too.
 
     Raises:
-        ValueError: the optimizer is recorded already.
+        ValueError: the optimizer is recorded already, or only some ranks share it (a process set).
         OSError: the folder cannot be written.
     """
     wait = torch.cuda.synchronize if synchronize and torch.cuda.is_available() else None

@@ -27,12 +27,13 @@ def recorded(
         synchronize: waits for the device; called before each mark.
 
     Raises:
-        ValueError: the optimizer is recorded already.
+        ValueError: the optimizer is recorded already, or only some ranks share it.
         OSError: the folder cannot be written.
     """
     if "_recorder" in vars(optimizer):
         raise ValueError("this optimizer is recorded already: call record() once, with the optimizer that you step")
     algorithm, options = _described(optimizer)
+    check_all_ranks(vars(optimizer).get("_async"), ranks)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     recorder = Recorder(
         folder,
@@ -49,9 +50,26 @@ def recorded(
     ours = "_async" in vars(optimizer)
     if algorithm == HOROVOD:
         _replace(optimizer, "synchronize", _synchronizing(optimizer.synchronize, recorder, before))
-    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, ours))
+    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, ours, waited_s(optimizer) if ours else 0.0))
     atexit.register(recorder.close)
     return recorder
+
+
+def check_all_ranks(driver: Any, ranks: int) -> None:
+    """Refuse an optimizer that only some ranks share.
+
+    Args:
+        driver: of one of our optimizers; None: it is none.
+        ranks: of the job.
+
+    Raises:
+        ValueError: it is of a process set.
+    """
+    if driver is not None and driver.size != ranks:
+        raise ValueError(
+            f"this optimizer is shared by {driver.size} ranks of {ranks}: a trace is of a job in which all ranks train "
+            "together, not of a process set"
+        )
 
 
 def _described(optimizer: Any) -> tuple[str, dict[str, Any]]:
@@ -81,17 +99,22 @@ def waited_s(optimizer: Any) -> float:
 
 
 def _stepping(
-    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool
+    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool, seen: float
 ) -> Callable[..., Any]:
+    """Return a method that marks what ``step`` does; ``seen``: seconds that one of our optimizers has waited so far."""
+
     @functools.wraps(step)
     def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
         before()
-        earlier = waited_s(optimizer) if ours else 0.0
-        recorder.arrived()
+        earlier = seen
+        # (It may have waited since its last step: in synchronize(), or a drain().)
+        recorder.arrived(max(waited_s(optimizer) - earlier, 0.0) if ours else 0.0)
         found = step(*args, **kwargs)
         before()
         if ours:
-            recorder.released(max(waited_s(optimizer) - earlier, 0.0))
+            seen = waited_s(optimizer)
+            recorder.released(max(seen - earlier, 0.0))
         recorder.done()
         return found
 

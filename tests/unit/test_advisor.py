@@ -181,7 +181,7 @@ def test_every_mode_has_a_line_that_the_library_takes():
     lines = {each.line for each in MODES}
     assert len(lines) == len(MODES)
     for line in lines:
-        name, _, arguments = line.removeprefix("hvd.").partition("(opt, ")
+        name, _, arguments = line.removeprefix("hvd_async.").partition("(opt, ")
         assert name in ("EagerOptimizer", "GossipOptimizer", "LeaderOptimizer")
         assert eval(f"dict({arguments}")
 
@@ -248,7 +248,7 @@ def test_advise_on_the_command_line(tmp_path, capsys):
     assert main(["advise", str(tmp_path), *few]) == 0
     text = capsys.readouterr().out
     assert "Rank 2 is slow" in text
-    assert 'opt = hvd.EagerOptimizer(opt, pace="rounds")' in " ".join(text.split())
+    assert 'opt = hvd_async.EagerOptimizer(opt, pace="rounds"), with your other arguments.' in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 120
     assert main(["advise", str(tmp_path), *few, "--json", "--modes", "k3,solo", "--bandwidth", "1000"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -233,7 +233,7 @@ def test_of_ours_the_wait_is_what_the_worker_says(tmp_path):
     model, optimizer = plain()
     worker = types.SimpleNamespace(wait_s=5.0)
     settings = {"algorithm": "sgp", "topology": torch.nn.Linear}
-    optimizer._async = types.SimpleNamespace(worker=worker, settings=settings)
+    optimizer._async = types.SimpleNamespace(worker=worker, settings=settings, size=1)
     step = optimizer.step
 
     def waiting(_) -> None:
@@ -248,6 +248,57 @@ def test_of_ours_the_wait_is_what_the_worker_says(tmp_path):
     assert trace.waits[0, 0] == pytest.approx(1e-6, abs=5e-7)
     assert trace.headers[0].algorithm == "sgp"
     assert "Linear" in trace.headers[0].options["topology"]
+
+
+def test_what_ours_waits_between_steps_is_no_work(tmp_path):
+    _, optimizer = plain()
+    worker = types.SimpleNamespace(wait_s=5.0)
+    optimizer._async = types.SimpleNamespace(worker=worker, settings={"algorithm": "eager"}, size=1)
+    recorder = recorded(optimizer, tmp_path, 0, 1)
+    now = [100.0]
+    recorder._clock = lambda: now[0]
+    for _ in range(2):
+        now[0] += 0.005  # computation, then synchronize()
+        now[0] += 0.020
+        worker.wait_s += 0.020
+        optimizer.step()
+    recorder.close()
+    trace = read_trace(tmp_path, skip=1, least=1)
+    assert trace.work[0, 0] == pytest.approx(0.005, abs=1e-6)
+    assert trace.waits[0, 0] == pytest.approx(0.020, abs=1e-6)
+
+
+def test_an_optimizer_of_a_process_set_is_refused(tmp_path):
+    _, optimizer = plain()
+    optimizer._async = types.SimpleNamespace(worker=None, settings={"algorithm": "eager"}, size=2)
+    with pytest.raises(ValueError, match="shared by 2 ranks of 4"):
+        recorded(optimizer, tmp_path, 0, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pauses_that_were_left_out_are_in_no_step(tmp_path):
+    now = [0.0]
+    recorder = Recorder(tmp_path, 0, 1, clock=lambda: now[0])
+    for step in range(4):
+        now[0] += 0.1
+        recorder.stepped(0.0)
+        if step == 1:
+            now[0] += 10.0
+            recorder.skip()
+    recorder.close()
+    assert read_trace(tmp_path, skip=0, least=1).steps_per_s == pytest.approx(10.0, rel=1e-3)
+    with pytest.raises(ValueError, match="skip=-1"):
+        read_trace(tmp_path, skip=-1, least=1)
+
+
+def test_steps_are_written_while_the_job_goes_on(tmp_path):
+    now = [0.0]
+    recorder = Recorder(tmp_path, 0, 1, clock=lambda: now[0])
+    for _ in range(30):
+        now[0] += 0.1
+        recorder.stepped(0.0)
+    assert read_trace(tmp_path, skip=0, least=1).steps >= 20, "a job that is killed now leaves these"
+    recorder.close()
 
 
 def test_a_device_is_waited_for_before_every_mark(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.tensorflow.keras.fit import our_optimizer
-from hvd_async.traces.recorded import waited_s
+from hvd_async.traces.recorded import check_all_ranks, waited_s
 from hvd_async.traces.recorder import Recorder
 
 
@@ -34,7 +34,7 @@ class RecordCallback(keras.callbacks.Callback):
         """Begin, at the first ``fit()``.
 
         Raises:
-            ValueError: the model's optimizer is none of ours, or Keras takes several steps at once.
+            ValueError: the model's optimizer is none of ours or of a process set, or Keras takes several steps at once.
             OSError: the folder cannot be written.
         """
         optimizer = our_optimizer(self.model)
@@ -47,6 +47,7 @@ class RecordCallback(keras.callbacks.Callback):
             raise ValueError("Keras takes several steps at once: record with compile(steps_per_execution=1)")
         if self._recorder is None:
             driver, settings = optimizer._async, dict(optimizer._async.settings)
+            check_all_ranks(driver, (driver.engine or driver.lifecycle.engine()).size)
             self._recorder = Recorder(
                 self._folder,
                 driver.index,
