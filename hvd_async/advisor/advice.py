@@ -1,4 +1,4 @@
-"""What a trace says, put together: who makes whom wait, what each mode would bring, and which one to take. Pure."""
+"""Puts together what a trace says: who makes whom wait, what each mode would bring, and which one to take. Pure."""
 
 from __future__ import annotations
 

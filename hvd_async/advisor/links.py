@@ -1,4 +1,4 @@
-"""What the network takes: given, or fitted from a trace in which all ranks wait for all. Pure."""
+"""Latency and bandwidth of the network: given, or fitted from a trace in which all ranks wait for all. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = 1_000_000
 
 
 class Given(msgspec.Struct, frozen=True):
-    """What a user knows of the network; None: unknown.
+    """A user's knowledge of the network; None: unknown.
 
     Attributes:
         latency_s: of a message, one way.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Risk(IntEnum):
-    """What a mode changes in training, least first."""
+    """The changes that a mode makes in training, least first."""
 
     NONE = 0
     LATE = 1
@@ -53,7 +53,7 @@ class Mode(NamedTuple):
 
 
 YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
-"""What all are compared with."""
+"""The mode that all are compared with."""
 EVERY = "every"
 """Stands for the names of all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"

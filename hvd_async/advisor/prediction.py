@@ -1,4 +1,4 @@
-"""What each mode would bring: a trace's computation, resampled in blocks of steps, through the simulation. Pure."""
+"""Predicts each mode's speed: a trace's computation, resampled in blocks of steps, through the simulation. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spread(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a mode would do with a job.
+    """A mode's figures for a job, as they are expected.
 
     Attributes:
         mode: which.

@@ -27,7 +27,7 @@ from hvd_async.doctor.trial import judge_trial, run_trial
 
 @dataclass(frozen=True)
 class Plan:
-    """What a check-up is for.
+    """The job that a check-up is for.
 
     Attributes:
         local_ranks: ranks on this machine.

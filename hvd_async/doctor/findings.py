@@ -1,4 +1,4 @@
-"""What the checks find: a verdict, the fact, and what to do about it. Says nothing of how it is shown."""
+"""Findings of the checks: a verdict, the fact, and what to do about it. How they are shown is elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = 1
-"""Of the JSON; raised when a field changes its meaning."""
+"""The JSON's version; raised when a field changes its meaning."""
 
 
 class Verdict(enum.Enum):

@@ -58,7 +58,7 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured from one rank to another.
+    """A measurement from one rank to another.
 
     Attributes:
         sender, receiver: names of the hosts, with the rank where a host has several.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
 
+from hvd_async.doctor.collectives import HorovodCollectives
 from hvd_async.doctor.findings import Finding, note, ok, problem
-from hvd_async.doctor.network import Collectives, Measurement, measure, pairs_of
+from hvd_async.doctor.network import Measurement, measure, pairs_of
 from hvd_async.doctor.processes import run_limited, tell
 from hvd_async.doctor.software import BUILD, FRAMEWORKS, read_build
 from hvd_async.doctor.trial import environment, launcher
@@ -42,12 +42,8 @@ def framework_here() -> str:
 
 def measure_here() -> tuple[int, Measurement]:
     """Measure as one rank of a job; returns this rank, and what all have found."""
-    module: Any = importlib.import_module(f"hvd_async.{framework_here()}.network_probe")
-    probe: Collectives = module.Probe()
-    try:
-        return probe.rank(), measure(probe)
-    finally:
-        module.stop()
+    with HorovodCollectives(importlib.import_module(f"hvd_async.{framework_here()}.network_probe")) as collectives:
+        return collectives.rank(), measure(collectives)
 
 
 def hosts_of_ranks(hosts: str) -> list[str]:

@@ -19,14 +19,14 @@ from hvd_async.errors import EngineError
 MARK = "HVD_ASYNC_DOCTOR_RUN"
 """Environment variable by which the processes of a run are found, also those that their launcher has lost."""
 RESULT = "hvd_async doctor result: "
-"""What a line with a result begins with, after what a launcher may put before it; JSON follows."""
+"""The beginning of a line with a result, after what a launcher may put before it; JSON follows."""
 GOODBYE = 5.0
 """Seconds that processes may take to end when they are told to."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """A program's end and its output.
 
     Attributes:
         returncode: its exit status, minus the signal's number if one killed it; None: its time ran out.

@@ -1,15 +1,21 @@
-"""The self-test: two ranks of each framework train something tiny under EagerOptimizer."""
+"""The self-test: two ranks of each framework train something tiny under EagerOptimizer.
+
+A rank of it is ``python -m hvd_async.doctor.trial torch``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
 
 from hvd_async.doctor.findings import Finding, ok, problem
-from hvd_async.doctor.processes import Outcome, run_limited
+from hvd_async.doctor.processes import Outcome, run_limited, tell
 
 RANKS = 2
+PROGRAM = "hvd_async.doctor.trial"
+"""This module."""
 
 
 def launcher() -> list[str]:
@@ -44,7 +50,7 @@ def run_trial(framework: str, transport: str, limit: float) -> Outcome:
     command = [*launcher(), "-np", str(RANKS), f"--{transport}"]
     if transport == "mpi":
         command.append("--mpi-args=--oversubscribe")
-    return run_limited([*command, sys.executable, "-m", f"hvd_async.{framework}.trial"], limit, environment(os.environ))
+    return run_limited([*command, sys.executable, "-m", PROGRAM, framework], limit, environment(os.environ))
 
 
 def judge_trial(framework: str, outcome: Outcome, limit: float) -> Finding:
@@ -53,7 +59,7 @@ def judge_trial(framework: str, outcome: Outcome, limit: float) -> Finding:
     results = outcome.results()
     if outcome.returncode != 0 or not results:
         missing = "" if outcome.returncode else ", and no result"
-        advice = f"Run it to see all: horovodrun -np {RANKS} --gloo python -m hvd_async.{framework}.trial"
+        advice = f"Run it to see all: horovodrun -np {RANKS} --gloo python -m {PROGRAM} {framework}"
         return problem(name, f"{outcome.ending(limit)}{missing}", advice, output=outcome.output[-4000:])
     result = results[-1]
     values = {**result, "duration_s": outcome.seconds}
@@ -65,3 +71,14 @@ def judge_trial(framework: str, outcome: Outcome, limit: float) -> Finding:
         return problem(name, fact, "Training does not learn: please report this with the output of --json.", **values)
     fact = f"{RANKS} ranks, {result['rounds']} rounds, replicas bit-identical, {outcome.seconds:.0f} s"
     return ok(name, fact, **values)
+
+
+def main(framework: str) -> None:
+    """Train as one rank; rank 0 tells what came of it."""
+    result = importlib.import_module(f"hvd_async.{framework}.trial").train()
+    if result is not None:
+        tell(result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

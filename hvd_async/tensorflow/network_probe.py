@@ -1,4 +1,4 @@
-"""Horovod's collectives on tensors of bytes, by which ``hvd_async doctor`` measures a network."""
+"""Tensors on the CPU, by which ``hvd_async doctor`` measures what Horovod's collectives take; and Horovod itself."""
 
 from __future__ import annotations
 
@@ -8,42 +8,21 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-
-class Probe:
-    """Collectives of all ranks on CPU tensors; ``hvd.init()`` is called when it is made."""
-
-    framework = f"tensorflow {tf.__version__}"
-
-    def __init__(self) -> None:
-        tf.config.set_visible_devices([], "GPU")
-        hvd.init()
-
-    def rank(self) -> int:
-        """Return this rank."""
-        return int(hvd.rank())
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return int(hvd.size())
-
-    def transport(self) -> str:
-        """Return what carries tensors on CPUs."""
-        return "MPI" if hvd.mpi_enabled() else "Gloo"
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's picklable value."""
-        return list(hvd.allgather_object(value, name="hvd_async.doctor.gather"))
-
-    def allreduce(self, size: int) -> None:
-        """Sum ``size`` bytes of float32."""
-        hvd.allreduce(tf.zeros(size // 4), name=f"hvd_async.doctor.{size}", op=hvd.Sum)
-
-    def alltoall(self, splits: Sequence[int]) -> None:
-        """Send each rank so many bytes."""
-        sent = tf.zeros(sum(splits), dtype=tf.uint8)
-        hvd.alltoall(sent, splits=tf.constant(splits, dtype=tf.int32), name="hvd_async.doctor.alltoall")
+FRAMEWORK = f"tensorflow {tf.__version__}"
+horovod: Any = hvd
+tf.config.set_visible_devices([], "GPU")  # (this process only measures)
 
 
-def stop() -> None:
-    """Leave Horovod."""
-    hvd.shutdown()
+def floats(count: int) -> tf.Tensor:
+    """Return so many zeros, float32."""
+    return tf.zeros(count)
+
+
+def raw(count: int) -> tf.Tensor:
+    """Return so many bytes, uint8."""
+    return tf.zeros(count, dtype=tf.uint8)
+
+
+def counts(numbers: Sequence[int]) -> tf.Tensor:
+    """Return numbers as int32."""
+    return tf.constant(numbers, dtype=tf.int32)

@@ -1,8 +1,8 @@
-"""A tiny training of a Keras model, the self-test of ``hvd_async doctor``: ``python -m hvd_async.tensorflow.trial``."""
+"""A tiny training of a Keras model under EagerOptimizer, the self-test of ``hvd_async doctor``."""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -11,12 +11,10 @@ import numpy as np
 from hvd_async.tensorflow.keras import EagerOptimizer, callbacks
 
 EPOCHS = 5
-RESULT = "hvd_async doctor result: "
-"""What the line with rank 0's result begins with."""
 
 
-def main() -> None:
-    """Fit a line on every rank's own samples, drain, and have rank 0 print losses, rounds and how replicas differ."""
+def train() -> dict[str, Any] | None:
+    """Fit a line on every rank's own samples, and drain; rank 0 returns losses, rounds and how replicas differ."""
     hvd.init()
     keras.utils.set_random_seed(hvd.rank())
     inputs = np.random.default_rng(hvd.rank()).standard_normal((64, 8)).astype("float32")
@@ -29,10 +27,5 @@ def main() -> None:
     model.fit(inputs, targets, batch_size=16, epochs=EPOCHS, verbose=0, callbacks=broadcast)
     after = float(model.evaluate(inputs, targets, verbose=0))
     distance = float(optimizer.consensus_distance())
-    if hvd.rank() == 0:
-        result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": int(optimizer.rounds)}
-        print(RESULT + json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": int(optimizer.rounds)}
+    return None if hvd.rank() else result

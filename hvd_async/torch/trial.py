@@ -1,8 +1,8 @@
-"""A tiny training under EagerOptimizer, the self-test of ``hvd_async doctor``: ``python -m hvd_async.torch.trial``."""
+"""A tiny training under EagerOptimizer, the self-test of ``hvd_async doctor``."""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -10,12 +10,10 @@ import torch
 from hvd_async.torch import EagerOptimizer
 
 STEPS = 20
-RESULT = "hvd_async doctor result: "
-"""What the line with rank 0's result begins with."""
 
 
-def main() -> None:
-    """Fit a line on every rank's own samples, drain, and have rank 0 print losses, rounds and how replicas differ."""
+def train() -> dict[str, Any] | None:
+    """Fit a line on every rank's own samples, and drain; rank 0 returns losses, rounds and how replicas differ."""
     hvd.init()
     torch.manual_seed(hvd.rank())
     inputs = torch.randn(64, 8)
@@ -33,10 +31,5 @@ def main() -> None:
     optimizer.drain()
     after = torch.nn.functional.mse_loss(model(inputs), targets).item()
     distance = float(optimizer.consensus_distance())
-    if hvd.rank() == 0:
-        result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": optimizer.rounds}
-        print(RESULT + json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": optimizer.rounds}
+    return None if hvd.rank() else result

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 VERSION = 1
-"""Of the format."""
+"""The format's."""
 HOROVOD = "horovod"
 """``Header.algorithm`` of ``hvd.DistributedOptimizer``."""
 PLAIN = "none"

@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """Of each rank."""
+        """Number of steps that each rank has here."""
         return len(self.begin)
 
     @property
@@ -149,6 +149,6 @@ def _read(path: Path) -> tuple[Header, list[Step]]:
 
 
 class _Version(msgspec.Struct):
-    """What tells how to read the rest of a header."""
+    """The part of a header that tells how to read the rest."""
 
     version: int

@@ -206,7 +206,7 @@ def judge(report: Report, rows: list[Row], where: str) -> None:
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
-    """What was predicted over what was measured, with a tenth to each side."""
+    """Draw predictions over measurements, with a tenth to each side."""
     axes, arms = figure.subplots(), list(dict.fromkeys(each["arm"] for each in rows))
     for arm in arms:
         own = [each for each in rows if each["arm"] == arm]

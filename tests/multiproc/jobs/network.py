@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from common import Report
 
+from hvd_async.doctor.collectives import HorovodCollectives
 from hvd_async.doctor.network import measure
-from hvd_async.tensorflow.network_probe import Probe, stop
+from hvd_async.tensorflow import network_probe
 
 
 def main() -> None:
-    probe = Probe()
-    Report(probe.rank()).put("network", measured=measure(probe).as_json())
-    stop()
+    with HorovodCollectives(network_probe) as collectives:
+        Report(collectives.rank()).put("network", measured=measure(collectives).as_json())
 
 
 if __name__ == "__main__":
