@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,29 +77,35 @@ class Destinations:
     all_ranks: bool = False
     name: str = ""
 
-    def open(self, index: int, rank: int) -> Iterator[tuple[str, Sink]]:
-        """Open what a rank writes to, and yield each with its name.
+    def of(self, index: int, rank: int) -> Iterator[tuple[str, Callable[[], Sink]]]:
+        """Yield the name of each place that a rank writes to, and what opens it.
+
+        That raises ValueError if a package is not installed, OSError if a file or a port cannot be opened.
 
         Args:
             index: its place among the ranks that share the optimizer.
             rank: its number.
-
-        Raises:
-            ValueError: a package is not installed.
-            OSError: a file or a port cannot be opened.
         """
         if index and not self.all_ranks:
             return
         if self.tensorboard is not None:
             folder = self.tensorboard / f"rank{rank}" if index else self.tensorboard
-            yield f"tensorboard={str(folder)!r}", _Events(folder, self.name)
+            yield f"tensorboard={str(folder)!r}", functools.partial(_Events, folder, self.name)
         if self.prometheus is not None:
             path = self.prometheus
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if index else path
-            yield f"prometheus={str(path)!r}", _Prometheus(TextFile(path))
+            yield f"prometheus={str(path)!r}", functools.partial(_in_text, path)
         if self.prometheus_port is not None:
             port = self.prometheus_port + index if self.prometheus_port else 0
-            yield f"prometheus_port={port}", _Prometheus(Endpoint(port))
+            yield f"prometheus_port={port}", functools.partial(_by_http, port)
+
+
+def _in_text(path: Path) -> Sink:
+    return _Prometheus(TextFile(path))
+
+
+def _by_http(port: int) -> Sink:
+    return _Prometheus(Endpoint(port))
 
 
 class Sinks:
@@ -111,12 +118,19 @@ class Sinks:
     def __init__(self, destinations: Destinations) -> None:
         self._destinations = destinations
         self._open: list[tuple[str, Sink]] = []
+        self._closed: list[tuple[str, Callable[[], Sink]]] = []
+        """Places that could not be opened when this rank became another; another rank may have to leave them first."""
 
     def open(self, index: int, rank: int) -> None:
-        """Open what this rank writes to, all or nothing; raises as ``Destinations.open``."""
+        """Open what this rank writes to, all or nothing.
+
+        Raises:
+            ValueError: a package is not installed.
+            OSError: a file or a port cannot be opened.
+        """
         try:
-            for one in self._destinations.open(index, rank):
-                self._open.append(one)
+            for name, make in self._destinations.of(index, rank):
+                self._open.append((name, make()))
         except (OSError, ValueError):
             self.close()
             raise
@@ -127,15 +141,24 @@ class Sinks:
         return next((sink.port for _, sink in self._open if sink.port is not None), None)
 
     def reopen(self, index: int, rank: int) -> None:
-        """Go on as another rank; where that fails a warning says so."""
+        """Go on as another rank; what cannot be opened yet is tried again with each sample, and a warning says so."""
         self.close(moved=True)
-        try:
-            self.open(index, rank)
-        except (OSError, ValueError) as error:
-            warn(f"the monitor writes nothing more: {error}")
+        self._closed = list(self._destinations.of(index, rank))
+        self._try_again(tell=True)
+
+    def _try_again(self, tell: bool = False) -> None:
+        left, self._closed = self._closed, []
+        for name, make in left:
+            try:
+                self._open.append((name, make()))
+            except (OSError, ValueError) as error:
+                self._closed.append((name, make))
+                if tell:
+                    warn(f"the monitor cannot write to {name} yet: {error}")
 
     def write(self, sample: Sample, metrics: Callable[[], Sequence[Metric]], ranks: Sequence[int]) -> None:
         """Write a sample to all; one that cannot take it is dropped."""
+        self._try_again()
         if not self._open:
             return
         made = metrics()
@@ -149,6 +172,7 @@ class Sinks:
 
     def close(self, moved: bool = False) -> None:
         """Close all; ``moved`` as of ``Sink.close``."""
+        self._closed = []
         while self._open:
             name, sink = self._open.pop()
             try:

@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hvd_async
 from hvd_async.monitor import Monitor, WaitReport, warner
-from hvd_async.monitor.prometheus import Metric, text_of
+from hvd_async.monitor.prometheus import Endpoint, Metric, text_of
+from hvd_async.monitor.sample import Counts, Sample
+from hvd_async.monitor.sinks import Destinations, Sinks
 from hvd_async.monitor.totals import MOST_CULPRITS, Totals
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 from tests.unit.monitored import Clock, Optimizer
@@ -186,6 +188,24 @@ def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path,
     assert "the monitor writes no more to prometheus=" in lines[0]
     assert not list(tmp_path.glob(".*")), "nor is anything left of it"
     assert len({step for step, _, _ in scalars_in(tmp_path / "tb")}) == 1
+
+
+def test_what_another_rank_still_has_is_opened_once_it_has_left(tmp_path, monkeypatch):
+    """Elastic x all ranks x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
+    lines: list[str] = []
+    monkeypatch.setattr("hvd_async.monitor.sinks.warn", lines.append)
+    old = Endpoint(0)
+    assert old.port is not None
+    sinks = Sinks(Destinations(prometheus=tmp_path / "m.prom", prometheus_port=old.port, all_ranks=True))
+    sinks.reopen(0, 0)
+    sample = Sample.between(Counts.of(FIRST), Counts.of(FIRST), 1.0)
+    sinks.write(sample, list, [0])
+    assert (tmp_path / "m.prom").exists(), "the file does not wait for the port"
+    assert (len(lines), sinks.port) == (1, None)
+    old.close()
+    sinks.write(sample, list, [0])
+    assert sinks.port == old.port
+    sinks.close()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from horovod.tensorflow import size
 from horovod.tensorflow.functions import allgather_object
 
 from hvd_async.monitor import Monitor
@@ -13,7 +15,10 @@ from hvd_async.tensorflow.wait_notices import told_if_long
 
 class MonitorCallback(Draining):
     """Watch the optimizers of a model during ``fit()``: values for TensorBoard and Prometheus, and a warning of ranks
-    that hold up the others. Several optimizers (a GAN's) have the numbers from 0 as their names.
+    that hold up the others.
+
+    Several optimizers (a GAN's) have the numbers from 0 as their names, and write to ``NAME.0.prom``, ``NAME.1.prom``
+    and so on; their ports follow each other, those of all ranks of one optimizer first.
 
     Args:
         every: batches from one sample to the next.
@@ -44,10 +49,23 @@ class MonitorCallback(Draining):
 
     def _make(self) -> None:
         ours = our_optimizers(self.model)
-        names = [str(number) for number in range(len(ours))] if len(ours) > 1 else [""]
-        self.monitors = [
-            Monitor(one, every=self.every, name=name, **self.options) for one, name in zip(ours, names, strict=False)
-        ]
+        try:
+            for number, one in enumerate(ours):
+                options = self.options if len(ours) == 1 else {"name": str(number), **self._of_several(number)}
+                self.monitors.append(Monitor(one, every=self.every, **options))
+        except (OSError, ValueError):
+            self._close()
+            raise
+
+    def _of_several(self, number: int) -> dict[str, Any]:
+        """Return the options of one of several optimizers, which cannot write to the same file, or listen together."""
+        options = dict(self.options)
+        if options.get("prometheus") is not None:
+            path = Path(options["prometheus"])
+            options["prometheus"] = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if options.get("prometheus_port"):
+            options["prometheus_port"] += number * (int(size()) if options.get("all_ranks") else 1)
+        return options
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         for one in self.monitors:
@@ -74,6 +92,9 @@ class MonitorCallback(Draining):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.compare:
             super().on_train_end(logs)
+        self._close()
+
+    def _close(self) -> None:
         for one in self.monitors:
             one.close()
         self.monitors = []
