@@ -30,6 +30,8 @@ def test_the_facts_of_this_machine(tmp_path: Path):
     (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu avx2 sse\n")
     found = machine.read_machine(tmp_path, tmp_path / "cpuinfo")
     assert (found.quota, found.available, found.flags) == (1.5, 2**20 - 576, {"fpu", "avx2", "sse"})
+    (tmp_path / "memory.stat").write_text("anon 76\ninactive_file 500\nactive_file 0\n")
+    assert machine.read_machine(tmp_path, tmp_path / "cpuinfo").available == 2**20 - 76, "files in cache are given back"
     assert found.soft == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")

@@ -190,6 +190,18 @@ def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path,
     assert len({step for step, _, _ in scalars_in(tmp_path / "tb")}) == 1
 
 
+def test_what_all_ranks_know_alike_only_the_first_tells():
+    later = dataclasses.replace(FIRST, held_s=tuple(held + 1.0 for held in FIRST.held_s))
+    sample, totals = Sample.between(Counts.of(FIRST), Counts.of(later), 1.0), Totals()
+    totals.add(sample, range(len(later.held_s)), ["n"] * len(later.held_s))
+    first, other = (
+        next(each.samples for each in totals.metrics(sample, 1, 0.0, alone) if each.name == "wait_seconds_total")
+        for alone in (True, False)
+    )
+    assert len(first) == len(later.held_s)
+    assert not other
+
+
 def test_what_another_rank_still_has_is_opened_once_it_has_left(tmp_path, monkeypatch):
     """Elastic x all ranks x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
     lines: list[str] = []
