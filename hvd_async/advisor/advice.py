@@ -11,6 +11,7 @@ from hvd_async.advisor.culprits import Culprits, find_culprits
 from hvd_async.advisor.links import Given, Link, fit
 from hvd_async.advisor.modes import EVERY, YARDSTICK, Mode, Risk, named_modes
 from hvd_async.advisor.prediction import Prediction, predict
+from hvd_async.algorithms.eager.quorum import waits_for_all
 from hvd_async.simulation.names import GOSSIP, LEADERS
 from hvd_async.traces.format import HOROVOD, Header
 from hvd_async.traces.reader import Trace
@@ -105,7 +106,11 @@ def mode_of(header: Header) -> Mode | None:
     arms = {algorithm: arm for arm, algorithm in GOSSIP.items()}
     if header.algorithm == HOROVOD:
         return YARDSTICK
+    if header.options.get("local_size", 1) != 1 or header.options.get("hierarchical"):
+        return None  # hosts are simulated as no hosts
+    risk = Risk.OWN
     if quorum is not None:
+        risk = Risk.NONE if waits_for_all(quorum, header.ranks) else Risk.LATE
         arm = f"k{quorum}" if isinstance(quorum, int) else str(quorum)
     elif header.algorithm in arms:
         arm = arms[header.algorithm] + (f"-avg{every}" if isinstance(every, int) and every else "")
@@ -114,7 +119,7 @@ def mode_of(header: Header) -> Mode | None:
     else:
         return None
     pace = {"pace": header.options["pace"]} if header.options.get("pace") == "rounds" else {}
-    return Mode(arm, arm, "", Risk.NONE, options=pace)
+    return Mode(arm, arm, "", risk, options=pace)
 
 
 def choose(base: Prediction, others: Sequence[Prediction]) -> list[Choice]:

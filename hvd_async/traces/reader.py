@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_async.algorithms.eager.quorum import waits_for_all
 from hvd_async.traces.format import HOROVOD, VERSION, Header, Step, file_of
 
 Times = NDArray[np.float64]
@@ -72,8 +73,8 @@ class Trace:
     @property
     def synchronous(self) -> bool:
         """Whether every rank waited for all others in every step."""
-        first = self.headers[0]
-        return first.algorithm == HOROVOD or first.options.get("quorum") == "all"
+        first, quorum = self.headers[0], self.headers[0].options.get("quorum")
+        return first.algorithm == HOROVOD or (quorum is not None and waits_for_all(quorum, self.ranks))
 
     @property
     def clocks_ahead(self) -> Times | None:

@@ -12,11 +12,13 @@ from hvd_async.advisor.culprits import find_culprits
 from hvd_async.advisor.links import Given, fit, read_given
 from hvd_async.advisor.modes import MODES, YARDSTICK, Risk, named_modes
 from hvd_async.advisor.prediction import Prediction, Spread, predict, resampled
+from hvd_async.advisor.report import sentences
 from hvd_async.cli.main import main
 from hvd_async.simulation.network import Network
 from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
 from hvd_async.traces.format import HOROVOD, Header
 from hvd_async.traces.reader import read_trace
+from hvd_async.traces.recorder import Recorder
 from tests.unit.test_traces import write
 
 SLOW = np.tile([0.1, 0.1, 0.2, 0.1], (60, 1))
@@ -201,6 +203,40 @@ def test_the_mode_of_a_trace_is_known(algorithm, options, arm):
     found = mode_of(Header(1, 0, 2, "h", "torch", algorithm, options))
     assert found is not None
     assert found.arm == arm
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "risk"),
+    [
+        ("eager", {"quorum": "all"}, Risk.NONE),
+        ("eager", {"quorum": 2}, Risk.NONE),
+        ("eager", {"quorum": "solo"}, Risk.LATE),
+        ("sgp", {}, Risk.OWN),
+        ("lsgd", {}, Risk.OWN),
+    ],
+)
+def test_the_risk_of_what_runs_already(algorithm, options, risk):
+    found = mode_of(Header(1, 0, 2, "h", "torch", algorithm, options))
+    assert found is not None
+    assert found.risk is risk
+
+
+@pytest.mark.parametrize("options", [{"quorum": 1, "local_size": 2}, {"hierarchical": 2}])
+def test_hosts_that_step_together_cannot_be_simulated(options):
+    assert mode_of(Header(1, 0, 4, "h", "torch", "eager" if "quorum" in options else "sgp", options)) is None
+
+
+def test_a_risky_mode_that_brings_nothing_is_to_be_left(tmp_path):
+    for rank in range(2):
+        clock = [0.0]
+        recorder = Recorder(tmp_path, rank, 2, algorithm="adpsgd", clock=lambda clock=clock: clock[0])
+        for _ in range(40):
+            clock[0] += 0.1
+            recorder.stepped(0.0)
+        recorder.close()
+    text = "\n".join(sentences(advise(read_trace(tmp_path), Given(bandwidth_bytes_s=1e10), "adpsgd,solo", resamples=2)))
+    assert "would do: no mode here is 10% quicker" in text
+    assert "Stay as you are" not in text
 
 
 def test_the_mode_of_a_plain_optimizer_cannot_be_simulated():
