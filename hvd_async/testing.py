@@ -103,6 +103,9 @@ class MemoryHub:
         for rank in ranks:
             self._outboxes[rank].put(data)
 
+    def flush(self) -> None:
+        """Nothing is queued."""
+
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         item = self._inbox.get(timeout)
         if item is None:

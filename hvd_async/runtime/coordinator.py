@@ -148,7 +148,10 @@ class Coordinator:
                     if not self._over:
                         self._on_event(rank, event, now)
             handled += len(ranks)
-            if handled >= TOGETHER or not self._hub.has_more:
+            if not self._hub.has_more:
+                self._hub.flush()  # (before anything else is looked at: ranks wait for it)
+                break
+            if handled >= TOGETHER:
                 break
             item, now = self._hub.receive(0.0), self._clock()
         return now

@@ -67,6 +67,9 @@ class Hub(Protocol):
         Commands reach a rank in the order sent.
         """
 
+    def flush(self) -> None:
+        """Send what was queued since the last time."""
+
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         """The next event and the ranks that have all sent it; ``Gone`` once these are lost; None after ``timeout`` s or
         on ``wake``."""

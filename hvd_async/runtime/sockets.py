@@ -126,8 +126,9 @@ class Sleeper:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
-        if any(endpoint.is_readable() for endpoint in self._endpoints):
-            return True
+        for endpoint in self._endpoints:
+            if endpoint.is_readable():
+                return True
         ready = self._ready(timeout)
         if self._woken in ready:
             self._waker.clear()

@@ -211,14 +211,14 @@ class ZmqChannel:
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         self.flush()
-        if not self._ready:
-            if self._gone is None:
-                if not self._sleeper.wait(timeout):
-                    return None
-                refused = self._uplink.refused()
-                if refused is not None:
-                    self._gone = Gone(REFUSED if refused else self._ended, self._host)
+        if not self._ready and self._gone is None:
+            if not self._sleeper.wait(timeout):
+                return None
             self._read()  # what the coordinator said before the connection ended comes first
+            if not self._ready and (refused := self._uplink.refused()) is not None:
+                self._gone = Gone(REFUSED if refused else self._ended, self._host)
+        if not self._ready and self._gone is not None:
+            self._read()
         return self._ready.popleft() if self._ready else self._gone
 
     def _read(self) -> None:
