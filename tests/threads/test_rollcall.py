@@ -135,6 +135,9 @@ class Stage:
     def send(self, ranks: Sequence[int], command: Command) -> None:
         self.sent += [(rank, command) for rank in ranks]
 
+    def flush(self) -> None:
+        """Nothing is queued."""
+
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Any] | None:
         assert timeout is not None
         if self._script and self._script[0][0] <= self._now + timeout:

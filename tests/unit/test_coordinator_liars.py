@@ -68,6 +68,9 @@ class Stage:
             self.step += 1
             self._honest += [StepEntered(0, self.step, []), GradientReady(0, [0], self.step)]
 
+    def flush(self) -> None:
+        """Nothing is queued."""
+
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         for _ in range(2):
             self._liars_turn = not self._liars_turn
