@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiproc
 LEAKS = 50 if LONG_RUN else 12
 """Resets of the schedule that looks for leaks."""
+RELAYED = ("solo", "dpsgd", "adpsgd", "lsgd", "all") if LONG_RUN else ("solo",)
+"""Kinds that are trained on two hosts of two ranks."""
 MENDED = {
     0: "a step whose round had come when it was broken off was taken for one that user code had ended",
     5: "a new rank gave up when another died while it met the others for the first time",
@@ -49,29 +51,31 @@ def histories_of(benchmarks: Any, ranks: int, schedules: Sequence[Any], **how: A
 
 @pytest.fixture(scope="module")
 def histories(benchmarks: Any) -> list[Any]:
-    """Return the histories of all schedules, in their order: of two jobs, which begin with two ranks and with three.
-
-    In the first the coordinator has a process of its own, as in large jobs.
+    """Return the histories of all schedules, in their order: of a job that begins with two ranks, whose coordinator has
+    a process of its own, as in large jobs; of one with two hosts of two, which has a relay too; and of one with three.
     """
     nemesis = benchmarks("nemesis")
 
-    def schedule(seed: int, kind: str, troubles: Sequence[tuple[str, int, int]]) -> Any:
+    def schedule(seed: int, kind: str, troubles: Sequence[tuple[str, int, int]], start: int = 2) -> Any:
         made = [
             nemesis.Trouble(number, action, "between", batch, victim, 0.0)
             for number, (action, batch, victim) in enumerate(troubles)
         ]
-        return nemesis.Schedule(seed, kind, tuple(made), 2)
+        return nemesis.Schedule(seed, kind, tuple(made), start)
 
     grows = [("join", 3, 0), ("join", 20, 0), ("leave", 60, 0), ("leave", 60, 2)]
     cuts = [("cut", 2 * number + 2, number) for number in range(LEAKS)]
+    falls = [("cut", 3, 2), ("cut", 6, 3), ("kill", 10, 2)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HVD_ASYNC_RELAYS_FROM", "1")
         found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)])
+        relayed = [schedule(1002 + number, kind, falls, 4) for number, kind in enumerate(RELAYED)]
+        found += histories_of(benchmarks, 4, relayed, per_host=2)
     return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in MENDED]) if LONG_RUN else [])
 
 
 def test_nothing_is_lost_counted_twice_or_hung(histories):
-    assert len(histories) == 2 + len(MENDED) * LONG_RUN
+    assert len(histories) == 2 + len(RELAYED) + len(MENDED) * LONG_RUN
     for history in histories:
         assert history.violations() == [], str(history.schedule)
 
@@ -79,6 +83,14 @@ def test_nothing_is_lost_counted_twice_or_hung(histories):
 def test_two_ranks_become_four_and_two_again(histories):
     sizes = histories[0].sizes()
     assert (sizes[0], max(sizes), sizes[-1]) == (2, 4, 2)
+
+
+def test_a_host_with_a_relay_falls_and_another_has_one(histories):
+    """The relay's own rank is cut off, then another of its host; then the relay's dies, and the host goes with it."""
+    for history in histories[2 : 2 + len(RELAYED)]:
+        assert history.serving("trouble") == ["relay", "relay"], "of the rank that was cut off, and died"
+        assert sorted(history.serving("end")) == ["coordinator", "relay"]
+        assert 2 in history.sizes()
 
 
 def test_resets_leave_no_thread_socket_or_file_behind(histories):

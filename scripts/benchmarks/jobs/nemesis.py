@@ -65,8 +65,9 @@ class Rank:
         self._host = os.environ["HOROVOD_HOSTNAME"]
         self._hosts = Hosts(folder)
         self._slot = claim(folder, f"slot.{number}")
-        self._records = (folder / f"history.{number}.{self._host}").open("a", buffering=1)
-        self._pauses = random.Random(f"{schedule.seed} {self._host}")
+        self._name = self._host if self._hosts.per_host == 1 else f"{self._host} {self._slot}"
+        self._records = (folder / f"history.{number}.{self._name}").open("a", buffering=1)
+        self._pauses = random.Random(f"{schedule.seed} {self._name}")
         self._disk = 0.0
         self._process = psutil.Process()
         self.state = model.state(schedule.kind, batch=0)
@@ -109,8 +110,9 @@ class Rank:
             mine = trouble.point == point and batch >= trouble.batch and trouble.victim % hvd.size() == hvd.rank()
             if mine and not done.exists():
                 with contextlib.suppress(FileExistsError), done.open("x"):
-                    if hvd.size() > 1 or trouble.action == "join":  # (the last rank is spared)
-                        self.write("trouble", action=trouble.action, point=point, batch=batch)
+                    if hvd.size() > self._hosts.per_host or trouble.action == "join":  # (the last host is spared)
+                        more = {"action": trouble.action, "point": point, "batch": batch, "serves": self._serves()}
+                        self.write("trouble", **more)
                         self._make(trouble)
 
     def _make(self, trouble: Trouble) -> None:
@@ -189,6 +191,11 @@ class Rank:
             time.sleep(self._pauses.uniform(0.0, 0.01) if batch < FAST else WAITING)
         model.drain()
 
+    def _serves(self) -> list[str]:
+        """Return what this process's control processes are: a relay, or the coordinator."""
+        commands = [child.cmdline() for child in self._process.children()]
+        return [command[-2] for command in commands if any("control_process" in word for word in command)]
+
     def _weights(self) -> list[float]:
         """Return those that are looked at: not of a model that is large to be slow."""
         weights = self._model.weights()
@@ -203,7 +210,7 @@ class Rank:
         if "checkpoint" in points:
             self._trouble("checkpoint", batch)
             self._model.cut()
-            saved = self._folder / f"saved.{self._host}"
+            saved = self._folder / f"saved.{self._name}"
             self._model.save(saved)
             time.sleep(self._disk)
             self._disk = 0.0
@@ -216,21 +223,22 @@ class Rank:
     def _restore_size(self) -> None:
         """Have as many hosts as at the beginning, once all trouble is over (rank 0)."""
         if self._model.hvd.rank() == 0 and self._quiet and self._since_trouble() > NOTICED:
-            alive = self._hosts.alive()
-            if len(alive) < self._schedule.start:
-                self._hosts.change(more=self._schedule.start - len(alive))
-            elif len(alive) > self._schedule.start:
+            alive, start = self._hosts.alive(), self._schedule.start // self._hosts.per_host
+            if len(alive) < start:
+                self._hosts.change(more=start - len(alive))
+            elif len(alive) > start:
                 self._hosts.change(gone=alive[-1])
 
     def _settled(self) -> bool:
         over = self._quiet and self._since_trouble() > NOTICED
-        return over and self._model.hvd.size() == self._schedule.start == len(self._hosts.alive())
+        alive = len(self._hosts.alive()) * self._hosts.per_host
+        return over and self._model.hvd.size() == self._schedule.start == alive
 
     def run(self) -> None:
         """Go through the schedule to its end."""
         self.write("begin", host=self._host, slot=self._slot, pid=os.getpid())
         self._model.hvd.elastic.run(self.train)(self.state)
-        self.write("end", drained=True, weights=self._weights(), **self._model.counts())
+        self.write("end", drained=True, weights=self._weights(), serves=self._serves(), **self._model.counts())
         self._records.close()
         if self._model.hvd.rank() == 0:
             self._tell()
@@ -266,6 +274,7 @@ def cut_off() -> None:
 
 def main() -> None:
     """Go through all schedules that are left when this process begins."""
+    os.environ["HVD_ASYNC_MACHINE"] = os.environ["HOROVOD_HOSTNAME"]
     folder = Path(os.environ[FOLDER])
     plan = json.loads((folder / "plan.json").read_text())
     model_of, turn = MODELS[plan["framework"]], folder / "turn"

@@ -80,6 +80,12 @@ class History:
         generations = [self._all(host, "generation") for host in stayed]
         return [[(one["threads"], one["files"]) for one in own] for own in generations]
 
+    def serving(self, what: str) -> list[str]:
+        """Return the control processes, "relay" or "coordinator", of those that had a "trouble", or came to the "end",
+        one after the other."""
+        every = sorted((record["at"], record["serves"]) for host in self._slots for record in self._all(host, what))
+        return [role for _, roles in every for role in roles]
+
     @property
     def lost(self) -> int:
         """Steps of ranks that are gone whose gradients were applied nowhere (of partial allreduce)."""

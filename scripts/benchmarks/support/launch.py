@@ -81,9 +81,9 @@ def run(
         env: added to the environment.
         mbit: ranks are on virtual hosts, each of whose links has so many Mbit/s; None: no limit.
         virtual: ranks are on virtual hosts also without a limit; else all are on this machine.
-        per_host: ranks of a virtual host.
-        elastic: hosts are lines of the file ``hosts`` in the job's folder, at first one a rank; ``hosts.spare`` has
-            more. They are virtual ones, or names of this machine.
+        per_host: ranks of a virtual host, or of any host of an elastic job.
+        elastic: hosts are lines of the file ``hosts`` in the job's folder; ``hosts.spare`` has more. They are virtual
+            ones, or names of this machine.
 
     Returns:
         All blocks.
@@ -99,7 +99,7 @@ def run(
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         digits.leave(folder)
-        starts = _elastic(folder, ranks, virtual) if elastic else _launcher(ranks, virtual, mbit, per_host)
+        starts = _elastic(folder, ranks, virtual, per_host) if elastic else _launcher(ranks, virtual, mbit, per_host)
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
@@ -129,15 +129,16 @@ def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> l
     return [sys.executable, str(VIRTUAL), f"--hosts={ranks // per_host}", f"--per-host={per_host}", *limited, "--"]
 
 
-def _elastic(folder: Path, ranks: int, virtual: bool) -> list[str]:
+def _elastic(folder: Path, ranks: int, virtual: bool, per_host: int) -> list[str]:
     """The command that starts what follows it on the hosts that a file names; others come and go with its lines."""
-    hosts = folder / "hosts"
+    hosts, begin = folder / "hosts", ranks // per_host
     if virtual:
-        return [sys.executable, str(VIRTUAL), f"--hosts={SPARE}", f"--elastic={hosts}", f"--np={ranks}", "--"]
+        many = [f"--hosts={SPARE}", f"--per-host={per_host}", f"--elastic={hosts}", f"--np={begin}"]
+        return [sys.executable, str(VIRTUAL), *many, "--"]
     # Names of 127.0.0.1: Horovod lets no host in again on which a process has died. (A label has 63 letters at most.)
-    names = [f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1:1\n" for number in range(SPARE)]
-    hosts.write_text("".join(names[:ranks]))
-    hosts.with_name("hosts.spare").write_text("".join(names[ranks:]))
+    names = [f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1:{per_host}\n" for number in range(SPARE)]
+    hosts.write_text("".join(names[:begin]))
+    hosts.with_name("hosts.spare").write_text("".join(names[begin:]))
     discovery = folder / "discover"
     discovery.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
     discovery.chmod(0o755)

@@ -13,17 +13,19 @@ from virtual_elastic import CLUSTER
 
 
 class Hosts:
-    """The hosts that Horovod finds: lines of a file."""
+    """The hosts that Horovod finds: lines of a file, with as many ranks each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / "hosts"
+        self._spare = self._file.with_name("hosts.spare").read_text().split()
+        self.per_host = int(self._spare[0].partition(":")[2])
 
     def change(self, gone: str | None = None, more: int = 0) -> None:
         """Take a host away, or add new ones."""
         if gone is None and more < 1:
             return
-        lines = [line for line in self._file.read_text().split() if line != f"{gone}:1"]
-        lines += [f"{self._new()}:1" for _ in range(more)]
+        lines = [line for line in self._file.read_text().split() if line.partition(":")[0] != gone]
+        lines += [self._spare[claim(self._folder, "host")] for _ in range(more)]  # (none that a process has had)
         unfinished = self._file.with_suffix(f".{os.getpid()}")
         unfinished.write_text("".join(f"{line}\n" for line in lines))
         unfinished.replace(self._file)
@@ -32,11 +34,6 @@ class Hosts:
         """Return those on which no process has died."""
         names = [line.partition(":")[0] for line in self._file.read_text().split()]
         return [name for name in names if not (self._folder / f"dead.{name}").exists()]
-
-    def _new(self) -> str:
-        """One that no process has had."""
-        spare = self._file.with_name("hosts.spare").read_text().split()
-        return spare[claim(self._folder, "host")].partition(":")[0]
 
 
 def claim(folder: Path, name: str) -> int:
