@@ -70,7 +70,7 @@ def run_block(job: Job, block: Block) -> None:
     def fit(steps: int, *callbacks: Any) -> None:
         meeting = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         data = tf.data.Dataset.from_tensors(batch).repeat(steps)
-        model.fit(data, verbose=0, callbacks=[meeting, *callbacks])
+        model.fit(data, shuffle=False, verbose=0, callbacks=[meeting, *callbacks])
 
     fit(WARM_UP)  # compiles the step, too: the next fit() takes the same one
     timed = Scheduled(job, [row[job.rank] for row in block["times"]], block["barrier"])
