@@ -44,7 +44,18 @@ def test_the_lstms_gradient_is_that_of_what_it_computes():
         np.testing.assert_allclose(float(tf.reduce_sum(gradient * direction)), numeric, rtol=0.02, atol=0.05)
 
 
-ALGORITHMS = {"all": "eager", "majority": "eager", "sgp": "sgp", "local": "local", "adpsgd": "adpsgd", "lsgd": "lsgd"}
+ALGORITHMS = {"all": "eager", "majority": "eager", "adpsgd": "adpsgd"}
+
+
+def alike(made):
+    """Have models the same weights: here ranks are threads, which share the random numbers of one seed."""
+
+    def made_alike(plan):
+        model, samples = made(plan)
+        model.set_weights([np.full_like(weights, 0.01) for weights in model.get_weights()])
+        return model, samples
+
+    return made_alike
 
 
 @pytest.mark.parametrize("arm", ALGORITHMS)
@@ -53,6 +64,7 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
     monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda *_, **__: None)  # needs Horovod
     monkeypatch.setattr(timed_keras, "stop_engine", lambda optimizer: optimizer.drain())
     monkeypatch.setattr(timed_keras, "identical", lambda job, model: True)
+    monkeypatch.setattr(timed_keras, "made", alike(timed_keras.made))
     times, together = [[0.01, 0.04]] * STEPS, threading.Barrier(2, timeout=60)
 
     def train(rank):
