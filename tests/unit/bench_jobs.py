@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from hvd_async.simulation.names import LEADERS, gossip_of, read_name
-from hvd_async.traces.recorder import Recorder
 from scripts.benchmarks.support.arms import MUTANT
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
+from tests.unit.bench_advice import advised
 from tests.unit.nemesis_history import history_of
 
 Block = dict[str, Any]
@@ -56,6 +56,7 @@ VARIANTS = {
     "network compressed": "--arms horovod-fp16,dpsgd-fp16,dpsgd-int8 --mbit 50 --steps 3 --compute 0.5",
     "network averaged": "--arms horovod,ddp-powersgd,torchft-diloco,local-sgd,sgp-avg4,dpsgd-avg4 --mbit 50 --steps 3 "
     "--compute 0.5",
+    "advice keras": "--framework keras --arms all,lsgd --jobs straggler --steps 40",
     "advice links": "--arms all --jobs even --steps 30 --mbit 50 --megabytes 1",
     "gpu ranks": "--ranks 2 --arms horovod,all --batch-size 64",
 }
@@ -94,23 +95,6 @@ def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     elapsed = steps * (seconds + 0.01 * block["repetition"]) * (1.0 if rank == size - 1 else 0.5)
     own = {"elapsed": elapsed, "waited": waited * steps, "rounds_before": 3, "identical": True}
     return own | {"stats": {} if arm == "horovod" else late}
-
-
-def advised(block: Block, rank: int, size: int, well: bool) -> Own:
-    """Steps by a schedule, of a job that is recorded where that is asked for: all wait for the slowest, or nobody."""
-    times, alone = block["times"], block["arm"] == "adpsgd"
-    if "trace" in block:
-        clock = [0.0]
-        recorder = Recorder(
-            block["trace"], rank, size, algorithm="eager", options={"quorum": "all"}, clock=lambda: clock[0]
-        )
-        for step in times:
-            for mark, seconds in (("arrived", step[rank]), ("released", max(step) - step[rank] + 0.002), ("done", 0.0)):
-                clock[0] += seconds
-                getattr(recorder, mark)()
-        recorder.close()
-    elapsed = sum(step[rank] if alone else max(step) for step in times) * (1.0 if well else 2.0)
-    return {"elapsed": elapsed, "waited": 0.0, "stats": {}, "rounds_before": 0, "identical": True}
 
 
 def accuracy(block: Block, rank: int, size: int, well: bool) -> Own:
@@ -360,6 +344,7 @@ def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
 
 ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "timed": timed,
+    "timed_keras": timed,
     "accuracy": accuracy,
     "activation": activation,
     "profile": profile,

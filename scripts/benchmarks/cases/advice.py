@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.advisor.advice import advise
+from hvd_async.advisor.modes import named_modes
 from hvd_async.advisor.prediction import Prediction
 from hvd_async.simulation.names import waits_for_nobody
 from hvd_async.simulation.schedule import Schedule, one_random, stalls
@@ -28,7 +29,9 @@ from ..support.launch import Block, Say
 from ..support.report import Column, Report, Row, row
 
 HELP = "jobs are recorded, what each mode would bring is predicted, then measured: steps a second, and the best mode"
+JOBS = {"torch": "timed", "keras": "timed_keras"}
 COLUMNS = (
+    Column("framework", "setting.framework"),
     Column("job", "setting.job"),
     Column("Mbit/s", "setting.mbit", "g"),
     Column("arm", "arm"),
@@ -87,6 +90,7 @@ PATTERNS: Mapping[str, Pattern] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=4, arms="all,majority,solo,sgp,dpsgd,local,adpsgd,lsgd", repetitions=1)
+    parser.add_argument("--framework", choices=JOBS, default="torch", help="of the jobs; Keras' train by fit()")
     named = "; ".join(f"{name}: {pattern.what}" for name, pattern in PATTERNS.items())
     parser.add_argument("--jobs", default=",".join(PATTERNS), metavar="A,B,...", help=named.replace("%", "%%"))
     parser.add_argument("--compute", type=float, default=0.1, metavar="S", help="of a step, slept")
@@ -115,6 +119,7 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     if args.quick:
         names, args.steps = names[:1], min(args.steps, 30)
     arms = parse_arms(args.arms, args.ranks, gossip=True, leaders=True)
+    named_modes(args.ranks, ",".join(arms))  # refuses what cannot be predicted before anything is measured
     links: list[float | None] = [*args.mbit] or [None]
     report = Report("advice", args.ranks, [], COLUMNS, draw=draw)
     progress = launch.Progress(len(names) * len(links) * (1 + args.repetitions * len(arms)), say)
@@ -123,7 +128,8 @@ def run(args: argparse.Namespace, say: Say) -> Report:
             with tempfile.TemporaryDirectory(prefix="hvd_async_trace_") as folder:
                 found = blocks(args, arms, name, mbit, Path(folder), progress, say)
                 predictions = advise(read_trace(folder), modes=",".join(arms), resamples=4).predictions
-            rows = rows_of(found, {each.mode.name.replace("quorum ", "k"): each for each in predictions}, name, mbit)
+            setting = {"framework": args.framework, "job": name, "mbit": mbit}
+            rows = rows_of(found, {each.mode.name.replace("quorum ", "k"): each for each in predictions}, setting)
             report.rows += rows
             judge(report, rows, name if mbit is None else f"{name}, {mbit:g} Mbit/s")
     return report
@@ -154,11 +160,11 @@ def blocks(
     plan = {"model": "small"} if mbit is None else {"model": "network", "megabytes": args.megabytes}
     found = launch.measure(
         args,
-        "timed",
+        JOBS[args.framework],
         wanted,
         say,
         tell,
-        seconds=60 + 3 * longest + 10 * len(wanted),
+        seconds=launch.START + 3 * longest + 10 * len(wanted),
         progress=progress,
         plan=plan,
         **how,
@@ -177,7 +183,7 @@ def steps_per_second(block: Block) -> float:
     return statistics.fmean(steps / own for own in elapsed) if waits_for_nobody(block["arm"]) else steps / max(elapsed)
 
 
-def rows_of(found: list[Block], predictions: Mapping[str, Prediction], name: str, mbit: float | None) -> list[Row]:
+def rows_of(found: list[Block], predictions: Mapping[str, Prediction], setting: dict[str, Any]) -> list[Row]:
     """One row an arm."""
     rows = []
     for arm in dict.fromkeys(block["arm"] for block in found):
@@ -186,7 +192,7 @@ def rows_of(found: list[Block], predictions: Mapping[str, Prediction], name: str
         rows.append(
             row(
                 arm,
-                {"job": name, "mbit": mbit},
+                setting,
                 *(spread(measured), "steps/s"),
                 predicted=own.mean,
                 predicted_low=own.low,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_async.tensorflow as hvd
-from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of
+from hvd_async.simulation.names import LEADERS
 from hvd_async.testing import stop_engine
 
 from ..support.arms import PLAIN, WARM_UP
 from .shared import keras_ranks
+from .shared.keras_arm import wrapped
 from .shared.rank import Block, Job
 from .shared.thread_usage import PARAMETERS, copy_ms, used_by
 
@@ -36,25 +34,11 @@ class Weights(keras.Model):
         return tf.add_n([factor * tf.reduce_sum(part) for part, factor in pairs])
 
 
-def optimizer_of(arm: str, model: Weights) -> Any:
-    """A plain SGD, wrapped as the arm says."""
-    plain = keras.optimizers.SGD(0.0)
-    gossip = gossip_of(arm)
-    if arm in (PLAIN, "horovod"):
-        return plain
-    if arm in LEADERS:
-        return hvd.LeaderOptimizer(plain, algorithm=arm, model=model)
-    if gossip is not None:
-        compression = getattr(hvd.Compression, gossip[1])
-        return hvd.GossipOptimizer(plain, algorithm=gossip[0], compression=compression, model=model)
-    return hvd.EagerOptimizer(plain, quorum=quorum_of(arm), model=model)
-
-
 def run_block(job: Job, block: Block) -> None:
     """One arm."""
     elements, arm = int(block["megabytes"] * 1e6 / 4 / PARAMETERS), block["arm"]
     model = Weights(elements)
-    optimizer = optimizer_of(arm, model)
+    optimizer = wrapped(arm, keras.optimizers.SGD(0.0), model)
     optimizer.build(model.trainable_variables)
 
     @tf.function

@@ -10,12 +10,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-import hvd_async.tensorflow as hvd
-from hvd_async.simulation.names import quorum_of
 from hvd_async.testing import stop_engine
 
 from ..support.clips import CLASSES, PIXELS, Batch
 from .shared import keras_ranks
+from .shared.keras_arm import identical, wrapped
 from .shared.rank import Block, Job, counted
 from .shared.recurrent import HIDDEN, training_of
 
@@ -64,8 +63,7 @@ class KerasLearner:
         self._optimizer: Any = keras.optimizers.SGD(block["lr"], momentum=block["momentum"])
         self._ours, self._job = block["arm"] != "horovod", job
         if self._ours:
-            how = {"quorum": quorum_of(block["arm"]), "seed": block["seed"], "model": self._model}
-            self._optimizer = hvd.EagerOptimizer(self._optimizer, **how)
+            self._optimizer = wrapped(block["arm"], self._optimizer, self._model, seed=block["seed"])
         self._optimizer.build(self._model.trainable_variables)
         self._compute = tf.function(self._gradients, input_signature=[FRAMES, CLIPS, CLIPS])
         self._update = tf.function(self._apply)
@@ -93,7 +91,7 @@ class KerasLearner:
 
     def identical(self) -> bool:
         """Collective: return whether all ranks have the same weights, bit for bit."""
-        return self._job.same(b"".join(weights.tobytes() for weights in self._model.get_weights()))
+        return identical(self._job, self._model)
 
     def close(self) -> None:
         """Collective: stop the engine."""
