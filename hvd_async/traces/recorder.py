@@ -79,8 +79,10 @@ class Recorder:
         self._steps: list[Step] = []
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
+        own = file_of(path, rank)
+        own.unlink(missing_ok=True)  # not emptied: an earlier recorder may still have it open, and lines to write
         self._ends = contextlib.ExitStack()
-        self._file = self._ends.enter_context(file_of(path, rank).open("wb"))
+        self._file = self._ends.enter_context(own.open("wb"))
         self._file.write(msgspec.json.encode(self.header) + b"\n")
         self._file.flush()
 

@@ -301,6 +301,18 @@ def test_steps_are_written_while_the_job_goes_on(tmp_path):
     recorder.close()
 
 
+def test_a_recorder_that_is_closed_late_leaves_a_later_ones_file_alone(tmp_path):
+    now = [0.0]
+    early, late = (Recorder(tmp_path, 0, 1, clock=lambda: now[0]) for _ in range(2))
+    for recorder, steps in ((early, 9), (late, 4)):
+        for _ in range(steps):
+            now[0] += 0.01
+            recorder.stepped(0.0)
+    late.close()
+    early.close()
+    assert read_trace(tmp_path, skip=0, least=1).steps == 4
+
+
 def test_a_device_is_waited_for_before_every_mark(tmp_path):
     model, optimizer = plain()
     waits: list[int] = []
