@@ -31,8 +31,8 @@ class MonitorCallback(Draining):
     Several optimizers (a GAN's) have the numbers from 0 as their names, and write to ``NAME.0.prom``, ``NAME.1.prom``
     and so on; their ports follow each other, those of all ranks of one optimizer first.
 
-    Keras does not tell callbacks when ``fit()`` raises. What was open then is closed by ``close()``, by the next ``fit()``
-    of this thread with such a callback, or by the process's end.
+    Keras does not tell callbacks when ``fit()`` raises. What was open then is closed by ``close()``, by the next
+    ``fit()`` of this thread with such a callback, or by the process's end.
 
     Args:
         every: batches from one sample to the next.
