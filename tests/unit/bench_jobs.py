@@ -52,6 +52,7 @@ OPTIONS = {
 VARIANTS = {
     "straggler real": "--ranks 4 --arms horovod,solo --delay 0.1 --compute 0 --steps 10 --model resnet50",
     "no_stragglers keras": "--framework tensorflow",
+    "no_stragglers recorded": "--recorded --image-size 32",
     "sequence_lengths keras": "--framework tensorflow --arms horovod,solo --steps 14 --ms 0 --no-bucketed",
     "network compressed": "--arms horovod-fp16,dpsgd-fp16,dpsgd-int8 --mbit 50 --steps 3 --compute 0.5",
     "network averaged": "--arms horovod,ddp-powersgd,torchft-diloco,local-sgd,sgp-avg4,dpsgd-avg4 --mbit 50 --steps 3 "
