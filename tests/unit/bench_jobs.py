@@ -298,9 +298,8 @@ def time_to_accuracy(block: Block, rank: int, size: int, well: bool) -> Own:
     pace = 1.0 if ours else 2.0 + 0.5 * (arm == "ddp")
     score = 0.9 + 0.002 * block["seed"] % 0.01 + (0.001 if well else -0.03) * ours
     if block["tuning"]:
-        score -= (
-            abs(round(block["lr"] / (0.1 if block["kind"] == "slow-rank" else 0.06), 1) - (1.0 if well else 2.5)) / 10
-        )
+        best = 0.1 if block["kind"] == "slow-rank" else 0.06
+        score -= abs(round(block["lr"] / best, 1) - (1.0 if well else 2.5)) / 10
     curve = [
         [pace * (look + 0.1 * block["seed"]), score * look / block["looks"]] for look in range(1, block["looks"] + 1)
     ]
