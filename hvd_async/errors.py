@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+__all__ = [
+    "CollectiveFailedError", "EngineError", "GradientLossError", "HvdAsyncError", "NotInitializedError",
+    "ProtocolError", "RankLostError", "ReplicaMismatchError", "ReplicaStateError", "WaitTimeoutError", "ranks_text",
+]  # fmt: skip
+
 
 class HvdAsyncError(RuntimeError):
     """Base class of the library's errors."""

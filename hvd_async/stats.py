@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
+__all__ = ["GossipStats", "LeaderStats", "Stats"]
+
 
 @dataclass(frozen=True)
 class Stats:

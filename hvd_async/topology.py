@@ -18,6 +18,12 @@ from typing import Any
 
 from hvd_async.finite_time import base_graph
 
+__all__ = [
+    "NAMED", "WITH_PEERS", "Edge", "Topology", "base", "bipartite_exponential", "bipartite_linear", "check_peers",
+    "complete", "exponential", "from_networkx", "inner_outer", "linear", "mesh", "named", "one_peer", "random_pairs",
+    "ring", "star", "static_exponential", "symmetric_exponential",
+]  # fmt: skip
+
 Edge = tuple[int, int]
 """(sender, receiver)."""
 

@@ -225,10 +225,12 @@ class Monitor:
     def close(self) -> None:
         """Take a last sample, if there were steps since the one before, and close the files."""
         if not self._closed:
-            if self._calls:
-                self.sample()
-            self._closed = True
-            self._sinks.close()
+            try:
+                if self._calls:
+                    self.sample()
+            finally:
+                self._closed = True
+                self._sinks.close()
 
     def __enter__(self) -> Monitor:
         return self

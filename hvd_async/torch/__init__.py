@@ -3,13 +3,15 @@
 From here on ``horovod.torch`` itself goes with them too, see ``horovod_names``.
 """
 
-from importlib import import_module
+from importlib import import_module as _import_module
 
+import horovod.torch as _horovods
 from horovod.torch import *  # noqa: F403
 from horovod.torch import HorovodInternalError  # noqa: F401
 
 from hvd_async.monitor import Monitor
-from hvd_async.torch import horovod_names
+from hvd_async.optimizers.public_names import public_names as _public_names
+from hvd_async.torch import horovod_names as _horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shutdown
@@ -18,10 +20,9 @@ from hvd_async.torch.leader import LeaderOptimizer
 from hvd_async.torch.monitor import attach_monitor
 from hvd_async.torch.recording import record
 
-horovod_names.install()
+_horovod_names.install()
 # (an import statement could find Horovod's, here by the star)
-elastic = import_module("hvd_async.torch.elastic")
-__all__ = [name for name in dir() if not name.startswith("_")]
+elastic = _import_module("hvd_async.torch.elastic")
 _ours = (
     Compression,
     EagerOptimizer,
@@ -36,3 +37,4 @@ _ours = (
     record,
     shutdown,
 )
+__all__ = _public_names(globals(), _horovods, _ours)

@@ -33,6 +33,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         buckets: parts in which gradients travel; 0: unknown.
         synchronized: whether the device was synchronized before each mark, so that times on a GPU are true.
         clock_ahead_s: seconds that this rank's clock is ahead of rank 0's; None: unknown.
+        run: what all ranks of a run have alike, and those of another one do not; None: unknown.
     """
 
     version: int
@@ -46,6 +47,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     buckets: int = 0
     synchronized: bool = True
     clock_ahead_s: float | None = None
+    run: str | None = None
 
 
 class Step(msgspec.Struct, frozen=True):

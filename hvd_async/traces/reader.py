@@ -125,6 +125,11 @@ def read_trace(folder: str | os.PathLike[str], skip: int = 3, least: int = LEAST
                 f"{file_of(path, rank)} is rank {header.rank}'s of {header.ranks} under {header.algorithm!r}, rank 0's "
                 f"is of {ranks} under {headers[0].algorithm!r}: the folder mixes runs, record into an empty one"
             )
+        if header.run != headers[0].run:
+            raise ValueError(
+                f"{file_of(path, rank)} and {first.name} are of different runs ({header.run}, {headers[0].run}): copy "
+                "all ranks' files of one run into a folder of their own, or record again"
+            )
     count = min(len(steps) for _, steps in read) - skip
     if count < least:
         rank = min(range(ranks), key=lambda each: len(read[each][1]))

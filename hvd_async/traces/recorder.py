@@ -18,6 +18,9 @@ BUFFERED = 512
 """Steps that are kept before they are written."""
 WRITES_EACH = 2.0
 """Seconds after which they are written also if they are fewer: a job may be killed."""
+LAUNCHES = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "SLURM_STEP_ID", "MASTER_PORT")
+"""What launchers put into the environment, alike on all ranks and mostly another one in each run; the first that is
+there counts. Of horovodrun on Gloo and what starts ranks as it does; Open MPI, and SLURM with PMIx; SLURM; torchrun."""
 
 
 class Recorder:
@@ -29,7 +32,8 @@ class Recorder:
     an evaluation.
 
     Args:
-        folder: of the trace; it is made. A file that this rank has there is overwritten.
+        folder: of the trace; it is made. A file that this rank has there is replaced, those of ranks that the job does
+            not have are removed: an earlier run had more.
         rank: this one, from 0.
         ranks: of the job.
         framework: for people.
@@ -37,6 +41,7 @@ class Recorder:
         parameter_bytes: of what is trained.
         buckets: parts in which gradients travel; 0: unknown.
         synchronized: whether times are of a device that is synchronized before each mark.
+        run: what tells this run's files from another's, the same on all ranks; None: by what the launcher says.
         clock: gives monotonic seconds, for tests.
 
     Raises:
@@ -55,6 +60,7 @@ class Recorder:
         parameter_bytes: int = 0,
         buckets: int = 0,
         synchronized: bool = True,
+        run: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not 0 <= rank < ranks:
@@ -70,6 +76,7 @@ class Recorder:
             parameter_bytes=parameter_bytes,
             buckets=buckets,
             synchronized=synchronized,
+            run=run or launched(os.environ),
         )
         self._clock, self._origin = clock, time.time() - clock()
         self._begin: float | None = clock()
@@ -79,8 +86,11 @@ class Recorder:
         self._steps: list[Step] = []
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
+        _remove_beyond(path, ranks)
+        own = file_of(path, rank)
+        own.unlink(missing_ok=True)  # not emptied: an earlier recorder may still have it open, and lines to write
         self._ends = contextlib.ExitStack()
-        self._file = self._ends.enter_context(file_of(path, rank).open("wb"))
+        self._file = self._ends.enter_context(own.open("wb"))
         self._file.write(msgspec.json.encode(self.header) + b"\n")
         self._file.flush()
 
@@ -140,6 +150,23 @@ class Recorder:
         """Write what is kept, and close the file; nothing is recorded any more."""
         self.flush()
         self._ends.close()
+
+
+def launched(environment: Mapping[str, str]) -> str | None:
+    """Return what all ranks of a launch have alike, by a rank's environment; None if no launcher says."""
+    name = next((name for name in LAUNCHES if environment.get(name)), None)
+    if name is None:
+        return None
+    job = [environment.get("SLURM_JOB_ID", "")] if name == "SLURM_STEP_ID" else []
+    return ":".join([name, *job, environment[name]])
+
+
+def _remove_beyond(folder: Path, ranks: int) -> None:
+    """Remove files of an earlier run's ranks that are none of this one's: no rank of this run would replace them."""
+    for path in folder.glob("rank.*.jsonl"):
+        number = path.name.split(".")[1]
+        if number.isdecimal() and int(number) >= ranks:
+            path.unlink(missing_ok=True)  # (another rank may have been quicker)
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

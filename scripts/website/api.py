@@ -55,7 +55,9 @@ def public(module: str) -> list[str]:
             if isinstance(node.value, ast.List | ast.Tuple):
                 listed[name] = [ast.unparse(leaf).strip("'") for leaf in node.value.elts]
     ours = [*listed.get("_ours", []), *(name for name in defined if name.isidentifier() and name[0] != "_")]
-    return listed.get("__all__") or list(dict.fromkeys(ours))
+    places = {name: place for place, name in enumerate(defined)}
+    exported = sorted(listed.get("__all__", []), key=lambda name: places.get(name, -1))
+    return exported or list(dict.fromkeys(ours))
 
 
 def imported_from(module: str, name: str) -> str | None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
+import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.keras import monitor
 from hvd_async.tensorflow.keras.monitor import MonitorCallback
+from hvd_async.testing import Cluster
+from tests.conformance.keras_ranks import LOSS, batch, conv_model
 
 
 class Made:
@@ -30,6 +37,7 @@ class Made:
 @pytest.fixture(autouse=True)
 def made(monkeypatch) -> type[Made]:
     monkeypatch.setattr(Made, "made", [])
+    monkeypatch.setattr(monitor, "_OPEN", monitor._Open())
     monkeypatch.setattr(monitor, "Monitor", Made)
     monkeypatch.setattr(monitor, "our_optimizers", lambda model: model)
     monkeypatch.setattr(monitor, "size", lambda: 4)
@@ -59,3 +67,71 @@ def test_where_one_cannot_be_made_none_is_left(made, monkeypatch):
     with pytest.raises(OSError, match="in use"):
         begun(["generator", "critic"], prometheus_port=9000)
     assert [one.closed for one in made.made] == [True]
+
+
+def test_what_a_fit_that_raised_has_left_is_closed_by_the_next_one(made):
+    broken = begun(["adam"], prometheus_port=9000)
+    again = MonitorCallback(prometheus_port=9000)
+    again.on_train_begin()
+    assert [one.closed for one in made.made] == [True]
+    assert broken.monitors == []
+
+
+def test_in_another_thread_they_go_on(made):
+    begun(["adam"])
+    thread = threading.Thread(target=MonitorCallback().on_train_begin)
+    thread.start()
+    thread.join(timeout=60.0)
+    assert [one.closed for one in made.made] == [False]
+
+
+def test_a_fit_around_another_one_opens_its_own_anew(made):
+    outer = begun(["adam"])
+    inner = MonitorCallback()
+    inner.on_train_begin()
+    inner.on_train_end()
+    outer.on_train_batch_begin(1)
+    assert [one.closed for one in made.made] == [True, False]
+    outer.on_train_end()
+    assert made.made[1].closed
+
+
+def test_they_are_closed_also_where_the_last_meeting_fails(made, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a rank is lost")
+
+    callback = begun(["adam"], compare=True)
+    monkeypatch.setattr(monitor.Draining, "on_train_end", fails)
+    with pytest.raises(RuntimeError, match="is lost"):
+        callback.on_train_end()
+    assert made.made[0].closed
+
+
+class Breaks(keras.callbacks.Callback):
+    """Raises in the third batch."""
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        if step == 2:
+            raise RuntimeError("broken")
+
+
+def test_a_port_is_free_for_the_fit_after_one_that_raised(monkeypatch):
+    monkeypatch.undo()  # (with real monitors)
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = one.getsockname()[1]
+
+    def train(rank: int) -> list[str]:
+        told = []
+        for others in ([Breaks()], []):
+            model = conv_model()
+            model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.05)), loss=LOSS, jit_compile=False)
+            images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(4)), strict=True))
+            callbacks = [MonitorCallback(prometheus_port=port), *others]
+            try:
+                model.fit(images, labels, batch_size=4, verbose=0, callbacks=callbacks)
+            except RuntimeError as error:
+                told.append(str(error))
+        return told
+
+    assert Cluster(1).run(train) == [["broken"]]

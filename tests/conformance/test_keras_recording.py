@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +37,20 @@ class Late(keras.callbacks.Callback):
         time.sleep(PAUSE)
 
 
-def fit(opt: Any, rank: int, folder: Path, **options: Any) -> keras.Model:
+class Breaks(keras.callbacks.Callback):
+    """Raises at the end of the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise RuntimeError("broken")
+
+
+def fit(opt: Any, rank: int, folder: Path, more: Sequence[Any] = (), **options: Any) -> keras.Model:
     """Train a model for two epochs, recorded."""
     model = conv_model()
     model.compile(optimizer=opt, loss=LOSS, jit_compile=False, **options)
     images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(STEPS)), strict=True))
     recording = hvd.RecordCallback(folder)
-    model.fit(images, labels, batch_size=4, epochs=2, verbose=0, callbacks=[recording, Late(rank)])
+    model.fit(images, labels, batch_size=4, epochs=2, verbose=0, callbacks=[recording, Late(rank), *more])
     return model
 
 
@@ -60,6 +70,16 @@ def test_fit_is_recorded(tmp_path):
     assert trace.waits[:, 0].sum() > trace.waits[:, 1].sum()
     pause = trace.begin[STEPS - 1] - trace.done[STEPS - 2]  # it is in no step
     assert pause.min() >= PAUSE
+
+
+def test_what_was_recorded_of_a_fit_that_raised_is_written(tmp_path):
+    def train(rank: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            fit(hvd.EagerOptimizer(keras.optimizers.SGD(0.05)), rank, tmp_path, [Breaks()])
+
+    Cluster(1).run(train)
+    gc.collect()  # (or the process's end)
+    assert read_trace(tmp_path, skip=0, least=1).steps == STEPS
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):

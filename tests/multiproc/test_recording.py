@@ -26,6 +26,7 @@ def test_an_unchanged_script_is_recorded_whole(traces: dict[str, Trace]) -> None
     assert [header.algorithm for header in trace.headers] == ["horovod", "horovod"]
     assert trace.headers[0].parameter_bytes == 4 * (8 * 4 + 4)
     assert trace.headers[0].synchronized
+    assert trace.headers[0].run is not None, "the launcher tells runs apart"
 
 
 def test_ours_is_recorded_by_hand(traces: dict[str, Trace]) -> None:

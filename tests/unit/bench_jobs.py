@@ -52,6 +52,7 @@ OPTIONS = {
 VARIANTS = {
     "straggler real": "--ranks 4 --arms horovod,solo --delay 0.1 --compute 0 --steps 10 --model resnet50",
     "no_stragglers keras": "--framework tensorflow",
+    "no_stragglers recorded": "--recorded --image-size 32",
     "sequence_lengths keras": "--framework tensorflow --arms horovod,solo --steps 14 --ms 0 --no-bucketed",
     "network compressed": "--arms horovod-fp16,dpsgd-fp16,dpsgd-int8 --mbit 50 --steps 3 --compute 0.5",
     "network averaged": "--arms horovod,ddp-powersgd,torchft-diloco,local-sgd,sgp-avg4,dpsgd-avg4 --mbit 50 --steps 3 "
@@ -281,9 +282,8 @@ def time_to_accuracy(block: Block, rank: int, size: int, well: bool) -> Own:
     pace = 1.0 if ours else 2.0 + 0.5 * (arm == "ddp")
     score = 0.9 + 0.002 * block["seed"] % 0.01 + (0.001 if well else -0.03) * ours
     if block["tuning"]:
-        score -= (
-            abs(round(block["lr"] / (0.1 if block["kind"] == "slow-rank" else 0.06), 1) - (1.0 if well else 2.5)) / 10
-        )
+        best = 0.1 if block["kind"] == "slow-rank" else 0.06
+        score -= abs(round(block["lr"] / best, 1) - (1.0 if well else 2.5)) / 10
     curve = [
         [pace * (look + 0.1 * block["seed"]), score * look / block["looks"]] for look in range(1, block["looks"] + 1)
     ]

@@ -137,6 +137,7 @@ REFUSED = {
     "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)
     "network --mbit 0": "take numbers above 0",
     "network --per-host 3": "8 ranks cannot be parted so",
+    "no_stragglers --recorded --framework tensorflow": "it is measured in torch",
     "nemesis --ranks 4": "schedules begin with 3 ranks",
     "nemesis --arms horovod": "no arm 'horovod' in this case",
     "nemesis --arms solo --seeds 3": "none of these schedules is of these arms",

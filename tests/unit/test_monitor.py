@@ -170,6 +170,19 @@ def test_the_endpoint_serves_what_the_file_holds(tmp_path: pathlib.Path):
     assert monitor.port is None
 
 
+def test_a_last_sample_that_fails_keeps_no_port(monkeypatch: pytest.MonkeyPatch):
+    def fails() -> Stats:
+        raise RuntimeError("a rank is lost")
+
+    optimizer = Optimizer(FIRST)
+    monitor = Monitor(optimizer, prometheus_port=0)
+    monitor.step()
+    monkeypatch.setattr(optimizer, "stats", fails)
+    with pytest.raises(RuntimeError, match="is lost"):
+        monitor.close()
+    assert monitor.port is None
+
+
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install 'hvd_async\[monitor\]'"):

@@ -12,7 +12,14 @@ import torch
 from hvd_async.traces.format import HOROVOD, PLAIN, file_of
 from hvd_async.traces.reader import read_trace
 from hvd_async.traces.recorded import recorded
-from hvd_async.traces.recorder import BUFFERED, Recorder
+from hvd_async.traces.recorder import BUFFERED, LAUNCHES, Recorder
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch) -> None:
+    """Whatever has started the tests."""
+    for name in ("SLURM_JOB_ID", *LAUNCHES):
+        monkeypatch.delenv(name, raising=False)
 
 
 class Clock:
@@ -117,6 +124,54 @@ def test_what_is_no_whole_trace_is_refused(tmp_path):
     write(tmp_path, 2, 4, [(0.1, 0.0, 0.0)] * 30)
     with pytest.raises(ValueError, match="the folder mixes runs"):
         read_trace(tmp_path)
+
+
+def test_files_of_different_runs_are_refused(tmp_path):
+    for folder, run in (("a", "1"), ("b", "2")):
+        write_all(tmp_path / folder, ranks=2, run=run)
+    assert [header.run for header in read_trace(tmp_path / "a").headers] == ["1", "1"]
+    file_of(tmp_path / "b", 1).replace(file_of(tmp_path / "a", 1))
+    with pytest.raises(ValueError, match=r"are of different runs \(2, 1\): copy all ranks' files"):
+        read_trace(tmp_path / "a")
+    write(tmp_path / "a", 1, 2, [(0.1, 0.0, 0.0)] * 30)  # (of a version that did not tell)
+    with pytest.raises(ValueError, match="are of different runs"):
+        read_trace(tmp_path / "a")
+
+
+def test_a_trace_that_does_not_tell_its_run_is_read(tmp_path):
+    write_all(tmp_path)
+    assert b"run" not in file_of(tmp_path, 0).read_bytes().split(b"\n")[0]
+    assert read_trace(tmp_path).headers[0].run is None
+
+
+SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "run"),
+    [
+        ({}, None),
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": ""}, None),
+        ({"SLURM_JOB_ID": "12"}, None),  # (of an allocation in which each run starts ranks by other means)
+        (SLURM, "SLURM_STEP_ID:12:0"),
+        ({**SLURM, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711"}, "HOROVOD_GLOO_RENDEZVOUS_PORT:4711"),
+        ({"PMIX_NAMESPACE": "77", "MASTER_PORT": "29500"}, "PMIX_NAMESPACE:77"),
+        ({"MASTER_PORT": "29500"}, "MASTER_PORT:29500"),
+    ],
+)
+def test_a_run_is_told_by_its_launcher(tmp_path, monkeypatch, environment, run):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    write_all(tmp_path)
+    assert {header.run for header in read_trace(tmp_path).headers} == {run}
+
+
+def test_a_run_takes_the_place_of_an_earlier_one_with_more_ranks(tmp_path):
+    (tmp_path / "rank.notes.jsonl").write_text("mine")
+    write_all(tmp_path, ranks=4)
+    write_all(tmp_path, ranks=2, steps=40)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank.0.jsonl", "rank.1.jsonl", "rank.notes.jsonl"}
+    assert read_trace(tmp_path).steps == 40 - 3
 
 
 @pytest.mark.parametrize(
@@ -299,6 +354,18 @@ def test_steps_are_written_while_the_job_goes_on(tmp_path):
         recorder.stepped(0.0)
     assert read_trace(tmp_path, skip=0, least=1).steps >= 20, "a job that is killed now leaves these"
     recorder.close()
+
+
+def test_a_recorder_that_is_closed_late_leaves_a_later_ones_file_alone(tmp_path):
+    now = [0.0]
+    early, late = (Recorder(tmp_path, 0, 1, clock=lambda: now[0]) for _ in range(2))
+    for recorder, steps in ((early, 9), (late, 4)):
+        for _ in range(steps):
+            now[0] += 0.01
+            recorder.stepped(0.0)
+    late.close()
+    early.close()
+    assert read_trace(tmp_path, skip=0, least=1).steps == 4
 
 
 def test_a_device_is_waited_for_before_every_mark(tmp_path):

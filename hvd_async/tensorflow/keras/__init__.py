@@ -1,25 +1,27 @@
 """``import hvd_async.tensorflow.keras as hvd``: all of ``horovod.tensorflow.keras``, plus our optimizers."""
 
-from importlib import import_module
+from importlib import import_module as _import_module
 from typing import Any
 
+import horovod.tensorflow.keras as _horovods
 import keras
 from horovod.tensorflow.keras import *  # noqa: F403
 
 from hvd_async.monitor import Monitor
+from hvd_async.optimizers.public_names import public_names as _public_names
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
-from hvd_async.tensorflow.eager_methods import EagerMethods
+from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gossip import GossipOptimizer
-from hvd_async.tensorflow.keras.fit import our_optimizer
+from hvd_async.tensorflow.keras.fit import our_optimizer as _our_optimizer
 from hvd_async.tensorflow.keras.monitor import MonitorCallback
 from hvd_async.tensorflow.keras.recording import RecordCallback
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
-callbacks = import_module("hvd_async.tensorflow.keras.callbacks")
-elastic = import_module("hvd_async.tensorflow.keras.elastic")
+callbacks = _import_module("hvd_async.tensorflow.keras.callbacks")
+elastic = _import_module("hvd_async.tensorflow.keras.elastic")
 
 
 def load_model(
@@ -39,13 +41,12 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         options.setdefault("model", model)
         model.optimizer = wrapper(model.optimizer, **options)
-        ours = our_optimizer(model)
-        if isinstance(ours, EagerMethods):
+        ours = _our_optimizer(model)
+        if isinstance(ours, _EagerMethods):
             ours._async.count_from(int(model.optimizer.iterations))
     return model
 
 
-__all__ = [name for name in dir() if not name.startswith("_")]
 _ours = (
     Compression,
     DistributedOptimizer,
@@ -62,3 +63,4 @@ _ours = (
     join,
     shutdown,
 )
+__all__ = _public_names(globals(), _horovods, _ours)

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras.callbacks as _horovods
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
 
+from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
@@ -250,3 +252,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
             rate = float(raw(self.model.optimizer.learning_rate))
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+_ours = (
+    BroadcastGlobalVariablesCallback,
+    GossipEpochCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    StopAtRounds,
+)
+__all__ = public_names(globals(), _horovods, _ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,25 @@ from hvd_async.tensorflow.keras.fit import Draining, our_optimizers
 from hvd_async.tensorflow.wait_notices import told_if_long
 
 
+class _Open(threading.local):
+    """Monitors that callbacks have open in this thread, a list for each callback."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Monitor]] = []
+
+
+_OPEN = _Open()
+
+
 class MonitorCallback(Draining):
     """Watch the optimizers of a model during ``fit()``: values for TensorBoard and Prometheus, and a warning of ranks
     that hold up the others.
 
     Several optimizers (a GAN's) have the numbers from 0 as their names, and write to ``NAME.0.prom``, ``NAME.1.prom``
     and so on; their ports follow each other, those of all ranks of one optimizer first.
+
+    Keras does not tell callbacks when ``fit()`` raises. What was open then is closed by ``close()``, by the next
+    ``fit()`` of this thread with such a callback, or by the process's end.
 
     Args:
         every: batches from one sample to the next.
@@ -36,6 +50,9 @@ class MonitorCallback(Draining):
         self.monitors: list[Monitor] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        for left in _OPEN.lists:  # by a fit() that raised: it must keep no port
+            _close(left)  # (one that goes on around this fit() opens them anew, with its next batch)
+        _OPEN.lists.clear()
         if self.compare:
             super().on_train_begin(logs)
 
@@ -49,12 +66,13 @@ class MonitorCallback(Draining):
 
     def _make(self) -> None:
         ours = our_optimizers(self.model)
+        _OPEN.lists.append(self.monitors)
         try:
             for number, one in enumerate(ours):
                 options = self.options if len(ours) == 1 else {"name": str(number), **self._of_several(number)}
                 self.monitors.append(Monitor(one, every=self.every, **options))
         except (OSError, ValueError):
-            self._close()
+            self.close()
             raise
 
     def _of_several(self, number: int) -> dict[str, Any]:
@@ -90,11 +108,18 @@ class MonitorCallback(Draining):
             one.compare([reports[place] for reports in everyone if place < len(reports)])
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self.compare:
-            super().on_train_end(logs)
-        self._close()
+        try:
+            if self.compare:
+                super().on_train_end(logs)
+        finally:
+            self.close()
 
-    def _close(self) -> None:
-        for one in self.monitors:
-            one.close()
-        self.monitors = []
+    def close(self) -> None:
+        """Close what is open, as the end of ``fit()`` does."""
+        _OPEN.lists = [each for each in _OPEN.lists if each is not self.monitors]
+        _close(self.monitors)
+
+
+def _close(monitors: list[Monitor]) -> None:
+    while monitors:
+        monitors.pop().close()

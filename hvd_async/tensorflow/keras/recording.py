@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import keras
@@ -18,7 +19,8 @@ class RecordCallback(keras.callbacks.Callback):
     """Record when this rank computes and when it waits in ``fit()``, into a trace that ``hvd_async advise`` reads.
 
     How long a step has waited is what the optimizer says; where in the step is not known, and taken to be its end. What
-    lies between the end of an epoch and the next one, and evaluation, is in no step.
+    lies between the end of an epoch and the next one, and evaluation, is in no step. The file is whole when ``fit()``
+    returns; after one that raised, when another one has, or the process ends, or the callback is gone.
 
     Args:
         folder: of the trace, the same for all ranks; on several hosts a shared one, or collect the files afterwards.
@@ -59,6 +61,7 @@ class RecordCallback(keras.callbacks.Callback):
                     int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self.model.trainable_variables
                 ),
             )
+            weakref.finalize(self, self._recorder.close)  # Keras tells callbacks of no fit() that raises
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._begin()

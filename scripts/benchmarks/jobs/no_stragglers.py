@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
+import hvd_async.torch as hvd
+
+from ..support import digits
+from ..support.arms import RECORDED
 from .shared.arm import Arm, resnet50
 from .shared.cycles import alternate
 from .shared.rank import Job
+
+BASE = "horovod"
+"""The arm whose optimizer is recorded in ``RECORDED``."""
 
 
 class TorchStepper:
@@ -14,7 +24,9 @@ class TorchStepper:
 
     def __init__(self, name: str, job: Job) -> None:
         torch.manual_seed(0)
-        self._arm = Arm(name, resnet50(1000), job)
+        self._arm = Arm(BASE if name == RECORDED else name, resnet50(1000), job)
+        if name == RECORDED:
+            hvd.record(self._arm.optimizer, Path(os.environ[digits.FOLDER]) / "trace")
         torch.manual_seed(job.rank)
         size = job.plan["image_size"]
         self._images = torch.randn(job.plan["batch_size"], 3, size, size)

@@ -38,6 +38,8 @@ REDUCED = ("fp16", "bf16")
 """How partial allreduce may."""
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
+RECORDED = "horovod-recorded"
+"""Horovod's optimizer, whose steps are recorded as ``hvd_async record`` does."""
 MUTANT = "drops_late"
 """A variant of ``solo`` that loses late gradients."""
 
