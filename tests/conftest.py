@@ -28,12 +28,14 @@ def examples(long: int) -> int:
 
 
 JOBS = "tests/multiproc/"
+BESIDE = 5
+"""Niceness of tests that run beside horovodrun jobs: these have the cores when they need them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist, horovodrun jobs come last and in one worker, by themselves: they need the cores, and are
-    remembered by tests that share them."""
+    """With pytest-xdist, horovodrun jobs come first and in one worker: they take longest, are remembered by tests that
+    share them, and often wait (for a launcher, a timeout, the slowest rank), which is when the others run."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
@@ -46,13 +48,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for scope in [scope for scope, unit in self.workqueue.items() if all(unit.values())]:
                 del self.workqueue[scope]
             if JOBS in self.workqueue:
-                self.workqueue.move_to_end(JOBS)
+                self.workqueue.move_to_end(JOBS, last=False)
             if self.workqueue:
                 super()._assign_work_unit(node)
             else:
                 node.shutdown()
 
     return Lanes(config, log)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In a worker of pytest-xdist: make way for jobs."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(JOBS):
+        os.setpriority(os.PRIO_PROCESS, 0, max(BESIDE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 _parse, _parsing = ast.parse, threading.Lock()
