@@ -1,4 +1,4 @@
-"""Each job runs once a session, however many tests ask for it (with pytest-xdist, one worker runs all of them)."""
+"""Each job runs once a session, however many tests ask for it (with pytest-xdist, one worker runs all that share any)."""
 
 from __future__ import annotations
 
