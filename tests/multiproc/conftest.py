@@ -1,4 +1,4 @@
-"""Each job runs once a session, however many tests ask for it (with pytest-xdist, one worker runs all that share any)."""
+"""Each job runs once a session, however many tests ask for it (with pytest-xdist, those are in one worker)."""
 
 from __future__ import annotations
 
