@@ -10,7 +10,8 @@ usage: scripts/check.sh [--fast | --long] [PYTEST ARGUMENT ...]
 Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs. --long adds
 what is too long for every day (HVD_ASYNC_TEST_LONG=1): larger explorations of the state machines, four times as many
 random examples, and others each time.
-Tests run in two processes, those that start jobs at the end in one; `-n 0` runs all in one, in order.
+Tests run in two processes. Those that start jobs come first, in two lanes; all others are nice to them. `-n 0` runs all
+in one, in order.
 USAGE
 }
 fast=

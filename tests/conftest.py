@@ -28,31 +28,43 @@ def examples(long: int) -> int:
 
 
 JOBS = "tests/multiproc/"
+APART = tuple(f"{JOBS}test_{topic}.py" for topic in ("elastic", "ends", "nemesis", "runners"))
+"""Of these no test looks at the job of another file."""
+BESIDE = 5
+"""Niceness of tests that run beside horovodrun jobs: these have the cores when they need them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist, horovodrun jobs come last and in one worker, by themselves: they need the cores, and are
-    remembered by tests that share them."""
+    """With pytest-xdist, horovodrun jobs come first, in one worker those that tests of several files share, in another
+    the others: they take longest, and often wait (for a launcher, a timeout, the slowest rank)."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return JOBS if nodeid.startswith(JOBS) else str(super()._split_scope(nodeid))
+            lane = APART[0] if nodeid.startswith(APART) else JOBS
+            return lane if nodeid.startswith(JOBS) else str(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
             # A worker that crashed leaves the units it has finished in the queue too. Whoever got one of these would
             # have nothing to run or to report, and the session would never end.
             for scope in [scope for scope, unit in self.workqueue.items() if all(unit.values())]:
                 del self.workqueue[scope]
-            if JOBS in self.workqueue:
-                self.workqueue.move_to_end(JOBS)
+            for lane in (APART[0], JOBS):
+                if lane in self.workqueue:
+                    self.workqueue.move_to_end(lane, last=False)
             if self.workqueue:
                 super()._assign_work_unit(node)
             else:
                 node.shutdown()
 
     return Lanes(config, log)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In a worker of pytest-xdist: make way for jobs."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(JOBS):
+        os.setpriority(os.PRIO_PROCESS, 0, max(BESIDE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 _parse, _parsing = ast.parse, threading.Lock()

@@ -1,4 +1,4 @@
-"""Each job runs once a session, however many tests ask for it (with pytest-xdist, one worker runs all of them)."""
+"""Each job runs once a session, however many tests ask for it (with pytest-xdist, those are in one worker)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ from typing import Any
 
 import pytest
 from launch import ForkServer, Job, RunJob, run_job
-
-
-@pytest.fixture(scope="session")
-def job() -> RunJob:
-    """``run_job`` with a memory."""
-    done: dict[tuple[Any, ...], Job] = {}
-
-    def run(script: str, ranks: int, transport: str = "gloo", args: tuple[str, ...] = (), **options: Any) -> Job:
-        key = (script, ranks, transport, args)
-        if key not in done:
-            done[key] = run_job(script, ranks, transport=transport, args=args, **options)
-        return done[key]
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +23,23 @@ def forked() -> Iterator[RunJob]:
             return servers[framework].run(script, ranks, **options)
 
         yield run
+
+
+@pytest.fixture(scope="session")
+def job(forked: RunJob) -> RunJob:
+    """``run_job`` with a memory; ``server`` names a framework whose fork server starts the ranks instead."""
+    done: dict[tuple[Any, ...], Job] = {}
+
+    def run(
+        script: str, ranks: int, transport: str = "gloo", args: tuple[str, ...] = (), server: str = "", **options: Any
+    ) -> Job:
+        key = (script, ranks, transport, args, server)
+        if key not in done:
+            if server:
+                assert transport == "gloo", "who forks ranks connects them by Gloo"
+                done[key] = forked(server, script, ranks, args=args, **options)
+            else:
+                done[key] = run_job(script, ranks, transport=transport, args=args, **options)
+        return done[key]
+
+    return run

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import types
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ def become(rank: Rank) -> str:
         os.dup2(opened, descriptor)
         os.close(opened)
     os.dup2(1, 2)
+    tempfile.tempdir = None  # (the server's own, if an import has asked for it)
     sys.argv = rank.command
     sys.path[0] = os.path.dirname(rank.command[0])
     return rank.command[0]

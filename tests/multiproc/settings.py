@@ -20,6 +20,7 @@ class Setting:
         topics: modules of ``jobs/``, in their order.
         share: how many cases of each topic it has.
         sets: which process sets it has: "none", "dynamic" or "static".
+        launched: whether ``horovodrun`` starts it, and not a fork server, which takes half as long.
     """
 
     framework: str
@@ -28,6 +29,7 @@ class Setting:
     topics: tuple[str, ...] = ()
     share: Share = "all"
     sets: str = "none"
+    launched: bool = True
 
     def __str__(self) -> str:
         return f"{self.framework}-{self.ranks}-{self.transport}"
@@ -45,9 +47,9 @@ class Setting:
         env = {"HOROVOD_FUSION_THRESHOLD": "0"} if "torch_features" in self.topics else {}
         if "hosts" in self.topics:  # the ranks of one have a relay, and the coordinator has a process, as in large jobs
             env["HVD_ASYNC_RELAYS_FROM"] = "1"
-        return job(
-            "library.py", self.ranks, self.transport, ("--framework", self.framework, *chosen), timeout=500.0, env=env
-        )
+        line = ("--framework", self.framework, *chosen)
+        server = "" if self.launched else self.framework
+        return job("library.py", self.ranks, self.transport, line, server, timeout=500.0, env=env)
 
     def case(self, job: RunJob, name: str) -> list[dict[str, Any]]:
         """Every rank's result of a case."""
@@ -55,13 +57,13 @@ class Setting:
 
 
 TORCH = Setting("torch", 3, topics=("torch_equality", "promises", "gossip", "leaders"))
-TORCH_4 = Setting("torch", 4, topics=("gossip", "leaders", "torch_features", "hosts"), sets="dynamic")
+TORCH_4 = Setting("torch", 4, topics=("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
 TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
 TENSORFLOW = Setting(
-    "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static"
+    "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
 )
-TENSORFLOW_4 = Setting("tensorflow", 4, topics=("gossip", "hosts"))
+TENSORFLOW_4 = Setting("tensorflow", 4, topics=("gossip", "hosts"), launched=False)
 TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip", "leaders"), "few")
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""

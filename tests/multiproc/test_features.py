@@ -1,4 +1,4 @@
-"""Process sets, pace by rounds, cut and resume, under ``horovodrun`` at 4 ranks, in one job."""
+"""Process sets, pace by rounds, cut and resume at 4 ranks, in one job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gossip under ``horovodrun``: both frameworks against the float64 reference, at 2, 3 and 4 ranks, Gloo and MPI."""
+"""Gossip between processes: both frameworks against the float64 reference, at 2, 3 and 4 ranks, Gloo and MPI."""
 
 from __future__ import annotations
 

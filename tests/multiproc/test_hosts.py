@@ -1,4 +1,4 @@
-"""Partial allreduce host by host under ``horovodrun`` at 4 ranks, two hosts of two, in both frameworks."""
+"""Partial allreduce host by host at 4 ranks, two hosts of two, in both frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of docs/promises.md under ``horovodrun``: both frameworks, with stragglers, at 2, 3 and 4 ranks."""
+"""The promises of docs/promises.md between processes: both frameworks, with stragglers, at 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, Job, run_alone, run_job
+from launch import REPOSITORY, Job, RunJob, run_alone
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,23 +23,25 @@ BESIDES = {
 RECIPES = sorted(FOLDER.glob("*.py"))
 
 
-def run(path: Path, folder: Path) -> Job:
+def run(path: Path, folder: Path, forked: RunJob) -> Job:
     """The recipe's job: Ray starts its ranks itself, and writes into a folder of its own."""
     if path.stem == "ray_executor":
         with tempfile.TemporaryDirectory(prefix="ray") as short:  # (a socket's path has 107 bytes at the most)
             return run_alone(str(path), env={"HOME": str(folder), "RAY_TMPDIR": short})
-    return run_job("recipe.py", 2, args=(str(path),), env={"TMPDIR": str(folder)})
+    framework = "tensorflow" if path.stem.startswith("keras") else "torch"
+    return forked(framework, "recipe.py", 2, args=(str(path),), env={"TMPDIR": str(folder)})
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_trains_and_its_replicas_agree(path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    job = run(path, tmp_path_factory.mktemp("r")).check()
-    output = re.sub(r"^\[\d+\]<stdout>:", "", job.output, flags=re.MULTILINE)
-    found = re.search(r"test accuracy ([01]\.\d+).*replicas differ by (\S+)", output)
+def test_a_recipe_trains_and_its_replicas_agree(
+    forked: RunJob, path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job = run(path, tmp_path_factory.mktemp("r"), forked).check()
+    found = re.search(r"test accuracy ([01]\.\d+).*replicas differ by (\S+)", job.output)
     assert found, str(job)
     assert float(found[1]) > 0.8
     assert float(found[2]) == 0.0
-    assert re.search(BESIDES.get(path.stem, ""), output), str(job)
+    assert re.search(BESIDES.get(path.stem, ""), job.output), str(job)
 
 
 def test_the_page_has_each_recipe_and_a_line_it_prints() -> None:

@@ -208,20 +208,21 @@ def test_a_run_is_resumed_by_more_ranks(train: Train, whole: Callable[[str], Pat
 
 
 WAYS = [
-    (TORCH, "--algorithm allreduce"),
-    (TORCH, "--fp16 --backward-passes-per-step 2 --compression fp16"),
-    (TORCH, "--bf16 --compression bf16 --quorum auto --optimizer lars --lr 2 --weight-decay 0.0001"),
-    (TF, "--algorithm allreduce --fp16 --backward-passes-per-step 2 --compression fp16"),
+    (TORCH, "--algorithm allreduce", 2),
+    (TORCH, "--fp16 --backward-passes-per-step 2 --compression fp16", 1),
+    (TORCH, "--bf16 --compression bf16 --quorum auto --optimizer lars --lr 2 --weight-decay 0.0001", 2),
+    (TF, "--algorithm allreduce --fp16 --backward-passes-per-step 2 --compression fp16", 1),
 ]
+"""With epochs: in fp16 a CPU takes several times as long."""
 
 
-@pytest.mark.parametrize(("runner", "line"), WAYS)
-def test_ways_to_compute_and_to_send(train: Train, runner: str, line: str) -> None:
-    job, summary = train(runner, *line.split(), "--epochs", "2")
+@pytest.mark.parametrize(("runner", "line", "epochs"), WAYS)
+def test_ways_to_compute_and_to_send(train: Train, runner: str, line: str, epochs: int) -> None:
+    job, summary = train(runner, *line.split(), "--epochs", str(epochs))
     job.check()
     check_kept(summary)
     assert summary["algorithm"] == ("allreduce" if "allreduce" in line else "eager")
-    assert summary["test_accuracy"] > 0.5, "guessing gets 0.1"
+    assert summary["test_accuracy"] > (0.5 if epochs > 1 else 0.3), "guessing gets 0.1"
 
 
 def test_in_pace_rounds_a_rank_that_is_slow_for_good_holds_nobody_up(train: Train, tmp_path: Path) -> None:
@@ -253,13 +254,13 @@ def check_gossiped(summary: dict[str, Any], algorithm: str) -> None:
     assert summary["rounds"] > 0
 
 
-@pytest.mark.parametrize(("runner", "line"), [(TF, LATE), (TORCH, PAIRS)])
-def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str, line: str) -> None:
-    job, summary = train(runner, *line.split(), "--epochs", "5", "--log-dir", str(tmp_path), ranks=3)
+@pytest.mark.parametrize(("runner", "line", "epochs"), [(TF, LATE, 3), (TORCH, PAIRS, 5)])
+def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str, line: str, epochs: int) -> None:
+    job, summary = train(runner, *line.split(), "--epochs", str(epochs), "--log-dir", str(tmp_path), ranks=3)
     assert "before the last drain" in job.check().output
     algorithm = line.split()[1]
     check_gossiped(summary, algorithm)
-    assert summary["test_accuracy"] > 0.75, "guessing gets 0.1"
+    assert summary["test_accuracy"] > (0.75 if epochs > 3 else 0.5), "guessing gets 0.1"
     rows = rows_of(tmp_path)
     distances = [float(row["consensus_distance"]) for row in rows]
     assert distances[-1] == summary["consensus_distance"]

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.options import COMPRESSIONS
+from tests.conftest import LONG_RUN
+from tests.covering import covering
 from tests.threads.gossip_holdups import as_late_as_allowed
 from tests.threads.gossip_workload import Job, check, check_sums, job, run
 
@@ -51,8 +53,11 @@ class Crossing:
 
 TABLE = [
     Crossing(algorithm, compression, every, hosts, ranks)
-    for algorithm, compression, every, (hosts, ranks) in itertools.product(ALGORITHMS, COMPRESSIONS, EVERY, HOSTS)
+    for algorithm, compression, every, (hosts, ranks) in covering(
+        (ALGORITHMS, tuple(COMPRESSIONS), EVERY, HOSTS), 4 if LONG_RUN else 3
+    )
 ]
+"""Any three options in all their values; all four in a long run."""
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)

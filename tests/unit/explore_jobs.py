@@ -92,6 +92,7 @@ QUICK: Mapping[str, Mapping[str, Job]] = {
         "a host, two buckets": eager("1 drain 1 drain", "1 drain drain", buckets=2, local_size=2),
         "a host, one leaves": eager("2 drain 1 drain", "1 leave", local_size=2),
         "two hosts": eager("1 drain", "1 drain", "1 drain", "drain", local_size=2),
+        "half of each host": eager("1 drain", "drain", "1 drain", "drain", local_size=2),
     },
     "gossip": {
         "opening": gossip("1 drain", "drain", opening=True),

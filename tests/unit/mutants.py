@@ -114,7 +114,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "return []",
         ),
         "what a host holds back is forgotten at a drain": Mutant(
-            "two hosts", "bucket.loaded = self._by_hosts and self._gathering.holds(index)", "bucket.loaded = False"
+            "half of each host",
+            "bucket.loaded = self._by_hosts and self._gathering.holds(index)",
+            "bucket.loaded = False",
         ),
         "a host's steps are not counted anew after an end": Mutant(
             "a host", "self._gathering.begin_anew(self._hosts)", "pass"

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from hvd_async.advisor.advice import advise
 from tests.unit import bench_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,10 @@ def test_a_run_is_told_judged_written_and_drawn(bench, monkeypatch, tmp_path, ca
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_quick_run_is_smaller_is_drawn_and_judges_only_what_is_exact(bench, monkeypatch, tmp_path, case):
+    from benchmarks.cases import advice
+
+    few = {"resamples": 2, "steps": 40}  # (what is predicted is in the fixtures, and is not looked at here)
+    monkeypatch.setattr(advice, "advise", lambda trace, modes, resamples: advise(trace, modes=modes, **few))
     assert run(bench, monkeypatch, case) == 0
     usual, bench.asked = bench.asked, []
     files = [f"--json={tmp_path / 'found.json'}", f"--plot={tmp_path / 'drawn.png'}"]

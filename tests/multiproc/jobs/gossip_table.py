@@ -105,6 +105,10 @@ UNEVEN = tuple(
 )
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
 FEW |= {"dpsgd quasi-global", "noloco", "local", "local int8", "uneven local"}
+SOME = FEW | {"sgp star", "sgp averaged", "dpsgd base", "exact diffusion ring", "allreduce", "slowmo", "diloco"}
+SOME |= {"adpsgd quasi-global", "adpsgd bf16", "diloco int8", "uneven adpsgd", "uneven exact-diffusion"}
+"""Each algorithm, compression and kind; torch's ranks have all of them, and so has Keras in one process."""
+SHARES = {"some": SOME, "few": FEW}
 
 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:
@@ -112,4 +116,4 @@ def cases(size: int, share: Share) -> tuple[Gossip, ...]:
     if size == 4:
         return HOSTS + HOSTS_COMPRESSED + UNEVEN_HOSTS
     everything = (*EXACT, *COMPRESSED, *UNEVEN)
-    return tuple(case for case in everything if share != "few" or case.name in FEW)
+    return everything if share == "all" else tuple(case for case in everything if case.name in SHARES[share])
