@@ -9,8 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "CollectiveFailedError", "EngineError", "GradientLossError", "HvdAsyncError", "NotInitializedError",
-    "ProtocolError", "RankLostError", "ReplicaMismatchError", "ReplicaStateError", "WaitTimeoutError", "ranks_text",
+    "ProtocolError", "RankLostError", "ReplicaMismatchError", "ReplicaStateError", "WaitTimeoutError", "no_horovod",
+    "ranks_text",
 ]  # fmt: skip
+
+
+def no_horovod(error: ImportError) -> ImportError:
+    """Return the error of a binding whose Horovod cannot be imported."""
+    return ImportError(
+        f"Horovod is not there for this framework ({error}). Build it, in a checkout of hvd_async: "
+        f'bash scripts/install_horovod.sh --python "$(which python)" (pip install horovod fails beside today\'s '
+        f"frameworks); hvd_async doctor says what else is missing"
+    )
 
 
 class HvdAsyncError(RuntimeError):

@@ -6,7 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 HOROVOD=0.28.1
 usage() {
   cat <<USAGE
-usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--from DIR] [--without-mpi] [--rebuild] [--wheel DIR]
+usage: scripts/install_horovod.sh [--python PATH] [--cache DIR] [--from DIR] [--without-mpi] [--without-gpu]
+                                  [--rebuild] [--wheel DIR]
 
 Builds Horovod $HOROVOD against the torch and/or TensorFlow installed for PATH, with Gloo, with MPI, and with
 NCCL where a CUDA toolkit, NCCL's header and a CUDA build of a framework are found. The wheel is kept in DIR,
@@ -17,19 +18,21 @@ so that it is built once for each (Horovod, torch, TensorFlow, Python, flags).
   --from DIR       no network: take Horovod's source distribution, and wheels that are missing, from DIR
                    (pip download --no-deps --no-binary horovod -d DIR horovod==$HOROVOD, where there is one)
   --without-mpi    build with Gloo only
+  --without-gpu    build without CUDA and NCCL, whatever is found (TensorFlow's usual wheel is a CUDA build)
   --rebuild        build even if the cache has the wheel
   --wheel DIR      do not install Horovod: put the wheel into DIR, for machines with the same Python, frameworks and
                    libraries, where \`pip install --no-deps DIR/horovod-*.whl\` installs it
 USAGE
 }
 
-python= wheels=$CACHE/wheels mpi=1 rebuild= index=() into=
+python= wheels=$CACHE/wheels mpi=1 gpu=1 rebuild= index=() into=
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
     --cache) wheels=${2:?--cache wants a folder}; shift 2 ;;
     --from) index=(--no-index --find-links "$(realpath "${2:?--from wants a folder}")"); shift 2 ;;
     --without-mpi) mpi=; shift ;;
+    --without-gpu) gpu=; shift ;;
     --rebuild) rebuild=1; shift ;;
     --wheel) into=$(realpath -m "${2:?--wheel wants a folder}"); shift 2 ;;
     -h|--help) usage; exit ;;
@@ -51,7 +54,9 @@ cuda=${CUDA_HOME:-/usr/local/cuda}
 if [ ! -x "$cuda/bin/nvcc" ] && command -v nvcc >/dev/null; then
   cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
 fi
-if [ -x "$cuda/bin/nvcc" ]; then
+if [ -z "$gpu" ]; then
+  cuda_note="without GPUs, as asked: no NCCL"
+elif [ -x "$cuda/bin/nvcc" ]; then
   cuda_framework=
   if [ -n "$torch" ] && py -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then cuda_framework=torch; fi
   if [ -n "$tensorflow" ] && py -c 'import sys, tensorflow as tf; sys.exit(not tf.test.is_built_with_cuda())' 2>/dev/null; then
@@ -61,9 +66,9 @@ if [ -x "$cuda/bin/nvcc" ]; then
   if [ -z "$cuda_framework" ]; then
     cuda_note="CUDA toolkit found, but the frameworks are CPU builds: no NCCL"
   elif [ -n "$header" ] && [ -f "$header/include/nccl.h" ]; then
-    nccl=$header cuda_note="CUDA with NCCL from the nvidia-nccl wheel"
+    nccl=$header cuda_note="CUDA with NCCL from the nvidia-nccl wheel (--without-gpu leaves them out)"
   elif [ -f /usr/include/nccl.h ] || [ -f "$cuda/include/nccl.h" ]; then
-    nccl=system cuda_note="CUDA with the system's NCCL"
+    nccl=system cuda_note="CUDA with the system's NCCL (--without-gpu leaves them out)"
   else
     cuda_note="CUDA toolkit found but not nccl.h (libnccl-dev, or pip's nvidia-nccl): no NCCL"
   fi

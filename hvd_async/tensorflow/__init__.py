@@ -2,8 +2,13 @@
 
 from importlib import import_module as _import_module
 
-import horovod.tensorflow as _horovods
-from horovod.tensorflow import *  # noqa: F403
+from hvd_async.errors import no_horovod as _no_horovod
+
+try:
+    import horovod.tensorflow as _horovods
+    from horovod.tensorflow import *  # noqa: F403
+except ImportError as _error:
+    raise _no_horovod(_error) from _error
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names

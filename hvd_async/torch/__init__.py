@@ -5,9 +5,14 @@ From here on ``horovod.torch`` itself goes with them too, see ``horovod_names``.
 
 from importlib import import_module as _import_module
 
-import horovod.torch as _horovods
-from horovod.torch import *  # noqa: F403
-from horovod.torch import HorovodInternalError  # noqa: F401
+from hvd_async.errors import no_horovod as _no_horovod
+
+try:
+    import horovod.torch as _horovods
+    from horovod.torch import *  # noqa: F403
+    from horovod.torch import HorovodInternalError  # noqa: F401
+except ImportError as _error:
+    raise _no_horovod(_error) from _error
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names

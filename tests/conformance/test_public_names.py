@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -70,3 +72,12 @@ def test_all_of_horovods_that_a_star_takes_is_exported(name):
     wanted = {each for each, one in vars(theirs).items() if each[0] != "_" and not isinstance(one, ModuleType)}
     assert len(wanted) > 5
     assert not wanted - set(importlib.import_module(name).__all__)
+
+
+@pytest.mark.parametrize("binding", ["torch", "tensorflow", "tensorflow.keras"])
+def test_without_horovod_an_import_says_how_to_build_it(binding):
+    code = f"import sys\nsys.modules['horovod'] = None\nimport hvd_async.{binding}"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: Horovod is not there for this framework"), ended.stderr
+    assert "scripts/install_horovod.sh" in last

@@ -112,14 +112,25 @@ open("epoch", "w").write("1")
 del model
 """
 )
+SAVE = """
+torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, "checkpoint.pt")
+opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+"""
 BLOCKS = {
     "README.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "README.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
     "docs/advisor.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER,
                                "recorder.close()\nassert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')",
                                (("...", "opt = optimizer\n" + STEP),)),
+    "docs/advisor.md 2": Block("tensorflow", KERAS, "assert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')"),
     "docs/eager.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "docs/eager.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
+    "docs/eager.md 3": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n" + STEP,
+                             "assert hvd.rank() or os.path.exists('checkpoint.pt')"),
+    "docs/eager.md 4": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n" + STEP + SAVE,
+                             "assert opt.rounds == 4\n" + STEP),
+    "docs/eager.md 5": Block("torch", "import itertools\n" + TORCH + WRAPPED + SGD, "assert opt.rounds >= 20",
+                             (("1000", "20"),)),
     "docs/elastic.md 1": Block("torch", "", "assert state.batch == 1000"),
     "docs/gossip.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 8"),
     "docs/gossip.md 2": Block("torch", TORCH + WRAPPED + SGD, STEP),
