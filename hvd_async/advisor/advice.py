@@ -150,7 +150,8 @@ def unknown(trace: Trace, link: Link) -> list[str]:
         "Communication is simulated after the computation, in one piece: what Horovod or EagerOptimizer hides behind"
         " the backward pass is not known. A pause, such as an evaluation, counts as computation unless it was skipped.",
         "Input: batches that are made in the background (tf.data, a DataLoader's workers) while a rank waits for others"
-        " count as work only where the rank waits for them too. With less waiting that time shows, and gains are smaller.",
+        " count as work only where the rank waits for them too: with less waiting that time shows, and gains are"
+        " smaller.",
         f"The network: {link.origin}.",
     ]
     if not all(header.synchronized for header in trace.headers):
