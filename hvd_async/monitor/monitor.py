@@ -111,6 +111,7 @@ class Monitor:
         self._resets = self._counts.resets
         self._totals = Totals(name)
         self._begin_to_warn()
+        self._distance: float | None = None
         self.last: Sample | None = None
         files = [None if place is None else Path(place) for place in (tensorboard, prometheus)]
         self._sinks = Sinks(Destinations(files[0], files[1], prometheus_port, all_ranks, name))
@@ -160,7 +161,7 @@ class Monitor:
             return None
         now, counts = self._clock(), Counts.of(optimizer.stats())
         self._follow(optimizer, counts)
-        sample = Sample.between(self._counts, counts, now - self._at)
+        sample = Sample.between(self._counts, counts, now - self._at, self._distance)
         self._counts, self._at, self.last = counts, now, sample
         ranks, hosts = self._ranks.ranks, self._hosts(optimizer)
         self._totals.add(sample, ranks, hosts)
@@ -182,6 +183,14 @@ class Monitor:
         self._begin_to_warn()
         if moved:
             self._sinks.reopen(*self._place())
+
+    def record_consensus_distance(self, distance: float) -> None:
+        """Show a distance of the ranks' weights from their mean with each sample from now on.
+
+        Args:
+            distance: what ``optimizer.consensus_distance()`` returns, a collective of all ranks.
+        """
+        self._distance = float(distance)
 
     def report(self) -> WaitReport:
         """Return this rank's waits since its last report, for ``compare``."""

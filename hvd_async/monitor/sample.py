@@ -95,6 +95,7 @@ class Sample:
         nbytes: sent (leaders: received).
         leader_distance: mean distance to the leader, or the center, where this rank was pulled. None: it was not.
         counts: so far.
+        consensus_distance: of all ranks' weights from their mean, as it was measured last. None: it was not.
     """
 
     step: int
@@ -109,10 +110,11 @@ class Sample:
     nbytes: int
     leader_distance: float | None
     counts: Counts
+    consensus_distance: float | None = None
 
     @classmethod
-    def between(cls, before: Counts, after: Counts, seconds: float) -> Sample:
-        """Return the values between two counts of one optimizer, so many seconds apart."""
+    def between(cls, before: Counts, after: Counts, seconds: float, distance: float | None = None) -> Sample:
+        """Return the values between two counts of one optimizer, so many seconds apart, and the consensus distance."""
         staleness = _more(before.staleness, after.staleness)
         contributors = _more(before.contributors, after.contributors)
         pulled = after.distances - before.distances
@@ -130,6 +132,7 @@ class Sample:
             max(0, after.nbytes - before.nbytes),
             (after.distance_sum - before.distance_sum) / pulled if pulled > 0 else None,
             after,
+            distance,
         )
 
     @property

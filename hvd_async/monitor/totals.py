@@ -76,6 +76,11 @@ class Totals:
             gauge("staleness_mean", "Mean staleness in rounds (of gossip steps), lately.", sample.staleness_mean),
             gauge("staleness_max", "Highest staleness in rounds (of gossip steps), lately.", sample.staleness_max),
             gauge("leader_distance", "Mean distance to the leader or center, lately.", sample.leader_distance),
+            gauge(
+                "consensus_distance",
+                "Root mean square distance of all ranks' weights from their mean, when last measured.",
+                sample.consensus_distance if first else None,
+            ),
             gauge("sample_timestamp_seconds", "Unix time of the last sample.", now),
         ]
 
@@ -96,6 +101,7 @@ def scalars(sample: Sample, ranks: Sequence[int], prefix: str = "hvd_async/") ->
         "staleness_max": sample.staleness_max,
         "megabytes_per_second": sample.bytes_per_s / 1e6,
         "leader_distance": sample.leader_distance,
+        "consensus_distance": sample.consensus_distance,
         "resets": sample.counts.resets,
         "gradients_lost": sample.counts.gradients_lost,
     }

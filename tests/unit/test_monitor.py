@@ -94,6 +94,22 @@ def test_gossip_and_leaders_have_values_of_their_own():
     assert (second.leader_distance, second.waits, second.bytes_per_s) == (4.0, (), 2.0)
 
 
+def test_a_consensus_distance_is_shown_from_when_it_was_measured(tmp_path: pathlib.Path):
+    path, clock, optimizer = tmp_path / "metrics.prom", Clock(), Optimizer(FIRST)
+    key = ("hvd_async_consensus_distance", (("rank", "0"),))
+    with Monitor(optimizer, prometheus=path, tensorboard=tmp_path / "tb", clock=clock) as monitor:
+        monitor.sample()
+        assert key not in parsed(path.read_text())
+        monitor.record_consensus_distance(0.25)
+        for _ in range(2):
+            sample = monitor.sample()
+            assert sample is not None
+            assert sample.consensus_distance == 0.25
+            assert parsed(path.read_text())[key] == 0.25
+    drawn = [value for _, tag, value in scalars_in(tmp_path / "tb") if tag == "hvd_async/consensus_distance"]
+    assert drawn == [0.25, 0.25]
+
+
 def test_files_hold_the_last_sample(tmp_path: pathlib.Path):
     clock, optimizer = Clock(), Optimizer(FIRST)
     path = tmp_path / "a" / "metrics.prom"
