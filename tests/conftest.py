@@ -29,7 +29,7 @@ def examples(long: int) -> int:
 
 JOBS = "tests/multiproc/"
 APART = tuple(f"{JOBS}test_{topic}.py" for topic in ("elastic", "ends", "nemesis", "runners"))
-"""Of these no test looks at the job of another file."""
+"""Files whose jobs no test of another file looks at."""
 BESIDE = 5
 """Niceness of tests that run beside horovodrun jobs: these have the cores when they need them."""
 

@@ -19,8 +19,8 @@ BUFFERED = 512
 WRITES_EACH = 2.0
 """Seconds after which they are written also if they are fewer: a job may be killed."""
 LAUNCHES = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "SLURM_STEP_ID", "MASTER_PORT")
-"""What launchers put into the environment, alike on all ranks and mostly another one in each run; the first that is
-there counts. Of horovodrun on Gloo and what starts ranks as it does; Open MPI, and SLURM with PMIx; SLURM; torchrun."""
+"""Variables that launchers set, alike on all ranks and mostly to something else in each run; the first that is there
+counts. Of horovodrun on Gloo and what starts ranks as it does; Open MPI, and SLURM with PMIx; SLURM; torchrun."""
 
 
 class Recorder:

@@ -172,6 +172,27 @@ def test_a_rank_that_does_not_answer_is_blamed_when_its_time_is_up():
     assert "has not answered for 25 s since Horovod failed on rank 0 on host a (HorovodInternalError: x)" in lost.reason
 
 
+def test_commands_are_on_their_way_before_the_coordinator_looks_at_its_clock():
+    """Who waits for them does not wait for its looks at deadlines, warnings and roll calls."""
+
+    class Watched(Stage):
+        flushed = 0
+
+        def flush(self) -> None:
+            self.flushed = len(self.sent)
+
+    stage = Watched(*HELLOS)
+    looked = stage.coordinator._warn
+
+    def warn(now: float) -> None:
+        assert stage.flushed == len(stage.sent)
+        looked(now)
+
+    stage.coordinator._warn = warn  # type: ignore[method-assign]
+    stage.coordinator.run()
+    assert [command for _, command in stage.sent] == [Welcome()] * 3
+
+
 def test_several_symptoms_are_one_roll_call():
     now, broken = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, FELL), (10.2, 2, Present()), (10.3, 1, Gone("x"))).verdict()
     assert now == pytest.approx(12.0)

@@ -1,4 +1,4 @@
-"""What a rank of ``advice`` brings home, without a job: its trace, where one is asked for, and how long it took."""
+"""A rank of ``advice`` without a job: what it brings home, its trace, where one is asked for, and how long it took."""
 
 from __future__ import annotations
 
