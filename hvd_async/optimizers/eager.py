@@ -62,10 +62,6 @@ class GradientReplica(Replica):
         """Apply a round outside of a step."""
 
     @abc.abstractmethod
-    def end_prediction(self) -> None:
-        """Let the model hold its weights in place of those predicted ahead of them."""
-
-    @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
 
@@ -78,7 +74,7 @@ class EagerDriver(Driver):
         buffers: how batch-norm statistics agree: "average", "local", or "root".
         config: as the user has it, of ``EagerConfig`` but for the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
-        auto_prediction: whether weights are to be predicted only where gradients may be late.
+        auto_extrapolation: whether to extrapolate updates only where gradients may be late.
 
     Attributes:
         restored: what an earlier run has left pending on this rank; None if nothing was loaded.
@@ -98,7 +94,7 @@ class EagerDriver(Driver):
         buffers: str,
         config: dict[str, Any],
         late_cap_mb: float,
-        auto_prediction: bool = False,
+        auto_extrapolation: bool = False,
     ) -> None:
         super().__init__(lifecycle, rank_group, replica)
         self.buffers, self.config = buffers, config
@@ -108,7 +104,7 @@ class EagerDriver(Driver):
         self._gradients: GradientCounts | None = None
         """Of before a reset, until the ranks have agreed."""
         self._late_cap_mb, self._said = late_cap_mb, False
-        self._auto_prediction = auto_prediction
+        self._auto_extrapolation = auto_extrapolation
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
         """Return what the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than
@@ -124,7 +120,7 @@ class EagerDriver(Driver):
                 f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
                 f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
             )
-        ahead = 0.0 if lowered == 0 and self._auto_prediction else config.weight_prediction
+        ahead = 0.0 if lowered == 0 and self._auto_extrapolation else config.weight_prediction
         return msgspec.structs.replace(config, max_staleness=lowered, weight_prediction=ahead)
 
     @property
@@ -241,10 +237,6 @@ class EagerDriver(Driver):
                 unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
 
-    def discard(self) -> None:
-        super().discard()
-        self.replica.end_prediction()
-
     # -- other ranks in the same process (elastic training) ---------------------------------------------------------
 
     def leave(self) -> None:
@@ -253,7 +245,6 @@ class EagerDriver(Driver):
             self.remains = worker.remains().counted_from(self.rounds_before, self.steps_ended)
             orderly = worker.engine.failure is None  # (drained: whoever is gone holds nothing)
             self._gradients = None if orderly else self._counts(worker, self.remains)
-            self.replica.end_prediction()
 
     def _counts(self, worker: EagerWorker, remains: Remains) -> GradientCounts:
         failure = worker.engine.failure
@@ -267,10 +258,6 @@ class EagerDriver(Driver):
             pending=len(remains.pending[0].versions),
             handed_over=None if known is None else tuple(known.get(worker.number, ())) or None,
         )
-
-    def roll_back(self) -> None:
-        super().roll_back()
-        self.replica.end_prediction()
 
     def standing(self) -> Standing:
         remains = self.remains or Remains(begun=self.steps_ended, ended=self.steps_ended)
@@ -309,7 +296,6 @@ class EagerDriver(Driver):
         if worker is not None:
             held = worker.pending()
             synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
-            synchronous = synchronous and not worker.config.weight_prediction  # (else the model holds other weights)
             if not worker.settled and not synchronous:
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version

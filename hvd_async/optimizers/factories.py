@@ -76,7 +76,7 @@ def eager_driver(
     options.check(rank_group.named, local)
     if local == rank_group.named > 1:  # one host: its ranks wait for each other, and for nobody else
         options = dataclasses.replace(options, quorum="all")
-    auto_prediction = options.weight_prediction == AUTO
+    auto_extrapolation = options.weight_prediction == AUTO
     options = options.resolved(1 if rank_group.size == 1 else rank_group.named // local)
     check_passes(given["backward_passes_per_step"])
     check_compression(given["compression"])
@@ -87,7 +87,7 @@ def eager_driver(
         groups = given["num_groups"]
     made = replica(options, rank_group, factors, groups)
     config = options.config(local if rank_group.size == rank_group.named else 1)  # (a rank outside is by itself)
-    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb, auto_prediction)
+    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb, auto_extrapolation)
 
 
 def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:

@@ -14,8 +14,8 @@ import tensorflow as tf
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.tensorflow.bucket_layout import Layout, has_gradients
+from hvd_async.tensorflow.extrapolation import Extrapolation
 from hvd_async.tensorflow.variables import own_name, raw
-from hvd_async.tensorflow.weight_prediction import WeightPrediction
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 NOT_SETTINGS = {"name", "built", "loss_scale_factor"}
@@ -73,7 +73,7 @@ class Update:
         correct_momentum: scale velocities when a round changes the rate (Goyal et al., 2017, section 3).
         last_rate: float32, where the rate of the last round is kept for that. (Made while a step is traced, it would
             have TensorFlow trace the step twice.)
-        prediction: of the weights.
+        extrapolation: of its updates.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Update:
         transform: RoundTransform | None,
         correct_momentum: Callable[[], bool],
         last_rate: tf.Variable,
-        prediction: WeightPrediction,
+        extrapolation: Extrapolation,
     ) -> None:
         self._optimizer, self._layout = optimizer, layout
         self._transform, self._correct = transform, correct_momentum
@@ -94,7 +94,7 @@ class Update:
         arguments = [*rate, *weights, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
         self._shapes = [argument.shape for argument in arguments]
-        self._last_rate, self._prediction = last_rate, prediction
+        self._last_rate, self._extrapolation = last_rate, extrapolation
         last_rate.assign(0.0)
         self._inner = tf.function(
             lambda *parts: self._apply(*parts),
@@ -139,7 +139,6 @@ class Update:
         """Return a function that puts back the variables, and the optimizer's share of them, that a round must not
         move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
         update this would be half of it, and take as long to trace.)"""
-        self._prediction.begin()
         unmoved = set(self._unmoved(round_))
         held = self._held() if unmoved else []
         kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
@@ -166,15 +165,13 @@ class Update:
             if rate is not None and self._corrects:
                 self._correct_momentum(rate)
             moved = [variable for variable in self._variables if has_gradients(variable)]
-            self._prediction.begin_round(moved)
             optimizer._wrapped_class.apply(optimizer, gradients, moved)
-            self._prediction.end_round(moved)
         return tf.identity(raw(optimizer._iterations))
 
     def _held(self) -> list[tuple[int, Any]]:
         """Every variable that a round may move, with the index of the trainable one it belongs to."""
         held = [(index, raw(v)) for index, v in enumerate(self._variables)]
-        held += [(index, v) for index, v in enumerate(self._prediction.weights)]
+        held += [(index, v) for index, v in enumerate(self._extrapolation.leads)]
         return held + [(i, v) for i, found in owners(self._optimizer, self._variables).items() for v in found]
 
     @contextlib.contextmanager

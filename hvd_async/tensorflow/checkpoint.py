@@ -66,6 +66,16 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, An
     return share
 
 
+def pack_leads(leads: Sequence[tf.Variable]) -> Arrays:
+    """Return the leads of extrapolated updates as arrays."""
+    return {f"{PREFIX}lead.{place}": lead.numpy() for place, lead in enumerate(leads)}
+
+
+def unpack_leads(state: Mapping[str, Any], count: int) -> list[Any]:
+    """Return ``count`` leads that ``pack_leads`` made, None for each that ``state`` does not have."""
+    return [state.get(f"{PREFIX}lead.{place}") for place in range(count)]
+
+
 def pack_local(share: Mapping[str, Any]) -> Arrays:
     """Return ``LocalDriver.share`` as arrays: numbers, lists of numbers and text, and vectors by name ("copies")."""
     numbers = {name: value for name, value in share.items() if name != "copies"}
@@ -85,5 +95,5 @@ def unpack_local(state: Mapping[str, Any]) -> dict[str, Any] | None:
     copies = {name.removeprefix(COPY): np.array(own.pop(name)) for name in list(own) if name.startswith(COPY)}
     pending = [own.pop(name).tolist() for name in list(own) if name.startswith("versions.")]
     return {"copies": copies, "versions": pending} | {
-        name: value.tolist() for name, value in own.items() if not name.startswith("pending.")
+        name: value.tolist() for name, value in own.items() if not name.startswith(("pending.", "lead."))
     }

@@ -62,9 +62,10 @@ class EagerMethods(methods.EagerMethods):
         Raises:
             ReplicaStateError: gradients may be on their way, on some rank or other.
         """
-        layout = self._async.replica.prepare()
+        replica = self._async.replica
+        share = checkpoint.pack(self._async.share(replica.prepare().nbytes))
         own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | checkpoint.pack(self._async.share(layout.nbytes))
+        return own | share | checkpoint.pack_leads(replica.leads)
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
         """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
@@ -74,13 +75,19 @@ class EagerMethods(methods.EagerMethods):
         """
         layout = self._async.replica.prepare()
         share = checkpoint.unpack(state, layout.dtypes)
-        own = checkpoint.own_variables(self, state)
+        own, leads = checkpoint.own_variables(self, state), self._async.replica.leads
         if share is not None:
             self._async.take_share(share, layout.nbytes)
         for name, variable in own.items():
             variable.assign(state[name])
+        for lead, value in zip(leads, checkpoint.unpack_leads(state, len(leads)), strict=True):
+            lead.assign(tf.zeros_like(lead) if value is None else value)
 
     # -- what Keras calls by name -------------------------------------------------------------------------------
+
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        with self._async.replica.extrapolation.around_update(trainable_variables):
+            self._wrapped_class._backend_update_step(self, grads, trainable_variables, learning_rate)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:

@@ -124,10 +124,16 @@ class _Exchange(elastic.Exchange):
         return [raw(variable) for variable in optimizer._trainable_variables]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return self.tensors_of(root, [raw(variable) for variable in optimizer.variables], name)
+        return self.tensors_of(root, self._state(optimizer), name)
 
     def put_state(self, optimizer: Any, state: Any) -> None:
-        self.put([raw(variable) for variable in optimizer.variables], state)
+        self.put(self._state(optimizer), state)
+
+    @staticmethod
+    def _state(optimizer: Any) -> list[Any]:
+        replica = optimizer._async.replica
+        replica.prepare()
+        return [raw(variable) for variable in optimizer.variables] + list(replica.leads)
 
 
 def _reset() -> None:

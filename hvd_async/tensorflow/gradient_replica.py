@@ -23,9 +23,9 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
 from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, partition
 from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow.extrapolation import Extrapolation
 from hvd_async.tensorflow.gradient_feed import Feed
 from hvd_async.tensorflow.variables import buffers_by_kind, checksum, flat_double, own_name, raw, signature
-from hvd_async.tensorflow.weight_prediction import WeightPrediction
 
 Array = np.ndarray[Any, Any]
 
@@ -68,10 +68,11 @@ class GradientReplica(eager.GradientReplica):
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
         self.put_back: Callable[[], None] = lambda: None
-        self._prediction: WeightPrediction | None = None
+        self.extrapolation: Extrapolation | None = None
 
     def continue_from(self, before: GradientReplica) -> None:
         self.momentum_correction, self._last_rate = before.momentum_correction, before._last_rate
+        self.extrapolation = before.extrapolation
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class GradientReplica(eager.GradientReplica):
             if self.layout is None:
                 self._lay_out(optimizer)
             assert self.layout is not None
-            assert self._prediction is not None
+            assert self.extrapolation is not None
             if self.update is None or self.update.stale():
                 self.update = Update(
                     optimizer,
@@ -106,7 +107,7 @@ class GradientReplica(eager.GradientReplica):
                     self.round_transform,
                     lambda: self.momentum_correction,
                     self._last_rate,
-                    self._prediction,
+                    self.extrapolation,
                 )
         return self.layout
 
@@ -127,7 +128,7 @@ class GradientReplica(eager.GradientReplica):
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
         config = optimizer._async.config_for(self.layout.nbytes)
-        self._prediction = WeightPrediction(optimizer, config.weight_prediction)
+        self.extrapolation = Extrapolation(optimizer, config.weight_prediction, self.extrapolation)
 
     def new_worker(
         self,
@@ -171,7 +172,14 @@ class GradientReplica(eager.GradientReplica):
             kinds.append(f"decayed {[optimizer._use_weight_decay(v) for v in optimizer._trainable_variables]}")
         names = [*kinds, *(signature(v) for v in optimizer._trainable_variables)]
         names += [f"{STATE}{own_name(v)} {tuple(v.shape)}" for v in held]
-        return names, [0] * len(kinds) + [checksum(v) for v in [*optimizer._trainable_variables, *held]]
+        names += [f"{STATE}lead {place}" for place in range(len(self.leads))]
+        every = [*optimizer._trainable_variables, *held, *self.leads]
+        return names, [0] * len(kinds) + [checksum(v) for v in every]
+
+    @property
+    def leads(self) -> list[tf.Variable]:
+        """State of the optimizer beside its own variables: see ``Extrapolation``."""
+        return [] if self.extrapolation is None else self.extrapolation.leads
 
     def hyperparameters(self) -> Hyper:
         assert self.update is not None
@@ -199,14 +207,8 @@ class GradientReplica(eager.GradientReplica):
                 update(*update.parts(round_))
                 put_back()
 
-    def end_prediction(self) -> None:
-        if self._prediction is not None:
-            with tf.init_scope():
-                self._prediction.end()
-
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         with tf.init_scope():
-            self.end_prediction()
             if flush and self.feed is not None and self.feed.done:
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -48,7 +48,10 @@ class WeightReplica(replica.WeightReplica):
         summed: indices of the variables that have ever had any.
         done: backward passes since the last step; None if a pass is a step.
         recorded: in a graph that is being built: that a loss was recorded which belongs to the next step.
+        leads: none; see ``GradientReplica.leads``.
     """
+
+    leads: Sequence[Any] = ()
 
     def __init__(
         self,

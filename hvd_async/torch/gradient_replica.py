@@ -23,12 +23,12 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
 from hvd_async.torch.compression import make_wire, slots
+from hvd_async.torch.extrapolation import Extrapolation
 from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature, take_over
-from hvd_async.torch.weight_prediction import WeightPrediction
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
@@ -75,7 +75,7 @@ class GradientReplica(eager.GradientReplica):
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
-        self._prediction = WeightPrediction()
+        self._extrapolation = Extrapolation()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
@@ -129,7 +129,7 @@ class GradientReplica(eager.GradientReplica):
         self.lay_out()  # groups may have been added since the wrapper was made
         wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
         made = config(self.layout.nbytes)
-        self._prediction.rounds = made.weight_prediction
+        self._extrapolation.rounds = made.weight_prediction
         return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class GradientReplica(eager.GradientReplica):
 
     def _step(self) -> None:
         optimizer = self.optimizer
-        with self._prediction.around_round(optimizer.param_groups):
+        with self._extrapolation.around_step(optimizer):
             optimizer._wrapped_class.step(optimizer)
 
     # -- what the ranks have in common --------------------------------------------------------------------------
@@ -300,11 +300,7 @@ class GradientReplica(eager.GradientReplica):
     def buffers(self) -> list[Buffers]:
         return buffers_by_kind(self.named_buffers)
 
-    def end_prediction(self) -> None:
-        self._prediction.end()
-
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        self.end_prediction()
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
         if worker.mend is not None:
             self._take_over(worker, worker.mend)

@@ -90,17 +90,22 @@ def weighted(gradients: Sequence[Array], samples: Sequence[int]) -> Array:
 
 
 def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied], size: int, ahead: int = 0) -> Array:
-    """The weights after these rounds; those that carried no gradient are not applied.
+    """Return the weights after these rounds; those that carried no gradient are not applied.
 
-    With ``ahead`` the weights predicted so many rounds ahead: x + (mu + ... + mu^ahead) (x - x of the round before).
+    Args:
+        ahead: T of extrapolated updates: x <- x + u + (c u - c u of the round before), c = mu + ... + mu^T. Decay in
+            Keras' form is no part of u.
     """
     x, state = weights.astype(np.float64), start(weights)
-    before, mu = x, BETA_1 if case.kind == "adam" else case.momentum
+    lead, mu = np.zeros_like(x), BETA_1 if case.kind == "adam" else case.momentum
+    factor = sum(mu**n for n in range(1, ahead + 1))
     for sums, lr in rounds:
         if sums[-1] > 0.5:
-            before = x
+            begun = x - lr * case.weight_decay * x if framework == "keras" else x
             x, state = UPDATES[framework](case, x, sums[:-1] / size, state, lr)
-    return x + sum(mu**n for n in range(1, ahead + 1)) * (x - before)
+            before, lead = lead, factor * (x - begun)
+            x = x + lead - before
+    return x
 
 
 def play(log: Sequence[Sequence[Any]], hit: Callable[[int, Any], bool]) -> None:

@@ -151,6 +151,7 @@ def check(
     case: Case = UNIT,
     members: Sequence[int] = (),
     change: Callable[[Array], Array] = lambda average: average,
+    ahead: float = 0,
 ) -> None:
     """Every gradient was carried once, by its samples, and the weights are the reference's.
 
@@ -158,6 +159,7 @@ def check(
         carried: the rounds that these weights have seen.
         members: the ranks that share the optimizer; none for all.
         change: as ``round_transform``, of a round's average.
+        ahead: rounds by which updates are extrapolated.
     """
     ranks = members or range(len(plan.samples))
     for vector, own in enumerate(np.split(np.array(weights), VECTORS)):
@@ -179,5 +181,5 @@ def check(
         some = [n for n in given if plan.samples[plan.steps[n][0]][plan.steps[n][1]]]
         assert sorted(seen) == some, "gradients lost, or carried twice"
         assert empty == len(given) - len(some), "empty batches that did not count as arrived, or counted twice"
-        expected = replay(binding.framework, case, np.zeros(plan.size), applied, len(ranks))
+        expected = replay(binding.framework, case, np.zeros(plan.size), applied, len(ranks), int(ahead))
         np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5)

@@ -51,7 +51,10 @@ def test_scripted_rounds(binding, case):
 def test_rounds_of_a_cluster_with_a_late_rank(binding, schedule, case, tapes):
     outcomes = with_late_rank(schedule, lambda rank: binding.trainer(case, quorum=schedule.quorum))
     check_late_rank(
-        binding.framework, lambda x, rounds: replay(binding.framework, case, x, rounds, schedule.size), outcomes, tapes
+        binding.framework,
+        lambda x, rounds: replay(binding.framework, case, x, rounds, schedule.size, 2),
+        outcomes,
+        tapes,
     )
 
 
@@ -78,7 +81,7 @@ def test_hosts_equal_a_reference_whose_ranks_are_hosts(binding, case):
     ranks = Cluster(4).run(train)
     first = [np.append(a + b, 2.0) for a, b in zip(ranks[0][2], ranks[1][2], strict=True)]
     late = np.append(sum([*ranks[2][2], *ranks[3][2]]), 6.0)
-    expected = replay(binding.framework, case, ranks[0][0], [Applied(sums, case.lr) for sums in [*first, late]], 4)
+    expected = replay(binding.framework, case, ranks[0][0], [Applied(sums, case.lr) for sums in [*first, late]], 4, 2)
     for _, weights, _, rounds in ranks:
         assert rounds == 4
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)

@@ -145,7 +145,7 @@ def test_every_round_has_its_leaders_learning_rate(binding, schedule, tapes):
     outcomes = with_late_rank(schedule, make)
     for rank, outcome in enumerate(outcomes):
         assert outcome.after.tobytes() == outcomes[0].after.tobytes()
-        expected = replay(binding.framework, MOMENTUM, outcome.before, tapes[rank].applied, schedule.size)
+        expected = replay(binding.framework, MOMENTUM, outcome.before, tapes[rank].applied, schedule.size, 2)
         np.testing.assert_allclose(outcome.after, expected, atol=1e-5)
         for index, one in enumerate(tapes[rank].applied[:3]):
             leaders = [0.01 * (r + 1) * (0.5 + 0.1 * r) ** index for r in range(schedule.size - 1)]

@@ -52,7 +52,7 @@ def test_each_round_is_the_references(binding, plan, slow, options, rounds):
     ends = train(binding, plan, slow=slow, case=MOMENTUM, options=lambda rank: options)
     for rank, (weights, _, opt) in enumerate(ends):
         assert weights == ends[0].weights, "replicas differ"
-        check(binding, plan, rounds[rank], weights, MOMENTUM)
+        check(binding, plan, rounds[rank], weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
         assert opt.stats().gradients_applied == opt.stats().total_produced == len(plan.steps)
     if slow is not None:
         assert max(ends[slow].opt.stats().staleness) > 0, "the example has lost its point"
@@ -60,7 +60,7 @@ def test_each_round_is_the_references(binding, plan, slow, options, rounds):
 
 def test_each_round_is_the_references_in_a_graph(rounds):
     ends = train(KERAS_GRAPH, EVEN, slow=2, case=MOMENTUM, options=lambda rank: {"quorum": "solo"})
-    check(KERAS_GRAPH, EVEN, rounds[0], ends[0].weights, MOMENTUM)
+    check(KERAS_GRAPH, EVEN, rounds[0], ends[0].weights, MOMENTUM, ahead=2)
 
 
 @both
@@ -70,7 +70,7 @@ def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):
     spoilt = {(0, 0, 1), (1, 2, 0), (1, 2, 1), *((rank, 3, 0) for rank in range(4))}
     plan = Plan(EVEN.samples, frozenset(spoilt))
     for rank, (weights, _, opt) in enumerate(train(binding, plan, case=MOMENTUM, options=lambda _: {"quorum": quorum})):
-        check(binding, plan, rounds[rank], weights, MOMENTUM)
+        check(binding, plan, rounds[rank], weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
         assert opt.stats().gradients_skipped == len({step for own, step, _ in spoilt if own == rank})
 
 

@@ -37,7 +37,7 @@ PURE = {
     "option",
     "quorum",
     "auto_quorum",
-    "weight_prediction",
+    "extrapolation",
     "quasi_global",
     "grace",
     "arrivals",

@@ -19,7 +19,7 @@ class EagerConfig(Config, frozen=True, tag=True):
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
-        weight_prediction: rounds ahead at which gradients are computed.
+        weight_prediction: rounds by which updates are extrapolated.
         weighting: "ranks", whose gradients a round averages alike, or "samples", by which it weights them.
     """
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_async.algorithms.eager.extrapolation import rounds_ahead
 from hvd_async.algorithms.eager.grace import AUTO
 from hvd_async.algorithms.eager.quorum import Quorum, check_quorum, parse_quorum, waits_for_all
-from hvd_async.algorithms.eager.weight_prediction import rounds_ahead
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
 from hvd_async.runtime.family import Algorithm
 
@@ -18,7 +18,7 @@ PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
 WEIGHTINGS = ("ranks", "samples")
 MOST_AHEAD = 100
-"""Rounds that may be predicted."""
+"""Largest number of rounds to extrapolate by."""
 
 
 def _auto_or_real(text: str) -> float | str:
@@ -64,11 +64,11 @@ class EagerOptions:
     )
     weight_prediction: float | str = option(
         AUTO,
-        "rounds by which gradients are computed ahead, as far as the optimizer's momentum alone carries the weights "
-        "(linear weight prediction, Kosson et al., MLSys 2021), since a late gradient is applied to those that are "
-        'there by then; 0: none; "auto": 2 where gradients may be late, else none',
-        help="rounds by which gradients are computed ahead, as far as momentum alone carries the weights, since late "
-        "ones are applied there; 0 is none, auto is 2 where gradients may be late",
+        "rounds by which updates are extrapolated, as far as the optimizer's momentum alone carries the weights, since "
+        "late gradients are applied there (after linear weight prediction, Kosson et al., MLSys 2021); 0: none; "
+        '"auto": 2 where gradients may be late, else none',
+        help="rounds by which updates are extrapolated, as far as momentum alone carries the weights, since late "
+        "gradients are applied there; 0 is none, auto is 2 where gradients may be late",
         read=_auto_or_real,
         metavar="N",
     )

@@ -48,7 +48,7 @@ def images(block: Block) -> tuple[Learning, Callable[[], float]]:
         chosen = batches(how, labels, usable, rank, block["ranks"], epoch)[number]
         return torch.nn.functional.cross_entropy(model(pixels[chosen]), targets[chosen])
 
-    return Learning(model, loss, rate_of(0.1, block), 0.9, 5e-4), lambda: accuracy(model, test)
+    return Learning(model, loss, rate_of(block), 0.9, 5e-4, block["optimizer"]), lambda: accuracy(model, test)
 
 
 def clips(block: Block) -> tuple[Learning, Callable[[], float]]:
@@ -67,9 +67,9 @@ def clips(block: Block) -> tuple[Learning, Callable[[], float]]:
             found = model(torch.from_numpy(batch.frames), torch.from_numpy(batch.lengths)).argmax(dim=1)
         return float((found.numpy() == batch.labels).mean())
 
-    return Learning(model, loss, rate_of(0.05, block), 0.9, 0.0), score
+    return Learning(model, loss, rate_of(block), 0.9, 0.0, block["optimizer"]), score
 
 
-def rate_of(highest: float, block: Block) -> Callable[[int], float]:
+def rate_of(block: Block) -> Callable[[int], float]:
     """Return the learning rate by round; the drain's has the last one."""
-    return lambda number: rate(highest, min(number, block["steps"] - 1), block["steps"])
+    return lambda number: rate(block["rate"], min(number, block["steps"] - 1), block["steps"])

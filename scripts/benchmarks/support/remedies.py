@@ -1,8 +1,8 @@
 """Remedies for late gradients, and trainings to try them on. Pure.
 
 Times are those of ``schedule.play``: communication is free, a step takes as long as it computes. A round's gradient is
-the mean of what has arrived, over all ranks. T is how many rounds ahead weights are predicted (``weight_prediction``,
-docs/eager.md), s how many rounds late a gradient is.
+the mean of what has arrived, over all ranks. T is the number of rounds to look ahead (``weight_prediction``,
+docs/eager.md), s the number of rounds that a gradient is late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Remedy:
 
     Attributes:
         quorum: an arm of partial allreduce.
-        ahead: T; 0 predicts nothing.
+        ahead: T of extrapolated updates; 0: none.
+        predicted: T of weight prediction as in version 0.2.0: the model holds predicted weights while gradients are
+            computed, and each round starts from the weights that the rounds before have led to; 0: none.
         power: gradients have weights (1 + s)^-power, and these are divided by the mean of their rank's; 0: all have 1.
         bare: weights are not divided by their mean.
         compensation: lambda of delay compensation, g + lambda g g (w - w_then), w_then where it was computed (Zheng et
@@ -43,6 +45,7 @@ class Remedy:
 
     quorum: str = "solo"
     ahead: float = 0.0
+    predicted: float = 0.0
     power: float = 0.0
     bare: bool = False
     compensation: float = 0.0
@@ -54,19 +57,20 @@ class Remedy:
 REMEDIES = {
     "synchronous": Remedy("all"),
     "none": Remedy(),
-    **{f"predict-{ahead}": Remedy(ahead=ahead) for ahead in (1, 2, 3)},
+    **{f"extrapolate-{ahead}": Remedy(ahead=ahead) for ahead in (1, 2, 3)},
+    "predict-2": Remedy(predicted=2),
     "weights": Remedy(ahead=2, power=1.0),
     "weights-half": Remedy(ahead=2, power=0.5),
     "weights-bare": Remedy(ahead=2, power=1.0, bare=True),
     "compensated": Remedy(compensation=16.0),
-    "predict-2-compensated": Remedy(ahead=2, compensation=16.0),
+    "extrapolate-2-compensated": Remedy(ahead=2, compensation=16.0),
     "momentum-0.8": Remedy(momentum=0.8),
     "catch-up": Remedy(catch_up=True),
     "half-quorum": Remedy("0.5", ahead=2),
     "fresh": Remedy(fresh=True),
 }
 """By arm."""
-BASELINE, DEFAULT = "synchronous", "predict-2"
+BASELINE, DEFAULT = "synchronous", "extrapolate-2"
 
 
 class Task(NamedTuple):
@@ -76,21 +80,33 @@ class Task(NamedTuple):
         data: "digits", on which a small ResNet is trained, or "clips", an LSTM.
         ranks, steps: steps are those of each rank.
         late: what one random rank computes longer in each step, over a step's computation.
+        optimizer: "sgd", "adam", "adamw" or "muon" (AdamW for parameters that are vectors).
+        rate: the highest learning rate.
     """
 
     data: str
     ranks: int
     steps: int
     late: float = 0.0
+    optimizer: str = "sgd"
+    rate: float = 0.1
 
 
 TASKS = {
     "digits": Task("digits", 4, 176),
     "digits-late": Task("digits", 4, 176, late=1.0),
-    "clips4": Task("clips", 4, 480),
-    "clips8": Task("clips", 8, 240),
+    "clips4": Task("clips", 4, 480, rate=0.05),
+    "clips8": Task("clips", 8, 240, rate=0.05),
+    **{
+        f"digits-late-{name}": Task("digits", 4, 176, late=1.0, optimizer=name, rate=rate)
+        for name, rate in (("adam", 0.01), ("adamw", 0.01), ("muon", 0.01))
+    },
+    **{
+        f"clips8-{name}": Task("clips", 8, 240, optimizer=name, rate=rate)
+        for name, rate in (("adam", 0.01), ("adamw", 0.01), ("muon", 0.01))
+    },
 }
-"""By name: the trainings of ``convergence`` and of ``sequence_lengths``."""
+"""By name: the trainings of ``convergence`` and of ``sequence_lengths``, and with other optimizers."""
 
 
 def times_of(block: Block) -> Schedule:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.simulation.schedule import Gradient
-from hvd_async.torch.weight_prediction import WeightPrediction
+from hvd_async.torch.extrapolation import Extrapolation
 
 from ...support.remedies import Remedy
 
@@ -24,7 +25,8 @@ class Learning(NamedTuple):
         model: the replica of all ranks; they have the same weights after the same rounds.
         loss: of a rank's batch in a step; both count from 0.
         rate: of a round, from 0 on.
-        momentum, decay: of SGD.
+        momentum, decay: of SGD, and the decay of Adam; AdamW and Muon have their own defaults.
+        optimizer: see ``Task``.
     """
 
     model: torch.nn.Module
@@ -32,14 +34,18 @@ class Learning(NamedTuple):
     rate: Callable[[int], float]
     momentum: float
     decay: float
+    optimizer: str = "sgd"
+
+
+Parts = list[torch.Tensor]
 
 
 class Computed(NamedTuple):
-    """A gradient, and the weights that it was computed at."""
+    """A gradient by parameter, and the weights that it was computed at."""
 
     gradient: Gradient
-    values: torch.Tensor
-    at: torch.Tensor
+    values: Parts
+    at: Parts
 
 
 class Weighting:
@@ -62,50 +68,83 @@ class Weighting:
         return weight / self._means[gradient.rank]
 
 
+def optimizers(
+    learning: Learning, parameters: Sequence[torch.nn.Parameter], momentum: float
+) -> list[torch.optim.Optimizer]:
+    """Return optimizers of all parameters, which are vectors and matrices."""
+    if learning.optimizer == "sgd":
+        return [torch.optim.SGD(parameters, lr=1.0, momentum=momentum, weight_decay=learning.decay)]
+    if learning.optimizer == "adam":
+        return [torch.optim.Adam(parameters, lr=1.0, weight_decay=learning.decay)]
+    if learning.optimizer == "adamw":
+        return [torch.optim.AdamW(parameters, lr=1.0)]
+    matrices = [p for p in parameters if p.dim() == 2]
+    return [
+        torch.optim.Muon(matrices, lr=1.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=1.0),
+    ]
+
+
 def train(learning: Learning, gradients: Sequence[Gradient], ranks: int, remedy: Remedy) -> None:
     """Train until all gradients are in the model's weights, as the remedy says.
 
-    SGD is torch's, of all weights as one vector, and weights are predicted by the library's own code. A gradient is
-    computed as soon as there are the weights that its rank has when it begins, and waits for its round.
+    Optimizers are torch's, and updates are extrapolated by the library's own code. A gradient is computed as soon as
+    there are the weights that its rank has when it begins, and waits for its round.
     """
     parts = list(learning.model.parameters())
-    weights = torch.nn.Parameter(torch.cat([part.detach().reshape(-1) for part in parts]))
+    weights = [
+        torch.nn.Parameter(part.detach().reshape(len(part), *((-1,) if part.dim() > 1 else ())).clone())
+        for part in parts
+    ]
     momentum = learning.momentum if remedy.momentum is None else remedy.momentum
     as_fast = (1 - momentum) / (1 - learning.momentum)
-    optimizer = torch.optim.SGD([weights], lr=1.0, momentum=momentum, weight_decay=learning.decay)
-    prediction, weighting = WeightPrediction(remedy.ahead), Weighting(remedy, ranks)
+    steppers = [(each, Extrapolation(remedy.ahead)) for each in optimizers(learning, weights, momentum)]
+    weighting = Weighting(remedy, ranks)
     if remedy.fresh:
         gradients = [each._replace(version=each.round - 1) for each in gradients]
     begun, waiting = defaultdict[int, list[Gradient]](list), defaultdict[int, list[Computed]](list)
     for each in gradients:
         begun[each.version].append(each)
+    ahead = [torch.zeros_like(one) for one in weights]  # (of predicted weights)
     for number in range(1, max(each.round for each in gradients) + 1):
-        now = weights.detach().clone()
+        now = [one.detach() + lead for one, lead in zip(weights, ahead, strict=True)]
         _write(parts, now)
         for each in begun.pop(number - 1, []):
             found = torch.autograd.grad(learning.loss(each.rank, each.step), parts)
-            values = torch.cat([value.reshape(-1) for value in found])
+            values = [value.reshape_as(one) for value, one in zip(found, weights, strict=True)]
             waiting[each.round].append(Computed(each, values, now))
-        weights.grad, missed = torch.zeros_like(now), torch.zeros_like(now)
+        missed = [torch.zeros_like(one) for one in weights]
+        for one in weights:
+            one.grad = torch.zeros_like(one)
         for one in sorted(waiting.pop(number, []), key=lambda one: one.gradient):
             values = one.values
             if remedy.compensation and one.gradient.staleness:
-                values = values + remedy.compensation * values * values * (now - one.at)
+                moves = [new - old for new, old in zip(now, one.at, strict=True)]
+                values = [v + remedy.compensation * v * v * move for v, move in zip(values, moves, strict=True)]
             left = momentum**one.gradient.staleness if remedy.catch_up else 1.0
-            weights.grad.add_(values, alpha=left * weighting(one.gradient) / ranks)
-            missed.add_(values, alpha=(1 - left) / (1 - momentum) / ranks)
+            weight = left * weighting(one.gradient) / ranks
+            for parameter, value, late in zip(weights, values, missed, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.add_(value, alpha=weight)
+                late.add_(value, alpha=(1 - left) / (1 - momentum) / ranks)
         rate = as_fast * learning.rate(number - 1)
-        optimizer.param_groups[0]["lr"] = rate
-        with prediction.around_round(optimizer.param_groups):
-            optimizer.step()
-            with torch.no_grad():
-                weights.sub_(missed, alpha=rate)
-    prediction.end()
-    _write(parts, weights.detach())
+        before = [parameter.detach().clone() for parameter in weights]
+        for optimizer, extrapolation in steppers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            with extrapolation.around_step(optimizer):
+                optimizer.step()
+        with torch.no_grad():
+            for parameter, late in zip(weights, missed, strict=True):
+                parameter.sub_(late, alpha=rate)
+        if remedy.predicted:
+            carried = factor(momentum_of(steppers[0][0].param_groups[0]), remedy.predicted)
+            ahead = [carried * (new.detach() - old) for new, old in zip(weights, before, strict=True)]
+    _write(parts, weights)
 
 
-def _write(parts: Sequence[torch.nn.Parameter], vector: torch.Tensor) -> None:
+def _write(parts: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     """Give a model these weights."""
     with torch.no_grad():
-        for part, values in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
-            part.copy_(values.view_as(part))
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value.view_as(part))

@@ -1,5 +1,5 @@
-"""Weights predicted ahead beside all else that an EagerOptimizer does: whenever ranks have seen the same rounds they
-hold the same bits, and those are the float64 reference's."""
+"""Extrapolated updates beside what else an EagerOptimizer does: ranks that have seen the same rounds hold the same
+bits, and those are the float64 reference's."""
 
 from __future__ import annotations
 
@@ -85,12 +85,10 @@ def check(binding: Binding, case: Case, ends: list[End], tapes: Any, members: Ca
             for rounds in end.seen.keys() & ends[other].seen.keys():
                 assert end.seen[rounds].tobytes() == ends[other].seen[rounds].tobytes(), f"replicas after {rounds}"
             assert end.after.tobytes() == ends[other].after.tobytes()
-        for rounds, weights in end.seen.items():
-            ahead = replay(binding.framework, case, zeros, applied[:rounds], len(ranks), 2 if len(ranks) > 1 else 0)
-            np.testing.assert_allclose(weights, ahead, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(
-            end.after, replay(binding.framework, case, zeros, applied[: end.rounds], len(ranks)), rtol=0, atol=1e-5
-        )
+        for rounds, weights in [*end.seen.items(), (end.rounds, end.after)]:
+            ahead = 2 if len(ranks) > 1 else 0
+            expected = replay(binding.framework, case, zeros, applied[:rounds], len(ranks), ahead)
+            np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def check(binding: Binding, case: Case, ends: list[End], tapes: Any, members: Ca
     ids=lambda one: one.name if isinstance(one, Case) else getattr(one, "__name__", str(one)),
 )
 @both
-def test_replicas_hold_the_same_predicted_weights(binding, case, step, options, tapes):
+def test_replicas_hold_the_same_weights(binding, case, step, options, tapes):
     given = dict(options)
     if "compression" in given:
         given["compression"] = getattr(binding.hvd.Compression, given["compression"])
@@ -120,15 +118,15 @@ def test_replicas_hold_the_same_predicted_weights(binding, case, step, options, 
         assert min(ends[SLOW].seen) > 1, "nobody was late: the example has lost its point"
 
 
-def test_replicas_hold_the_same_predicted_weights_in_a_graph(tapes):
+def test_replicas_hold_the_same_weights_in_a_graph(tapes):
     ends = train(KERAS_GRAPH, MOMENTUM, lambda rank: {}, take)
     check(KERAS_GRAPH, MOMENTUM, ends, tapes, lambda rank: range(RANKS))
 
 
 @both
 @pytest.mark.parametrize("sets", [((0, 1), (2, 3)), ((0, 1, 3),)], ids=["all in one", "one outside"])
-def test_process_sets_predict_by_themselves(binding, sets, tapes):
-    """A rank outside predicts nothing."""
+def test_process_sets_extrapolate_separately(binding, sets, tapes):
+    """A rank outside extrapolates nothing."""
     known = [ProcessSet(*ranks, number=number) for number, ranks in enumerate(sets, 1)]
 
     def own(rank: int) -> ProcessSet:
@@ -138,7 +136,7 @@ def test_process_sets_predict_by_themselves(binding, sets, tapes):
     check(binding, MOMENTUM, ends, tapes, lambda rank: own(rank).ranks if rank in own(rank).ranks else [rank])
 
 
-def test_an_overflow_under_a_grad_scaler_leaves_predicted_weights_alone(tapes):
+def test_an_overflow_under_a_grad_scaler_changes_no_lead(tapes):
     """Its rank applies what the others bring, and its gradient is left out."""
     scalers = [
         torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(RANKS)
@@ -154,18 +152,27 @@ def test_an_overflow_under_a_grad_scaler_leaves_predicted_weights_alone(tapes):
     check(TORCH, MOMENTUM, ends, tapes, lambda rank: range(RANKS))
 
 
-def test_keras_moving_averages_are_of_the_weights():
-    script = Script("three", ((4,), (4,), (4,)))
+@pytest.mark.parametrize("every", [None, 2])
+def test_keras_moving_averages_are_of_the_weights(every):
+    """Also where they overwrite the weights every so many steps, which is no part of an update."""
 
     def averaged(variables: Any) -> Any:
-        return keras.optimizers.SGD(MOMENTUM.lr, momentum=MOMENTUM.momentum, use_ema=True, ema_momentum=0.5)
+        return keras.optimizers.SGD(
+            MOMENTUM.lr, momentum=MOMENTUM.momentum, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=every
+        )
 
-    def averages(ahead: int) -> list[Array]:
-        with scripted_engine(4):
-            trainer = KERAS.trainer(averaged, weight_prediction=ahead)
-            attach(trainer.opt, ScriptedWorker(script, 4, trainer.weights().size, MOMENTUM.lr, tf.constant))
-        trainer.train(0, range(3))
-        return [np.asarray(one) for one in trainer.opt._model_variables_moving_average]
-
-    for ours, plain in zip(averages(2), averages(0), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-6)
+    with scripted_engine(4):
+        trainer = KERAS.trainer(averaged, weight_prediction=2)
+        worker = ScriptedWorker(Script("six", ((4,),) * 6), 4, trainer.weights().size, MOMENTUM.lr, tf.constant)
+        attach(trainer.opt, worker)
+    average = weights = trainer.weights().astype(np.float64)
+    for step in range(6):
+        before = replay("keras", MOMENTUM, np.zeros(weights.size), worker.applied, 4, 2)
+        trainer.train(0, [step])
+        weights = weights + replay("keras", MOMENTUM, np.zeros(weights.size), worker.applied, 4, 2) - before
+        average = weights if step == 0 else 0.5 * average + 0.5 * weights
+        if every and (step + 1) % every == 0:
+            weights = average
+        np.testing.assert_allclose(trainer.weights(), weights, rtol=0, atol=1e-6)
+    found = np.concatenate([np.ravel(one) for one in trainer.opt._model_variables_moving_average])
+    np.testing.assert_allclose(found, average, rtol=0, atol=1e-6)
