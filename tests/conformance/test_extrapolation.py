@@ -303,6 +303,35 @@ def test_hooks_run_around_the_extrapolated_update_of_torch():
         np.testing.assert_allclose(weights, expected + 3 * calls, rtol=0, atol=1e-6)
 
 
+class Skipping(torch.optim.Optimizer):
+    """SGD with momentum that passes over gradients of zeros, and makes a parameter's state where that is empty."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.any():
+                    state = self.state[p]
+                    if not state:
+                        state["velocity"] = torch.zeros_like(p)
+                    p.sub_(state["velocity"].mul_(group["momentum"]).add_(p.grad), alpha=group["lr"])
+
+
+def test_a_parameter_for_which_an_optimizer_has_no_state_yet_gets_none():
+    def train(rank):
+        def skipping(parameters):
+            return Skipping(parameters, {"lr": MOMENTUM.lr, "momentum": MOMENTUM.momentum})
+
+        one = TORCH.vectors([1], skipping, quorum=2, weight_prediction=2)
+        for gradient in (0.0, 1.0, 2.0):
+            one.take(gradient)
+        return one.weights()
+
+    rounds = [Applied(np.array([2 * gradient, 2.0]), MOMENTUM.lr) for gradient in (1.0, 2.0)]
+    for weights in Cluster(2).run(train):
+        np.testing.assert_allclose(weights, replay("torch", MOMENTUM, np.zeros(1), rounds, 2, 2), atol=1e-6)
+
+
 def test_an_optimizer_that_derives_its_weights_is_not_extrapolated():
     """Schedule-free optimizers take other weights than their own for moved averages."""
     assert momentum_of({"betas": (0.9, 0.999), "train_mode": True}) == 0
