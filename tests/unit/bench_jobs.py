@@ -31,7 +31,7 @@ OPTIONS = {
     "split_classes": f"--arms horovod,solo,sgp,lsgd,lsgd-close,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
     "convergence": "--arms horovod,sgp,lsgd --folds 2 --repetitions 2 --epochs 2",
     "sequence_lengths": "--arms horovod,majority,solo,auto --steps 14",
-    "late_gradients": "--arms synchronous,none,predict-2,fresh --tasks digits-late clips8 --repetitions 3",
+    "late_gradients": "--arms synchronous,none,extrapolate-2,fresh --tasks digits-late clips8 --repetitions 3",
     "hetero": "--ranks 4 --arms horovod,adpsgd,lsgd --slow 5 --compute 1 --window 10 --repetitions 2 --even",
     "sleeping_rank": "--ranks 4 --arms adpsgd,sgp,lsgd --sleeper 0 --sleep 10 --before 2 --repetitions 2",
     "exchange_cost": "--ranks 4 --fewer 2 --megabytes 1 --rounds 3 --repetitions 2",
@@ -171,10 +171,10 @@ def sequence_lengths(block: Block, rank: int, size: int, well: bool) -> Own:
 def late_gradients(block: Block, rank: int, size: int, well: bool) -> Own:
     """A simulated training: late gradients cost 3 points, the default remedy nothing, or 1."""
     arm, alone = block["arm"], block["arm"] == "synchronous"
-    lost = {"none": 0.03, "predict-2": 0.0 if well else 0.01}.get(arm, 0.0)
+    lost = {"none": 0.03, "extrapolate-2": 0.0 if well else 0.01}.get(arm, 0.0)
     score = (0.98 if well else 0.94) - lost + 0.001 * block["seed"] * (2 if arm == "fresh" else 1)
     return {
-        "accuracy": score + 0.001 * (block["seed"] == 2) * (arm == "predict-2"),
+        "accuracy": score + 0.001 * (block["seed"] == 2) * (arm == "extrapolate-2"),
         "speedup": 1.0 if alone else 1.5 + 0.1 * block["seed"],
         "staleness": {"0": 8} if alone or arm == "fresh" else {"0": 4, "1": 2, "2": 2},
     }

@@ -4,14 +4,16 @@ One process trains in place of all ranks. Gradients are real; time is counted: a
 communication is free, and each gradient is as late as eager-SGD's rules make it. So remedies are compared at the same
 speed and with the same lateness, whatever the machine does. ``digits``: the small ResNet of ``convergence``, no rank
 late; ``digits-late``: one random rank takes twice as long in each step; ``clips4``, ``clips8``: the LSTM of
-``sequence_lengths``, whose ranks have clips of different lengths, at 4 and 8 ranks.
+``sequence_lengths``, whose ranks have clips of different lengths, at 4 and 8 ranks. ``digits-late-adamw`` and the like
+train with that optimizer instead of SGD.
 
-Arms: ``synchronous``; ``none``, late gradients as they are; ``predict-1`` to ``-3``, weights predicted so many rounds
-ahead, of which 2 is the default. With 2 as well: ``weights`` (1 + s)^-1 of a gradient that is s rounds late,
-``weights-half`` (1 + s)^-0.5, both over the mean of their rank's, ``weights-bare`` not so; ``predict-2-compensated``
-(DC-ASGD); ``half-quorum``, rounds of half of the ranks. Without: ``compensated``, ``momentum-0.8`` (at the same
-lr / (1 - m)), ``catch-up`` (spike compensation). ``fresh``, a bound: gradients computed at the weights of now, which no
-job can have at this speed. --repetitions is the number of seeds.
+Arms: ``synchronous``; ``none``, late gradients as they are; ``extrapolate-1`` to ``-3``, updates extrapolated by 1 to
+3 rounds, of which 2 is the default; ``predict-2``, weights predicted by 2 rounds, as version 0.2.0 began. With
+extrapolation by 2 as well: ``weights`` (1 + s)^-1 of a gradient that is s rounds late, ``weights-half`` (1 + s)^-0.5,
+both over the mean of their rank's, ``weights-bare`` not divided; ``extrapolate-2-compensated`` (DC-ASGD);
+``half-quorum``, rounds of half of the ranks. Without: ``compensated``, ``momentum-0.8`` (at the same lr / (1 - m)),
+``catch-up`` (spike compensation). ``fresh``, a bound: gradients computed at the current weights, which no job can have
+at this speed. --repetitions is the number of seeds.
 """
 
 from __future__ import annotations
@@ -133,8 +135,13 @@ def judge(report: Report) -> None:
 def draw(figure: Any, rows: list[Row]) -> None:
     """Differences from synchronous with their intervals, a panel a task, a line an arm, with its speed-up."""
     tasks = list(dict.fromkeys(each["setting"]["task"] for each in rows))
-    figure.set_size_inches(3.2 * len(tasks) + 2.0, 6.0)
-    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+    columns = min(4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    figure.set_size_inches(3.2 * columns + 2.0, 0.5 + lines * (1.5 + 0.3 * len({each["arm"] for each in rows})))
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for empty in panels[len(tasks) :]:
+        empty.remove()
+    panels = panels[: len(tasks)]
     names = list(dict.fromkeys(each["arm"] for each in rows if each["arm"] != BASELINE))
     for axes, task in zip(panels, tasks, strict=True):
         axes.axvspan(-WITHIN, WITHIN, color="#56B4E9", alpha=0.2, label=f"within {WITHIN:g} points")
@@ -145,7 +152,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
             look = {"color": "#D55E00" if each["arm"] == DEFAULT else "black", "capsize": 4, "fmt": "o"}
             axes.errorbar(middle / POINT, names.index(each["arm"]), xerr=sides, **look)
         quick = next((each for each in rows if each["setting"]["task"] == task and each["arm"] == DEFAULT), rows[-1])
-        plot.label(axes, f"{task}: {quick['speedup']:.2f} times the speed", "points from synchronous, 95%", "")
+        plot.label(axes, f"{task}: {quick['speedup']:.2f} times as fast", "points from synchronous, 95%", "")
         axes.grid(axis="both", alpha=0.3)
     panels[0].errorbar([], [], xerr=[], fmt="o", color="#D55E00", label=f"the default, {DEFAULT}")
     panels[0].set_yticks(range(len(names)), names)
