@@ -18,6 +18,7 @@ from hvd_async.optimizers.factories import eager_driver
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform
+from hvd_async.tensorflow.backend import check_backend
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.gradient_replica import GradientReplica
@@ -99,10 +100,11 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``EagerMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
+    check_backend()
 
     def replica(
         options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any

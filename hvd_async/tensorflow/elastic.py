@@ -21,7 +21,7 @@ from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.tensorflow.collectives import LIFECYCLE, horovod_error
-from hvd_async.tensorflow.functions import BROADCASTABLE
+from hvd_async.tensorflow.functions import BROADCASTABLE, broadcast_tensors
 from hvd_async.tensorflow.variables import raw
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
@@ -105,12 +105,7 @@ class _Exchange(elastic.Exchange):
         return broadcast_object(value, root, name=name)
 
     def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
-        # (in a graph of its own: an eager op of Horovod's ignores its name)
-        values = tf.function(
-            lambda: [hvd.broadcast(one, root, name=f"{name}.{place}") for place, one in enumerate(tensors)],
-            autograph=False,
-        )()
-        return list(values)
+        return broadcast_tensors(tensors, root, name)
 
     def vector_of(self, root: int, vector: Any, name: str) -> Any:
         (value,) = self.tensors_of(root, [tf.convert_to_tensor(vector)], name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -49,15 +50,44 @@ def broadcast_variables(
     if tf.executing_eagerly():
         with told_if_long("hvd.broadcast_variables()"):
             _check_alike(plain, process_set)
-            tf.function(lambda: _broadcast(plain, root_rank, process_set), autograph=False)()
+            values = broadcast_tensors(plain, root_rank, "hvd_async.broadcast_variables", process_set)
     else:
-        _broadcast(plain, root_rank, process_set)
+        values = _broadcast(plain, root_rank, "hvd_async.broadcast_variables", process_set)
+    for variable, value in zip(plain, values, strict=True):
+        variable.assign(value)
 
 
-def _broadcast(variables: Sequence[tf.Variable], root_rank: int, process_set: Any) -> None:
-    for place, variable in enumerate(variables):
-        name = f"hvd_async.broadcast_variables.{place}"
-        variable.assign(hvd.broadcast(variable, root_rank, name=name, process_set=process_set))
+def broadcast_tensors(
+    tensors: Sequence[Any], root_rank: int, name: str, process_set: Any = hvd.global_process_set
+) -> list[tf.Tensor]:
+    """Return the values that ``root_rank`` has of tensors or variables. A collective, not in a graph.
+
+    The graph that sends them is traced once for tensors of the same shapes and dtypes: the next ``fit()`` of a model,
+    or of another like it, takes the same one. (It is a graph because Horovod's eager operator ignores its name.)
+
+    Args:
+        tensors: the same shapes and dtypes on all ranks, in one order.
+        root_rank: the rank whose values are returned.
+        name: of the collectives; each has its place appended.
+        process_set: the ranks that take part.
+    """
+    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    settings = (root_rank, name, process_set, process_set.process_set_id)  # (the id: a set may be registered anew)
+    # (not called directly: TensorFlow would warn of several models' graphs in turn as if they were one's)
+    values: list[tf.Tensor] = _graph.get_concrete_function(given, *settings)(given, *settings)
+    return values
+
+
+@functools.partial(tf.function, autograph=False)
+def _graph(tensors: Sequence[Any], root_rank: int, name: str, process_set: Any, process_set_id: int) -> list[tf.Tensor]:
+    return _broadcast(tensors, root_rank, name, process_set)
+
+
+def _broadcast(tensors: Sequence[Any], root_rank: int, name: str, process_set: Any) -> list[tf.Tensor]:
+    return [
+        hvd.broadcast(tensor, root_rank, name=f"{name}.{place}", process_set=process_set)
+        for place, tensor in enumerate(tensors)
+    ]
 
 
 def _check_alike(variables: Sequence[tf.Variable], process_set: Any) -> None:

@@ -11,6 +11,7 @@ from hvd_async.algorithms.gossip.options import GossipOptions
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import gossip_driver
+from hvd_async.tensorflow.backend import check_backend
 from hvd_async.tensorflow.loss_scaling import GossipScaleMethods
 from hvd_async.tensorflow.methods import GossipMethods
 from hvd_async.tensorflow.wrapping import BINDING, weight_replica, wrap
@@ -88,9 +89,10 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``GossipMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
+    check_backend()
     driver = made_by(lambda: gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group)))
     return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)

@@ -12,6 +12,7 @@ from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import leader_driver
+from hvd_async.tensorflow.backend import check_backend
 from hvd_async.tensorflow.loss_scaling import LeaderScaleMethods
 from hvd_async.tensorflow.methods import LeaderMethods
 from hvd_async.tensorflow.wrapping import BINDING, weight_replica, wrap
@@ -78,10 +79,11 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
+    check_backend()
     averages = buffers == "average"
     driver = made_by(lambda: leader_driver(BINDING, given, lambda ranks: weight_replica(given, ranks, averages)))
     return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)

@@ -9,6 +9,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
+from hvd_async.tensorflow.backend import check_backend as _check_backend
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
@@ -19,6 +20,7 @@ from hvd_async.tensorflow.keras.monitor import MonitorCallback
 from hvd_async.tensorflow.keras.recording import RecordCallback
 from hvd_async.tensorflow.leader import LeaderOptimizer
 
+_check_backend(ImportError)
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
 callbacks = _import_module("hvd_async.tensorflow.keras.callbacks")
 elastic = _import_module("hvd_async.tensorflow.keras.elastic")

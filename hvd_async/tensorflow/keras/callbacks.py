@@ -11,14 +11,16 @@ Use the same callbacks, in the same order, on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras.callbacks as _horovods
+import keras
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
-from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's and BestModelCheckpoint
+from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
@@ -92,10 +94,54 @@ class BroadcastGlobalVariablesCallback(Draining):
         return [*([] if own is None else [own]), *others]
 
 
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Save the whole model whenever the monitored metric is the best so far; on rank 0, after our other callbacks.
+
+    Args:
+        monitor, verbose, mode, save_freq: as in ``keras.callbacks.ModelCheckpoint``.
+        filepath: a path that ends in ``.keras``. None: set the attribute ``filepath`` before ``fit()``, as scripts for
+            Horovod's Spark estimator expect.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        super().__init__(
+            "best.keras" if filepath is None else filepath,  # (Keras checks it here)
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check that there is a path.
+
+        Raises:
+            ValueError: ``filepath`` is None.
+        """
+        super().on_train_begin(logs)
+        if self.filepath is None:
+            raise ValueError(
+                "BestModelCheckpoint: filepath must be a path that ends in .keras, got None. Pass filepath=, or set "
+                "the callback's attribute before fit()"
+            )
+
+
 class MetricAverageCallback(Draining):
     """Average every epoch's metrics over the ranks that have them (a rank without batches has none).
 
-    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard).
+    Numbers and arrays of one shape are averaged element by element, also inside lists and dictionaries. Everything else
+    (booleans, strings, None, arrays whose shapes differ between ranks) stays each rank's own. Put the callback before
+    others that read metrics (ReduceLROnPlateau, TensorBoard).
     """
 
     def __init__(self, device: str = "") -> None:
@@ -104,14 +150,47 @@ class MetricAverageCallback(Draining):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        own = {key: float(value) for key, value in (logs or {}).items()}
+        own = tf.nest.map_structure(_number, dict(logs or {}))
         with told_if_long("MetricAverageCallback"):
             everyone = allgather_object(own, name="hvd_async.metric_average")
-        if logs is None:
-            return
-        for key in sorted({key for one in everyone for key in one}):
-            values = [one[key] for one in everyone if key in one]
-            logs[key] = math.fsum(values) / len(values)
+        if logs is not None:
+            logs.update(_averaged(dict(logs), everyone))
+
+
+def _number(value: Any) -> Any:
+    """Return a metric as the other ranks receive it: numbers as an array, None as it is, anything else as ""."""
+    value = raw(value)
+    if isinstance(value, tf.Variable | tf.Tensor):
+        value = (tf.cast(value, tf.float64) if value.dtype.is_floating else tf.convert_to_tensor(value)).numpy()
+    if isinstance(value, int | float | np.generic | np.ndarray):
+        return np.asarray(value) if np.asarray(value).dtype.kind in "iuf" else ""
+    return None if value is None else ""
+
+
+def _averaged(own: Any, everyones: Sequence[Any]) -> Any:
+    """Return the mean of the ranks' values, part by part; where there is none this rank's own.
+
+    Args:
+        own: this rank's value; None if it has none.
+        everyones: as ``_number`` gives them, of the ranks that have one, in one order on all ranks.
+    """
+    present = [one for one in everyones if one is not None]
+    first = present[0] if present else None
+    if any(type(one) is not type(first) for one in present):
+        return own
+    if isinstance(first, dict):
+        own = own or {}
+        keys = {key: [one[key] for one in present if key in one] for one in present for key in one}
+        means = {key: _averaged(own.get(key), values) for key, values in keys.items()}
+        return {key: mean for key, mean in means.items() if key in own or mean is not None}
+    if isinstance(first, list | tuple) and all(len(one) == len(first) for one in present):
+        owns = own or [None] * len(first)
+        return [_averaged(mine, values) for mine, values in zip(owns, zip(*present, strict=True), strict=True)]
+    if not isinstance(first, np.ndarray) or any(one.shape != first.shape for one in present):
+        return own
+    if first.shape:
+        return np.mean(np.stack(present), axis=0, dtype=np.float64)
+    return math.fsum(present) / len(present)
 
 
 class StopAtRounds(Draining):
@@ -178,6 +257,12 @@ class LearningRateScheduleCallback(Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
+        if not hasattr(raw(self.model.optimizer.learning_rate), "assign"):
+            raise ValueError(
+                f"{type(self).__name__} sets the optimizer's learning_rate, which must be a number, got a schedule or "
+                f"a function. Pass a number, or put the warm-up into the schedule, as the warmup_steps= of "
+                f"keras.optimizers.schedules.CosineDecay does, and leave this callback out"
+            )
         optimizer = our_optimizer(self.model)
         if isinstance(optimizer, EagerMethods) and self.momentum_correction:
             replica: Any = optimizer._async.replica
@@ -255,6 +340,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 _ours = (
+    BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     GossipEpochCallback,
     LearningRateScheduleCallback,

@@ -1,0 +1,202 @@
+"""Keras: callbacks on metrics that are no single number, on learning rates that cannot be set, in one fit() after
+another; and Keras on another backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_async.tensorflow as hvd_tensorflow
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
+from tests.conformance.keras_ranks import LOSS, batch, conv_model, ranks
+
+SGD = keras.optimizers.SGD
+
+
+@pytest.fixture(autouse=True)
+def rank_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's functions that the callbacks call, where Horovod is not initialized."""
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+
+
+def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+    """What each rank's logs are after the callback, ranks being threads."""
+    barrier, sent = threading.Barrier(len(logs), timeout=30.0), [None] * len(logs)
+    place = threading.local()
+
+    def gather(own: Any, name: str) -> list[Any]:
+        sent[place.rank] = own
+        barrier.wait()
+        return list(sent)
+
+    monkeypatch.setattr(hvd.callbacks, "allgather_object", gather)
+
+    def end(rank: int) -> dict[str, Any] | None:
+        place.rank = rank
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        callback = hvd.callbacks.MetricAverageCallback()
+        callback.set_model(model)
+        callback.on_epoch_begin(0)
+        callback.on_epoch_end(0, logs[rank])
+        return logs[rank]
+
+    return Cluster(len(logs)).run(end)
+
+
+def test_metrics_are_averaged_element_by_element_and_what_is_no_number_stays(monkeypatch):
+    one = {
+        "loss": 1.0,
+        "count": 3,
+        "f1": np.array([0.0, 1.0], np.float32),
+        "tensor": tf.constant([1.0, 3.0]),
+        "nested": {"a": 1.0, "b": [0.0, "x"]},
+        "best": True,
+        "note": "rank 0",
+        "nothing": None,
+        "some": 4.0,
+        "shapes": np.ones(2),
+        "first": "only here",
+    }
+    other = {
+        "loss": 2.0,
+        "count": 4,
+        "f1": np.array([1.0, 1.0], np.float32),
+        "tensor": tf.constant([3.0, 5.0]),
+        "nested": {"a": 2.0, "b": [1.0, "y"]},
+        "best": False,
+        "note": "rank 1",
+        "nothing": None,
+        "some": None,
+        "shapes": np.ones(3),
+        "second": 7.0,
+    }
+    first, second, without_batches, _ = one_epoch(monkeypatch, [one, other, {}, None])
+    for averaged in (first, second, without_batches):
+        assert averaged["loss"] == 1.5
+        assert averaged["count"] == 3.5
+        assert averaged["some"] == 4.0
+        assert averaged["second"] == 7.0
+        np.testing.assert_array_equal(averaged["f1"], [0.5, 1.0])
+        np.testing.assert_array_equal(averaged["tensor"], [2.0, 4.0])
+        assert averaged["nested"]["a"] == 1.5
+        assert averaged["nested"]["b"][0] == 0.5
+    assert (first["best"], second["best"]) == (True, False)
+    assert (first["note"], second["note"]) == ("rank 0", "rank 1")
+    assert (first["nested"]["b"][1], second["nested"]["b"][1]) == ("x", "y")
+    assert first["nothing"] is second["nothing"] is None
+    assert (first["shapes"].shape, second["shapes"].shape) == ((2,), (3,))
+    assert first["first"] == "only here"
+    assert not {"first", "note", "best", "shapes"} & set(without_batches)
+
+
+def test_fit_goes_on_with_a_metric_of_each_class(monkeypatch):
+    """As F1Score(average=None) is."""
+    monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: [own, own])
+    with scripted_engine(1):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+        model.compile(SGD(0.1), "categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
+        labels = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]
+        callbacks = [hvd.callbacks.MetricAverageCallback()]
+        history = model.fit(np.ones((4, 4)), labels, epochs=2, verbose=0, callbacks=callbacks).history
+    assert [np.shape(one) for one in history["f1_score"]] == [(3,), (3,)]
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=2),
+        lambda: hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5),
+    ],
+)
+def test_a_rate_that_is_a_schedule_is_refused_before_the_first_batch(callback):
+    with scripted_engine(1):
+        model = conv_model()
+        model.compile(SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)), LOSS, jit_compile=False)
+        with pytest.raises(ValueError, match=r"must be a number, got a schedule.*warmup_steps="):
+            model.fit(*batch(0, 0), verbose=0, callbacks=[callback()])
+        assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_best_model_is_saved(tmp_path, later):
+    path = tmp_path / "best.keras"
+    callback = hvd.callbacks.BestModelCheckpoint("loss", **({} if later else {"filepath": path}))
+    if later:
+        callback.filepath = str(path)
+    with scripted_engine(1):
+        model = conv_model()
+        model.compile(SGD(0.0), LOSS, jit_compile=False)
+        model.fit(*batch(0, 0), verbose=0, callbacks=[callback])
+    saved = keras.models.load_model(path)
+    np.testing.assert_array_equal(saved.get_weights()[0], model.get_weights()[0])
+
+
+def test_a_best_model_without_a_path_is_refused_with_a_hint():
+    with scripted_engine(1):
+        model = conv_model()
+        model.compile(SGD(0.1), LOSS, jit_compile=False)
+        with pytest.raises(ValueError, match="Pass filepath="):
+            model.fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.BestModelCheckpoint()])
+
+
+def test_variables_are_broadcast_by_one_graph_for_models_alike(monkeypatch, caplog):
+    """TensorFlow warned of a new graph in each of five fits of one model; of five models it says nothing either."""
+    traced: list[str] = []
+
+    def broadcast(tensor: Any, root_rank: int, name: str, process_set: Any) -> Any:
+        traced.append(name)
+        return tensor + tf.cast(root_rank, tensor.dtype)
+
+    monkeypatch.setattr("horovod.tensorflow.broadcast", broadcast)
+    monkeypatch.setattr("hvd_async.tensorflow.functions.allgather_object", lambda own, **_: [own, own])
+    together = ranks(0, 1)
+    with caplog.at_level(logging.WARNING, logger="tensorflow"):
+        for number in range(12):
+            variables = [keras.Variable([0.0] * (1 + number // 6)), tf.Variable(number)]
+            hvd_tensorflow.broadcast_variables(variables, root_rank=2, process_set=together)
+            assert variables[0].numpy().tolist() == [2.0] * (1 + number // 6)
+            assert int(variables[1]) == number + 2
+        assert len(traced) == 2 * 2, "a graph for each of two shapes"
+        for size in range(5, 12):
+            hvd_tensorflow.broadcast_variables([tf.Variable([0.0] * size)], root_rank=1, process_set=together)
+    assert not [record for record in caplog.records if "retracing" in record.getMessage()]
+
+
+BACKEND = """
+import keras, hvd_async, hvd_async.tensorflow
+def message(call):
+    try:
+        call()
+    except (ImportError, ValueError) as error:
+        return f"{type(error).__name__} {error}"
+wrappers = [hvd_async.EagerOptimizer, hvd_async.GossipOptimizer, hvd_async.LeaderOptimizer]
+told = [message(lambda: wrapper(keras.optimizers.SGD(0.1))) for wrapper in wrappers]
+told.append(message(lambda: __import__("hvd_async.tensorflow.keras")))
+print("told:", *told, sep="\\n")
+"""
+
+
+def test_keras_on_another_backend_is_refused_on_import_and_by_wrappers():
+    run = subprocess.run(
+        [sys.executable, "-c", BACKEND],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    told = run.stdout.partition("told:\n")[2].splitlines()
+    assert [line.split()[0] for line in told] == ["ValueError"] * 3 + ["ImportError"], run.stderr
+    assert all("got 'torch'. Set KERAS_BACKEND=tensorflow" in line for line in told)
