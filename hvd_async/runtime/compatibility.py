@@ -74,7 +74,9 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
         f"the weights differ before the first step: {ranks_text(differing)} from rank {lowest}, first in {name!r}. "
         f"Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) in torch, "
         f"hvd.broadcast_variables(model.variables, root_rank=0) or the Keras BroadcastGlobalVariablesCallback(0) of "
-        f"hvd_async.tensorflow.keras in TensorFlow, before training. (Horovod's own does not work on Keras 3.)"
+        f"hvd_async.tensorflow.keras in TensorFlow, before training. (Horovod's own does not work on Keras 3.) If it "
+        f"was called, something has changed weights on each rank since then, such as an optimizer that is not wrapped "
+        f"or the first half of SAM."
     )
 
 

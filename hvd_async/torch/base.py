@@ -59,6 +59,13 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times a step, and ranks meet once a step: take another")
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} steps in two halves, first_step() and second_step(), and ranks meet in step(): wrap its base "
+            f"optimizer, as in {kind}(model.parameters(), lambda groups, **options: "
+            f"{wrapper}(torch.optim.SGD(groups, **options)), lr=0.1), and drain that"
+        )
     if isinstance(optimizer, OptimizerMethods) or hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
 

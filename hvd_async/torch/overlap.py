@@ -6,8 +6,10 @@ backward also leaves gradients in the discriminator, which are not the discrimin
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,7 +57,9 @@ class Overlap:
         if handed:
             raise ReplicaStateError(
                 "zero_grad() between backward() and step(): the gradients are on their way. Call it after step(), or "
-                "before backward()"
+                "before backward(). To throw a pass away (an adversarial example, the first half of SAM), take its "
+                "gradient by torch.autograd.grad(), or call model.zero_grad() instead, before each pass of the step: "
+                "then gradients leave in step()"
             )
         for parameter in self._layout.parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:
@@ -92,9 +96,17 @@ class Overlap:
         if not self._early:
             return
         if bucket in self._handed:
+            if _in_reentrant_checkpoint():
+                raise ReplicaStateError(
+                    "reentrant checkpointing brings the gradient of a module that is used more than once in several "
+                    "parts, and the first is on its way already: call torch.utils.checkpoint.checkpoint() with "
+                    "use_reentrant=False"
+                )
             raise ReplicaStateError(
                 f"more than {self.passes} backward pass(es) before step(): the gradients of the first are on their way "
-                f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients"
+                f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients; to throw a pass "
+                f"away, take its gradient by torch.autograd.grad(), or clear gradients by model.zero_grad() instead of "
+                f"the optimizer's"
             )
         if passed == self.passes and id(parameter) in self._expected:
             self._missing[bucket] -= 1
@@ -105,6 +117,16 @@ class Overlap:
     def _none_joined(self, bucket: int) -> bool:
         """Whether no parameter was unfrozen since ``arm``, whose gradient may still be to come."""
         return all(id(p) in self._expected for p in self._layout.buckets[bucket].parameters if p.requires_grad)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether this backward pass was started by another one: in the ``backward()`` of a custom function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _weakly(overlap: Overlap) -> Callable[[torch.Tensor], None]:

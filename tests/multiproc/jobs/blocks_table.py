@@ -62,6 +62,22 @@ batches = torch.utils.data.DataLoader(loader, batch_size=None)
 trainer.fit(Whole(), batches, batches)
 assert trainer.global_step == 8
 """
+SAM = """
+class SAM(torch.optim.Optimizer):
+    def __init__(self, parameters, base_optimizer, **options):
+        super().__init__(parameters, options)
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        self.before = [p.clone() for p in model.parameters()]
+        torch._foreach_add_(list(model.parameters()), [p.grad for p in model.parameters()], alpha=0.1)
+        if zero_grad: self.zero_grad()
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        torch._foreach_copy_(list(model.parameters()), self.before)
+        self.base_optimizer.step()
+        if zero_grad: self.zero_grad()
+"""
 HUGGING_FACE = """
 import tempfile
 from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
@@ -146,8 +162,9 @@ BLOCKS = {
     "docs/leaders.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 4"),
     "docs/measurements.md 1": Block("torch"),
     "docs/migrating.md 1": Block("torch", TORCH, STEP),
-    "docs/migrating.md 2": Block("torch", TORCH + LIGHTNING, FIT),
-    "docs/migrating.md 3": Block("torch", TORCH + HUGGING_FACE, "assert opt.stats().steps == 2"),
+    "docs/migrating.md 2": Block("torch", TORCH + WRAPPED + SAM, "assert opt.base_optimizer.stats().steps == 4"),
+    "docs/migrating.md 3": Block("torch", TORCH + LIGHTNING, FIT),
+    "docs/migrating.md 4": Block("torch", TORCH + HUGGING_FACE, "assert opt.stats().steps == 2"),
     "docs/monitoring.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n",
                                   "opt.drain()\nassert hvd.rank() or os.path.exists('runs/x')",
                                   (("    ...", "    opt.zero_grad()\n    loss_fn(model(x), y).backward()"),)),
