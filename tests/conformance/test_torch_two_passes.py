@@ -98,11 +98,12 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_
                 parameter.copy_(torch.as_tensor(random.normal(size=parameter.shape)))
         return layers
 
-    def backward(layers: torch.nn.Module, reentrant: bool | None) -> None:
-        out = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-        for part in (layers[:2], layers[:2], layers[2:]):
-            out = part(out) if reentrant is None else checkpoint(part, out, use_reentrant=reentrant)
-        out.square().sum().backward()
+    def backward(layers: torch.nn.Module, reentrant: bool | None, times: int) -> None:
+        for _ in range(times):
+            out = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+            for part in (layers[:2], layers[:2], layers[2:]):
+                out = part(out) if reentrant is None else checkpoint(part, out, use_reentrant=reentrant)
+            out.square().sum().backward()
 
     def train(rank: int) -> Any:
         layers = network()
@@ -116,19 +117,16 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_
         opt.zero_grad()
         if rank == 0:
             with pytest.raises(ReplicaStateError, match="use_reentrant=False"):
-                for _ in range(passes):
-                    backward(layers, True)
+                backward(layers, True, passes)
             return None
-        for _ in range(passes):
-            backward(layers, False)
+        backward(layers, False, passes)
         opt.step()
         return flat(layers.parameters())
 
     weights = Cluster(1).run(lambda rank: (train(0), train(1)))[0][1]
     layers = network()
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
-    for _ in range(passes):
-        backward(layers, None)
+    backward(layers, None, passes)
     plain.step()
     np.testing.assert_allclose(weights, flat(layers.parameters()), atol=1e-6)
 
