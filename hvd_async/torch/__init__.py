@@ -24,6 +24,7 @@ from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 from hvd_async.torch.monitor import attach_monitor
 from hvd_async.torch.recording import record
+from hvd_async.torch.torchvision_operators import declare_torchvision_operators
 
 _horovod_names.install()
 # (an import statement could find Horovod's, here by the star)
@@ -36,6 +37,7 @@ _ours = (
     Monitor,
     attach_monitor,
     broadcast_optimizer_state,
+    declare_torchvision_operators,
     elastic,
     init,
     join,

@@ -29,7 +29,7 @@ def run(path: Path, folder: Path, forked: RunJob) -> Job:
         with tempfile.TemporaryDirectory(prefix="ray") as short:  # (a socket's path has 107 bytes at the most)
             return run_alone(str(path), env={"HOME": str(folder), "RAY_TMPDIR": short})
     framework = "tensorflow" if path.stem.startswith("keras") else "torch"
-    return forked(framework, "recipe.py", 2, args=(str(path),), env={"TMPDIR": str(folder)})
+    return forked(framework, str(path), 2, env={"TMPDIR": str(folder)})
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -2,12 +2,14 @@
 
 import tempfile
 
+import hvd_async.torch as hvd
+
+hvd.declare_torchvision_operators()  # does nothing where torchvision fits torch; before what imports it
+
 import pytorch_lightning as pl
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
-
-import hvd_async.torch as hvd
 
 hvd.init()
 pl.seed_everything(0, verbose=False)

@@ -3,6 +3,10 @@
 import pathlib
 import tempfile
 
+import hvd_async.torch as hvd
+
+hvd.declare_torchvision_operators()  # does nothing where torchvision fits torch; before what imports it
+
 import numpy as np
 import timm
 import torch
@@ -13,8 +17,6 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3, accuracy
 from torch.utils.data import DataLoader, DistributedSampler
-
-import hvd_async.torch as hvd
 
 CLASSES, PIXELS, EPOCHS = 4, 32, 5
 

@@ -2,12 +2,14 @@
 
 import tempfile
 
+import hvd_async.torch as hvd
+
+hvd.declare_torchvision_operators()  # does nothing where torchvision fits torch; before what imports it
+
 import torch
 from sklearn.datasets import load_digits
 from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers import get_cosine_schedule_with_warmup as cosine
-
-import hvd_async.torch as hvd
 
 hvd.init()
 torch.manual_seed(0)

@@ -18,11 +18,6 @@ def main() -> None:
     folder = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"files.{rank}"
     folder.mkdir()
     os.chdir(folder)
-    mended = None
-    if framework == "torch":
-        from recipe import mend_torchvision
-
-        mended = mend_torchvision()
     report = Report(rank)
     for name, block in BLOCKS.items():
         if block.framework != framework:
@@ -36,7 +31,6 @@ def main() -> None:
         report.put(name, error=error)
         if error:
             break  # the other ranks may be elsewhere
-    del mended
 
 
 if __name__ == "__main__":

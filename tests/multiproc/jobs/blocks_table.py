@@ -44,6 +44,7 @@ data = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 0).astype("int32"))).b
 """
 LOSS = ("loss=...", 'loss="sparse_categorical_crossentropy"')
 LIGHTNING = """
+hvd.declare_torchvision_operators()
 from pytorch_lightning import LightningModule, Trainer as Fit
 import functools
 Trainer = functools.partial(Fit, max_epochs=2, logger=False, enable_progress_bar=False,
@@ -79,6 +80,7 @@ class SAM(torch.optim.Optimizer):
         if zero_grad: self.zero_grad()
 """
 HUGGING_FACE = """
+hvd.declare_torchvision_operators()
 import tempfile
 from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 model = ViTForImageClassification(ViTConfig(image_size=4, patch_size=2, num_channels=1, hidden_size=8,
