@@ -19,6 +19,7 @@ from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.messages import RegisterOptimizer
+from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.worker import Worker
 
@@ -270,12 +271,14 @@ class Driver(abc.ABC):
 
     def end(self, flush: bool) -> int:
         """Drain (``flush``) or cut, with all optimizers of the process set; returns the rank that was done last."""
+        refuse_nested_drain()
         worker: Worker = self.worker_now()
         worker.engine.drain(flush, worker.process_set_id)
         return worker.last_done
 
     def drain_all(self, flush: bool = True) -> int:
         """Drain or cut all optimizers of the process, of all process sets; returns the rank that was done last."""
+        refuse_nested_drain()
         self.check_usable()
         worker: Worker = self.register()
         worker.engine.drain(flush)  # (not before the ranks have met over this one: they may wait for another first)

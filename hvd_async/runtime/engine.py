@@ -38,6 +38,7 @@ from hvd_async.runtime.messages import (
     Unregister,
     Welcome,
 )
+from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 
 OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
@@ -108,6 +109,7 @@ class Engine:
         with self._lock:
             self._participants.pop(number, None)
 
+    @unfinished_until_it_returns
     def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
         """Drain (or, without ``flush``, cut) every optimizer that has opened, or all of a process set (Horovod's id).
 
@@ -175,6 +177,7 @@ class Engine:
         if self._channel is not None:
             self._channel.wake()
 
+    @unfinished_until_it_returns
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Wait until ``ready()``; a failure of the engine ends the wait with its error.
 

@@ -11,6 +11,7 @@ import torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
+from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
 from hvd_async.torch.gradient_replica import GradientReplica
 from hvd_async.torch.methods import OptimizerMethods
@@ -48,6 +49,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
                 replica.watch.clear()
         super().zero_grad(set_to_none)
 
+    @unfinished_until_it_returns
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand over the gradients, wait for this step's round, apply every round that is waiting.
 
@@ -87,6 +89,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step, once a round
 
+    @unfinished_until_it_returns
     def synchronize(self) -> None:
         """Hand over the gradients and put one round's average into every ``p.grad``, for user code to change.
 

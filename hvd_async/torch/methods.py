@@ -11,6 +11,7 @@ import torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
+from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
 from hvd_async.torch.weight_replica import WeightReplica
 
@@ -51,6 +52,7 @@ class WeightMethods(OptimizerMethods):
 
     _async: LocalDriver
 
+    @unfinished_until_it_returns
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, and let other ranks' weights move this one's.
 

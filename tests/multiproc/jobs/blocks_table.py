@@ -117,6 +117,15 @@ opt = hvd.GossipOptimizer(opt, model.named_parameters())
 monitor = hvd_async.Monitor(opt, every=1)
 {STEP.replace("opt.drain()", "")}
 """
+SIGNALLED = """
+import signal
+opt, calls = optimizer, []
+def loss_fn(output, labels):
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return torch.nn.functional.cross_entropy(output, labels)
+"""
 COMPILED = f"""
 model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), {LOSS[1]}, jit_compile=False)
 """
@@ -142,6 +151,7 @@ BLOCKS = {
                                "recorder.close()\nassert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')",
                                (("...", "opt = optimizer\n" + STEP),)),
     "docs/advisor.md 2": Block("tensorflow", KERAS, "assert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')"),
+    "docs/clusters.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + SIGNALLED, "assert opt.stats().steps == 2"),
     "docs/eager.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "docs/eager.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
     "docs/eager.md 3": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n" + STEP,
