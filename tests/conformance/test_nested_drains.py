@@ -1,4 +1,4 @@
-"""A drain in the middle of a step or a drain, as a signal handler or a hook calls it, is refused, and training goes on."""
+"""A drain in the middle of a step or a drain, as a signal handler or a hook calls it, is refused; training goes on."""
 
 from __future__ import annotations
 
