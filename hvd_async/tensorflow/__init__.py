@@ -12,6 +12,7 @@ except ImportError as _error:
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
+from hvd_async.tensorflow.clipping import clip_by_global_norm
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, init, join, shutdown
@@ -33,6 +34,7 @@ _ours = (
     LeaderOptimizer,
     Monitor,
     broadcast_variables,
+    clip_by_global_norm,
     elastic,
     init,
     join,

@@ -93,7 +93,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         scale_local_gradients: as in Horovod it concerns variables of ``register_local_var()``, which is refused here.
         Own options: see ``EagerOptions``.
         round_transform: called with the list of a round's average gradients, returns what to apply; for gradient
-            clipping and the like: ``lambda grads: tf.clip_by_global_norm(grads, 1.0)[0]``. It is traced once.
+            clipping and the like: ``lambda grads: hvd.clip_by_global_norm(grads, 1.0)[0]``. It is traced once.
         model: the model that is trained, so that ``drain()`` can make its batch-norm statistics agree.
 
     Returns:

@@ -29,7 +29,7 @@ model = keras.Sequential(
 optimizer = hvd.EagerOptimizer(
     keras.optimizers.SGD(0.1, momentum=0.9),
     quorum="majority",
-    round_transform=lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0],
+    round_transform=lambda gradients: hvd.clip_by_global_norm(gradients, 1.0)[0],
 )
 model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 callbacks = [

@@ -10,6 +10,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
 from hvd_async.tensorflow.backend import check_backend as _check_backend
+from hvd_async.tensorflow.clipping import clip_by_global_norm
 from hvd_async.tensorflow.compression import Compression
 from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
 from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
@@ -60,6 +61,7 @@ _ours = (
     RecordCallback,
     broadcast_variables,
     callbacks,
+    clip_by_global_norm,
     elastic,
     init,
     join,
