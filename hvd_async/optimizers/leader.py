@@ -243,17 +243,36 @@ class LeaderDriver(LocalDriver):
                 f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: take the "
                 f"same, or save it after drain()"
             )
-        statistics = self.replica.statistics()
-        counted = 0 if statistics is None else len(statistics)
-        sizes = {"statistics": counted - 1, "sent": counted}
-        wrong = [name for name, copy in copies.items() if len(copy) != sizes.get(name, len(self.replica.read()))]
+        averages = ("statistics", "sent")
+        elements = len(self.replica.read())
+        wrong = [name for name, copy in copies.items() if name not in averages and len(copy) != elements]
         if wrong:
             raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        results = PullResults(targets, fresh, copies.get("force"), copies.get("statistics"), copies.get("sent"))
+        results = PullResults(targets, fresh, copies.get("force"), *self._statistics_of(*map(copies.get, averages)))
         standing = msgspec.json.decode(share["standing"], type=PullProgress)
         return SavedState(results, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
+
+    def _statistics_of(self, averaged: Vector | None, sent: Vector | None) -> tuple[Vector | None, Vector | None]:
+        """Return the averaged statistics of a checkpoint, and this rank's in them, as ``PullResults`` has them.
+
+        Returns:
+            (None, None) if there are none, or they are of other buffers: a step then goes on with its own.
+        """
+        own = self.replica.statistics()
+        if own is None or averaged is None or sent is None:
+            return None, None
+        elements = len(own) // 2
+        if len(averaged) == len(sent) == 2 * elements:
+            return averaged, sent
+        if (len(averaged), len(sent)) != (elements, elements + 1):
+            return None, None
+        # 0.2.0 had one flag for all, of those that were sent
+        found = own * 0, own * 0
+        for vector, values, flag in zip(found, (averaged, sent[:-1]), (1.0, sent[-1]), strict=True):
+            vector[:elements], vector[elements:] = values, flag
+        return found
 
 
 def _moves(*strengths: Strength) -> bool:

@@ -81,7 +81,8 @@ class StepEnd(NamedTuple):
 
     Attributes:
         weights: those to go on with, shape (n,).
-        statistics: batch-norm statistics to go on with, shape (m,); None: this rank's own.
+        statistics: batch-norm statistics to go on with, as of ``WeightReplica.statistics``; where the second half has
+            a 0, and where it is None, this rank keeps its own.
         correction: what is to be added to the wrapped optimizer's momentum, shape (n,); None: nothing.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -62,8 +62,8 @@ class Replica(abc.ABC):
         """Return all weights that other ranks have too, shape (n,), float64, a new vector."""
 
     @abc.abstractmethod
-    def buffers(self) -> Iterable[Buffers]:
-        """Return the buffers that are to agree, in the same order on all ranks."""
+    def buffers(self) -> Buffers | None:
+        """Return the buffers that are to agree; None, on all ranks, if none were given."""
 
 
 class WeightReplica(Replica):
@@ -125,12 +125,16 @@ class WeightReplica(Replica):
 
     @abc.abstractmethod
     def keep_buffers(self) -> Callable[[], None]:
-        """Return a function that puts the batch-norm statistics of now back."""
+        """Return a function that puts the values that buffers have now back."""
 
     @abc.abstractmethod
     def statistics(self) -> Vector | None:
-        """Return the batch-norm statistics that travel with pulls, shape (m + 1,): the last element 1, all 0 if one is
-        not finite; None if none do."""
+        """Return the batch-norm statistics that travel with pulls; None if none do.
+
+        Returns:
+            float64, shape (2 m,): m values, then for each 1, or 0 if its buffer is not finite: all values of such a
+            buffer are 0.
+        """
 
     @abc.abstractmethod
     def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:

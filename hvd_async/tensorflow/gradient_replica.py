@@ -25,7 +25,7 @@ from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, parti
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.extrapolation import Extrapolation
 from hvd_async.tensorflow.gradient_feed import Feed
-from hvd_async.tensorflow.variables import buffers_by_kind, checksum, flat_double, own_name, raw, signature
+from hvd_async.tensorflow.variables import buffers_of, checksum, flat_double, own_name, raw, signature
 
 Array = np.ndarray[Any, Any]
 
@@ -195,8 +195,8 @@ class GradientReplica(eager.GradientReplica):
     def read_double(self) -> Array:
         return flat_double(self.optimizer._trainable_variables)
 
-    def buffers(self) -> list[Buffers]:
-        return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)
+    def buffers(self) -> Buffers | None:
+        return buffers_of(self.model)
 
     def apply(self, round_: ReducedRound) -> None:
         update = self.update

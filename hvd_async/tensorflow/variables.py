@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.gossip.message_format import vector_with_room
+from hvd_async.optimizers import agreement
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.tensorflow.memory import given_to_tensor
 
 Array = np.ndarray[Any, Any]
+STATISTICS = ("moving_mean", "moving_variance")
+"""Names that Keras' batch norm gives its running statistics."""
+SEED = "seed_generator_state"
+"""Name that Keras gives the state of each ``SeedGenerator``."""
 
 
 def raw(variable: Any) -> Any:
@@ -41,29 +45,97 @@ def own_name(variable: Any) -> str:
     return str(variable.path).rpartition("/")[2]
 
 
-def buffers_by_kind(variables: Sequence[Any]) -> list[Buffers]:
-    """Return variables that are no weights, by dtype. Integers, random seeds of dropout layers, stay the rank's own."""
-    by_dtype: dict[tf.DType, list[Any]] = {}
-    for variable in map(raw, variables):
-        if variable.dtype.is_floating:
-            by_dtype.setdefault(variable.dtype, []).append(variable)
+def is_seed(variable: Any) -> bool:
+    """Tell whether a variable is the state of a ``keras.random.SeedGenerator``, as dropout layers have one.
+
+    Ranks draw different random numbers because it differs between them: it is never sent, averaged, or compared.
+    """
+    whole = raw(variable)
+    return _last_part(variable) == SEED and whole.dtype.is_integer and tuple(whole.shape) == (2,)
+
+
+def is_statistic(variable: Any) -> bool:
+    """Tell whether a variable is a running mean or variance of batch norm."""
+    return _last_part(variable) in STATISTICS and raw(variable).dtype.is_floating
+
+
+def _last_part(variable: Any) -> str:
+    name = getattr(variable, "path", None) or variable.name
+    return str(name).rpartition("/")[2].partition(":")[0]
+
+
+def statistics(model: Any) -> list[Any]:
+    """Return the running statistics of a model's batch-norm layers."""
+    return [v for v in _beside_weights(model) if is_statistic(v)]
+
+
+def _beside_weights(model: Any) -> list[Any]:
+    """Return the variables of a model that are neither weights, frozen ones included, nor random seeds."""
+    weights = {id(raw(v)) for layer in model._flatten_layers() for v in layer._trainable_variables}
+    others = [v for v in model.non_trainable_variables if id(raw(v)) not in weights and not is_seed(v)]
     return [
-        Buffers(dtype.name, True, partial(_counted, group), partial(_scatter, group))
-        for dtype, group in by_dtype.items()
+        v for v in others if raw(v).dtype not in (tf.string, tf.resource, tf.variant) and raw(v).shape.num_elements()
     ]
 
 
-def _counted(variables: Sequence[Any]) -> Array:
-    with tf.init_scope():
-        parts = [v.numpy().reshape(-1) for v in variables]
-    return np.concatenate([*parts, np.ones(1, parts[0].dtype)])
+def buffers_of(model: Any) -> Buffers | None:
+    """Return what a model holds beside its weights, by its place; None if there is no model."""
+    if model is None:
+        return None
+    return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(_beside_weights(model))], lambda array: array)
 
 
-def _scatter(variables: Sequence[Any], vector: Any) -> None:
+def keep_buffers(model: Any) -> Callable[[], None]:
+    """Return a function that puts the values of now back into a model's variables beside the weights."""
+    kept = [(raw(v), raw(v).numpy()) for v in ([] if model is None else _beside_weights(model))]
+
+    def put_back() -> None:
+        for variable, value in kept:
+            variable.assign(value)
+
+    return put_back
+
+
+class _KerasBuffer(agreement.Buffer):
+    """A variable of a Keras model on one rank, found by its place: Keras numbers names anew in each process."""
+
+    def __init__(self, key: str, variable: Any) -> None:
+        self.key, self._variable, self.is_statistic = key, raw(variable), is_statistic(variable)
+        self.name = str(getattr(variable, "path", None) or variable.name)
+        self.kind = f"{_last_part(variable)} {tuple(variable.shape)} {self._variable.dtype.name}"
+
+    def data(self) -> Array:
+        return np.frombuffer(_numpy(self._variable).tobytes(), np.uint8)
+
+    def put_data(self, data: Array) -> None:
+        with tf.init_scope():
+            value = np.frombuffer(data.tobytes(), self._variable.dtype.as_numpy_dtype)
+            self._variable.assign(value.reshape(self._variable.shape))
+
+    def values(self) -> Array:
+        return _numpy(self._variable).reshape(-1).astype(np.float64)
+
+    def put_values(self, values: Array) -> None:
+        with tf.init_scope():
+            value = values.astype(self._variable.dtype.as_numpy_dtype)
+            self._variable.assign(value.reshape(self._variable.shape))
+
+
+def _numpy(variable: Any) -> Array:
     with tf.init_scope():
-        sizes = [v.shape.num_elements() for v in variables]
-        for variable, part in zip(variables, np.split(np.asarray(vector), np.cumsum(sizes)[:-1]), strict=True):
-            variable.assign(part.reshape(variable.shape))
+        return np.asarray(variable.numpy())
+
+
+def with_finite(values: Array, sizes: Sequence[int]) -> Array:
+    """Return statistics as ``WeightReplica.statistics`` does: those of variables that are not finite are 0.
+
+    Args:
+        values: of several variables, shape (m,).
+        sizes: elements of each variable.
+    """
+    parts = np.split(values, np.cumsum(sizes)[:-1])
+    finite = np.repeat([np.isfinite(part).all() for part in parts], sizes)
+    return np.concatenate([np.where(finite, values, 0.0), finite])
 
 
 def flat_double(variables: Sequence[Any]) -> Array:
@@ -78,30 +150,31 @@ class Flat:
     Args:
         variables: at least one, in the same order on all ranks.
         memory: of vectors.
+        dtype: of vectors; None: that of the variables, none of which may be in half precision then.
 
     Raises:
-        ValueError: there is none, or one in half precision.
+        ValueError: there is no variable, or one in half precision.
     """
 
-    def __init__(self, variables: Sequence[Any], memory: ReusedBlocks) -> None:
+    def __init__(self, variables: Sequence[Any], memory: ReusedBlocks, dtype: Any = None) -> None:
         self.variables, self._memory = [raw(v) for v in variables], memory
         if not self.variables:
             raise ValueError("there is nothing to mix: every variable is local, or the model has none to train")
         for variable, given in zip(self.variables, variables, strict=True):
-            if variable.dtype not in (tf.float32, tf.float64):
+            if dtype is None and variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
                     f"{signature(given)} cannot be mixed without losing what it learns: keep weights in float32, as "
                     f"the dtype policies 'mixed_float16' and 'mixed_bfloat16' do; compression= makes messages small"
                 )
-        self.dtype = tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32
+        self.dtype = dtype or (tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32)
         self._shared: tf.Tensor | None = None
         """Memory of this tensor is the variables', until they are updated."""
-        self._sizes = [int(v.shape.num_elements()) for v in self.variables]
+        self.sizes = [int(v.shape.num_elements()) for v in self.variables]
 
     @property
     def elements(self) -> int:
         """Elements of the vector."""
-        return sum(self._sizes)
+        return sum(self.sizes)
 
     def joined(self) -> tf.Tensor:
         """Return the variables now as one new tensor, shape (elements,)."""
@@ -115,7 +188,7 @@ class Flat:
         """Return values as one new vector, shape (elements,), with room behind it for a message's header. Not in a
         graph."""
         flat = vector_with_room(self.elements, self.dtype.as_numpy_dtype, self._memory)
-        np.concatenate([np.asarray(value).reshape(-1) for value in values], out=flat)
+        np.concatenate([np.asarray(value).reshape(-1).astype(flat.dtype, copy=False) for value in values], out=flat)
         return flat
 
     def read(self) -> Array:
@@ -142,8 +215,8 @@ class Flat:
     def _with_parts(self, vector: tf.Tensor) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         """Yield each variable and its part of a vector."""
         flat = tf.ensure_shape(tf.convert_to_tensor(vector, self.dtype), [self.elements])
-        starts = itertools.accumulate(self._sizes, initial=0)
-        for variable, start, size in zip(self.variables, starts, self._sizes, strict=False):
+        starts = itertools.accumulate(self.sizes, initial=0)
+        for variable, start, size in zip(self.variables, starts, self.sizes, strict=False):
             # (a slice shares the vector's memory where it begins and ends on 64 bytes; tf.split would copy it)
             yield variable, tf.cast(tf.reshape(tf.slice(flat, [start], [size]), variable.shape), variable.dtype)
 

@@ -19,7 +19,17 @@ from hvd_async.optimizers.replica import DRAINS_CALLER
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.gradient_feed import is_finite
-from hvd_async.tensorflow.variables import Flat, buffers_by_kind, checksum, flat_double, raw, signature
+from hvd_async.tensorflow.variables import (
+    Flat,
+    buffers_of,
+    checksum,
+    flat_double,
+    keep_buffers,
+    raw,
+    signature,
+    statistics,
+    with_finite,
+)
 
 Array = np.ndarray[Any, Any]
 VECTORS_KEPT = 3
@@ -135,9 +145,8 @@ class WeightReplica(replica.WeightReplica):
                     )
                 self.flat = Flat([v for v in every if not self.is_local(v)], self._memory)
         if self.averaged is None and self.model is not None and self._averages_statistics:
-            frozen = {id(raw(v)) for layer in self.model._flatten_layers() for v in layer._trainable_variables}
-            averaged = [v for v in statistics(self.model) if id(v) not in frozen]
-            self.averaged = Flat(averaged, self._memory) if averaged else None
+            averaged = statistics(self.model)
+            self.averaged = Flat(averaged, self._memory, tf.float64) if averaged else None
 
     def mixed(self) -> Flat:
         """Return the weights that are mixed, which are known by now."""
@@ -223,23 +232,17 @@ class WeightReplica(replica.WeightReplica):
         """(Keras' momentum is a velocity, which has the learning rate in it, and is added to the weights.)"""
         return [(self.mixed().elements, -1.0)]
 
-    def buffers(self) -> list[Buffers]:
-        return [] if self.model is None else buffers_by_kind(self.model.non_trainable_variables)
+    def buffers(self) -> Buffers | None:
+        return buffers_of(self.model)
 
     def keep_buffers(self) -> Callable[[], None]:
-        kept = [(variable, variable.numpy()) for variable in ([] if self.model is None else statistics(self.model))]
-
-        def put_back() -> None:
-            for variable, value in kept:
-                variable.assign(value)
-
-        return put_back
+        return keep_buffers(self.model)
 
     def statistics(self) -> Array | None:
         if self.averaged is None:
             return None
         with tf.init_scope():
-            return counted(self.averaged.read())
+            return with_finite(self.averaged.read(), self.averaged.sizes)
 
     def clip(self, vector: Array, one: Array, other: Array) -> Array:
         return np.clip(vector, np.minimum(one, other), np.maximum(one, other))
@@ -275,14 +278,3 @@ class WeightReplica(replica.WeightReplica):
                 f"on this rank and go on with its next ones",
                 stacklevel=DRAINS_CALLER,
             )
-
-
-def statistics(model: Any) -> list[Any]:
-    """Return what a model holds beside its weights: batch-norm statistics, not the random seeds of dropout layers."""
-    return [v for v in map(raw, model.non_trainable_variables) if v.dtype.is_floating]
-
-
-def counted(values: Array) -> Array:
-    """Return statistics with 1 at the end; all 0 if one is not finite."""
-    with_count = np.append(values, values.dtype.type(1))
-    return with_count if is_finite(with_count) else np.zeros_like(with_count)

@@ -22,8 +22,8 @@ from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.gradient_step import _py
-from hvd_async.tensorflow.variables import Flat, raw
-from hvd_async.tensorflow.weight_replica import WeightReplica, counted
+from hvd_async.tensorflow.variables import Flat, raw, with_finite
+from hvd_async.tensorflow.weight_replica import WeightReplica
 
 
 def apply(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> None:
@@ -270,8 +270,11 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
-    end = driver.end_step(before.numpy(), after, counted(own[0]) if own else None)
-    settled = [one if end.statistics is None else end.statistics for one in own]
+    end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
+    settled: list[Any] = own
+    if end.statistics is not None:
+        averaged, known = np.asarray(end.statistics).reshape(2, -1)
+        settled = [np.where(known > 0, averaged, one) for one in own]
     taken = [flat.taken(vector) for flat, vector in zip(flats, (end.weights, *settled), strict=True)]
     if not driver.corrects_momentum:
         return taken

@@ -15,6 +15,7 @@ from hvd_async.optimizers.driver import derived
 from hvd_async.optimizers.factories import Binding
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.bucket_layout import differentiable
+from hvd_async.torch.buffers import NamedBuffers
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.weight_replica import WeightReplica
@@ -79,9 +80,13 @@ def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> A
 
 
 def listed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a factory's arguments, those that may be read only once as lists."""
+    """Return a factory's arguments, with those that can be read only once read.
+
+    Raises:
+        ValueError: as ``NamedBuffers``.
+    """
     named, buffers = given["named_parameters"], given["named_buffers"]
-    own = {"named_parameters": None if named is None else list(named), "named_buffers": list(buffers or [])}
+    own = {"named_parameters": None if named is None else list(named), "named_buffers": NamedBuffers(buffers)}
     return {**given, **own}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,6 +15,7 @@ from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import eager_driver
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch.base import BINDING, listed, names_of, wrap
+from hvd_async.torch.buffers import Pairs
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
 from hvd_async.torch.gradient_replica import GradientReplica, RoundTransform
@@ -46,7 +47,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     scaler: Any = None,
     nonfinite: str = "skip",
     round_transform: RoundTransform | None = None,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: Pairs | Callable[[], Pairs] | None = None,
     buffers: str = "average",
 ) -> Any:
     """Wrap a torch optimizer so that its gradients are averaged by partial allreduce (eager-SGD, PPoPP 2020).
@@ -76,7 +77,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             unscaled before others see them, and an overflow counts as a step without gradient.
         round_transform: called with the parameters whose ``p.grad`` holds a round's average, before it is applied; for
             gradient clipping and the like: ``lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0)``.
-        named_buffers: ``model.named_buffers()``, so that ``drain()`` can make batch-norm statistics agree.
+        named_buffers: ``model.named_buffers()``, so that ``drain()`` makes batch-norm statistics and other buffers
+            agree; or the function ``model.named_buffers``, for a model that adds buffers later.
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -13,6 +13,7 @@ from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import gossip_driver
 from hvd_async.torch.base import BINDING, listed, weight_replica, wrap
+from hvd_async.torch.buffers import Pairs
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.methods import GossipMethods
 
@@ -44,7 +45,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     outer_momentum: float | None = None,
     schedule: Mapping[int, str] | None = None,
     quasi_global: bool = False,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: Pairs | Callable[[], Pairs] | None = None,
     buffers: str = "average",
 ) -> Any:
     """Wrap a torch optimizer so that each rank steps by itself and mixes its weights with its neighbours'.
@@ -69,7 +70,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             themselves.
         Own options: see ``GossipOptions``.
         named_buffers: ``model.named_buffers()``, so that ``drain()`` and ``consensus()`` make batch-norm statistics
-            agree.
+            and other buffers agree; or the function ``model.named_buffers``, for a model that adds buffers later.
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of

@@ -22,13 +22,14 @@ from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
+from hvd_async.torch.buffers import NamedBuffers
 from hvd_async.torch.compression import make_wire, slots
 from hvd_async.torch.extrapolation import Extrapolation
 from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
 from hvd_async.torch.streams import record_ready
-from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature, take_over
+from hvd_async.torch.tensors import checksum, flat_double, signature, take_over
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
@@ -71,7 +72,7 @@ class GradientReplica(eager.GradientReplica):
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.scaler: Any = options["scaler"]
         self._nonfinite: str = options["nonfinite"]
-        self.named_buffers: list[tuple[str, torch.Tensor]] = options["named_buffers"]
+        self.named_buffers: NamedBuffers = options["named_buffers"]
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
@@ -297,8 +298,8 @@ class GradientReplica(eager.GradientReplica):
     def read_double(self) -> torch.Tensor:
         return flat_double(self.parameters)
 
-    def buffers(self) -> list[Buffers]:
-        return buffers_by_kind(self.named_buffers)
+    def buffers(self) -> Buffers | None:
+        return self.named_buffers.buffers()
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -14,6 +14,7 @@ from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import leader_driver
 from hvd_async.torch.base import BINDING, listed, weight_replica, wrap
+from hvd_async.torch.buffers import Pairs
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.methods import LeaderMethods
 
@@ -43,7 +44,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     group: str | int | Sequence[Any] | None = None,
     loss_window: int | None = None,
     lr_spread: str = "none",
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: Pairs | Callable[[], Pairs] | None = None,
     buffers: str = "average",
 ) -> Any:
     """Wrap a torch optimizer so that each rank trains by itself and is pulled towards a leader, or a centre.
@@ -62,7 +63,8 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step by
             themselves.
         Own options: see ``LeaderOptions``.
-        named_buffers: ``model.named_buffers()``, so that batch-norm statistics agree.
+        named_buffers: ``model.named_buffers()``, so that batch-norm statistics and other buffers agree; or the function
+            ``model.named_buffers``, for a model that adds buffers later.
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.

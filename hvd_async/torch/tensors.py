@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.worker import Worker
 
 
@@ -22,18 +20,6 @@ def checksum(tensor: torch.Tensor) -> int:
 def signature(name: str, tensor: torch.Tensor) -> str:
     """Name, shape and dtype in one string, for comparison over ranks."""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def buffers_by_kind(named: Iterable[tuple[str, torch.Tensor]]) -> list[Buffers]:
-    """Return named buffers by device and dtype."""
-    return [
-        Buffers(kind, group[0].is_floating_point(), partial(_counted, group), partial(_scatter, tensors=group))
-        for kind, group in _by_kind([tensor for _, tensor in named if tensor.numel()])
-    ]
-
-
-def _counted(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([*(t.detach().reshape(-1) for t in tensors), tensors[0].new_ones(1)])
 
 
 @torch.no_grad()

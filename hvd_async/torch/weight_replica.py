@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
+from hvd_async.torch.buffers import NamedBuffers, write
 from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format, vector_with_room
-from hvd_async.torch.tensors import buffers_by_kind, checksum, flat_double, signature
+from hvd_async.torch.tensors import checksum, flat_double, signature
 
 VECTORS_KEPT = 4
 """Vectors whose memory is kept for the next step: the weights read, a message on its way, what is left without it, and
@@ -31,18 +32,18 @@ class WeightReplica(replica.WeightReplica):
 
     Args:
         named: parameters' names by id; None if none were given.
-        named_buffers: those that are to agree after a drain.
+        named_buffers: buffers that are to agree after a drain.
         averages_statistics: whether pulls average them.
     """
 
     def __init__(
-        self,
-        named: dict[int, str] | None,
-        named_buffers: Iterable[tuple[str, torch.Tensor]] | None,
-        averages_statistics: bool = False,
+        self, named: dict[int, str] | None, named_buffers: NamedBuffers, averages_statistics: bool = False
     ) -> None:
-        self.named, self.named_buffers = named, list(named_buffers or [])
+        self.named, self.named_buffers = named, named_buffers
         self._averages_statistics = averages_statistics
+        self._averaged: dict[str, int] = {}
+        """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
+        is, since all ranks' vectors must have one length."""
         self._memory = ReusedMemory(most=VECTORS_KEPT)
 
     def attach(self, optimizer: Any) -> None:
@@ -68,6 +69,8 @@ class WeightReplica(replica.WeightReplica):
 
     def prepare(self) -> None:
         self.check()
+        if self._averages_statistics:
+            self._averaged = {key: tensor.numel() for key, tensor in self.named_buffers.statistics().items()}
         devices = {str(p.device) for p in self.parameters}
         if len(devices) > 1:
             raise ValueError(
@@ -122,7 +125,7 @@ class WeightReplica(replica.WeightReplica):
         kind = f"optimizer {self.optimizer._wrapped_class.__name__}{', weights as after cut()' if resumed else ''}"
         kinds = [kind]
         if self._averages_statistics:
-            kinds = [f"{sum(t.numel() for t in self._averaged())} batch-norm statistics of named_buffers", kind]
+            kinds = [f"{sum(self._averaged.values())} batch-norm statistics of named_buffers", kind]
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
     def message_format(
@@ -196,40 +199,44 @@ class WeightReplica(replica.WeightReplica):
             elements[of_group[id(p)]] += p.numel()
         return [(n, float(group["lr"])) for n, group in zip(elements, self.optimizer.param_groups, strict=True)]
 
-    def buffers(self) -> list[Buffers]:
-        return buffers_by_kind(self.named_buffers)
+    def buffers(self) -> Buffers | None:
+        return self.named_buffers.buffers()
 
     def keep_buffers(self) -> Callable[[], None]:
-        kept = [(buffer, buffer.clone()) for _, buffer in self.named_buffers]
-
-        def put_back() -> None:
-            with torch.no_grad():
-                for buffer, own in kept:
-                    buffer.copy_(own)
-
-        return put_back
-
-    def _averaged(self) -> list[torch.Tensor]:
-        """Return the statistics that pulls average beside the weights."""
-        if not self._averages_statistics:
-            return []
-        return [t for _, t in self.named_buffers if t.is_floating_point() and t.numel()]
+        return self.named_buffers.keep()
 
     @torch.no_grad()
     def statistics(self) -> torch.Tensor | None:
-        averages = self._averaged()
-        if not averages:
+        if not self._averaged:
             return None
-        kind = self.dtype()
-        own = torch.cat([*(t.reshape(-1).to(kind) for t in averages), averages[0].new_ones(1, dtype=kind)])
-        return torch.where(torch.isfinite(own).all(), own, 0.0)  # (a GPU finds out by itself)
+        held, device = self.named_buffers.statistics(), self.parameters[0].device
+        parts = [held.get(key) for key in self._averaged]
+        # (a statistic that is gone, or has another shape, is like one that is not finite)
+        known = [
+            part.detach().reshape(-1) if part is not None and part.numel() == n else torch.full((n,), torch.nan)
+            for part, n in zip(parts, self._averaged.values(), strict=True)
+        ]
+        own = torch.cat([part.to(device, torch.float64) for part in known])
+        sizes = torch.tensor(list(self._averaged.values()), device=device)
+        place = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes, output_size=len(own))
+        spoilt = own.new_zeros(len(sizes)).index_add_(0, place, (~torch.isfinite(own)).double())
+        finite = (spoilt == 0)[place]  # (a GPU finds out by itself)
+        return torch.cat([torch.where(finite, own, 0.0), finite.double()])
 
     @torch.no_grad()
     def write_statistics(self, averaged: torch.Tensor) -> None:
-        """Make these the batch-norm statistics, shape (m,)."""
-        averages = self._averaged()
-        for tensor, part in zip(averages, averaged.split([t.numel() for t in averages]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        """Write the batch-norm statistics that a pull has brought; those that it has not stay what they are.
+
+        Args:
+            averaged: as of ``statistics``, shape (2 m,).
+        """
+        held = self.named_buffers.statistics()
+        values, known = (half.split(list(self._averaged.values())) for half in averaged.view(2, -1))
+        for (key, n), part, known_part in zip(self._averaged.items(), values, known, strict=True):
+            tensor = held.get(key)
+            if tensor is not None and tensor.numel() == n:
+                own = tensor.detach().reshape(-1).double()
+                write(tensor, torch.where(known_part > 0, part, own.to(part.device)).view(tensor.shape))
 
     def clip(self, vector: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.clamp(vector, torch.minimum(one, other), torch.maximum(one, other))

@@ -238,7 +238,7 @@ def test_counts_go_on_over_drains_cuts_and_loaded_states():
         (TorchRank, {"loss_window": 3}),
         (TorchRank, {"lr_spread": "linear"}),
         (TorchRank, {"buffers": "local"}),
-        (TorchRank, {"named_buffers": [("mean", torch.zeros(3))]}),
+        (TorchRank, {"named_buffers": [("running_mean", torch.zeros(3))]}),
         (KerasRank, {"global_period": 5}),
         (KerasRank, {"group": 1}),
         (KerasRank, {"backward_passes_per_step": 2}),

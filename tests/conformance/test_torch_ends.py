@@ -48,13 +48,13 @@ def test_buffers_of_two_optimizers_are_averaged_each_by_itself_where_one_is_gone
 
     def train(rank: int) -> list[float]:
         first, second = torch.tensor([2.0 + 298 * rank]), torch.tensor([300.0 - 298 * rank])
-        weight, optimizer = line(named_buffers=[("first", first)], quorum="all")
+        weight, optimizer = line(named_buffers=[("first.running_mean", first)], quorum="all")
         take(weight, optimizer)
         optimizer.drain()
         if rank == 1:
             del optimizer
             gc.collect()
-        weight, other = line(5.0, named_buffers=[("second", second)], quorum="all")
+        weight, other = line(5.0, named_buffers=[("second.running_mean", second)], quorum="all")
         take(weight, other)
         other.drain()
         engine().drain(leaving=True)
@@ -66,7 +66,7 @@ def test_buffers_of_two_optimizers_are_averaged_each_by_itself_where_one_is_gone
 def test_a_drain_on_one_rank_and_a_cut_on_the_other_is_a_drain_on_both():
     def train(rank: int) -> float:
         statistics = torch.tensor([float(rank)])
-        weight, optimizer = line(named_buffers=[("statistics", statistics)], quorum="solo")
+        weight, optimizer = line(named_buffers=[("running_mean", statistics)], quorum="solo")
         take(weight, optimizer)
         optimizer.cut() if rank else optimizer.drain()
         return float(statistics)

@@ -89,7 +89,7 @@ def test_statistics_of_several_kinds(kinds):
 
     def train(rank: int) -> Any:
         first, last = (torch.full((2, 3), 2 * rank + 1).to(kind) for kind in kinds)
-        named = [("first", first), ("empty", torch.zeros(0)), ("last", last)]
+        named = [("a.running_mean", first), ("b.running_mean", torch.zeros(0)), ("c.running_mean", last)]
         in_step(TorchRank(TorchRank.least_squares(2, SGD), rank, following, named_buffers=named), 2)
         assert (first.dtype, last.dtype) == kinds
         return first.tolist(), last.tolist()

@@ -84,8 +84,9 @@ class PullResults:
         targets: weights towards which this rank is pulled, by group; none where it leads itself. EASGD: the center.
         fresh: groups pulled since the last step: the number of the pull, and who leads.
         force: EASGD's, to be added to the weights.
-        statistics: batch-norm statistics, averaged.
-        sent: this rank's statistics that are in that average, as of ``PullExecutor.merge_statistics``.
+        statistics: batch-norm statistics, averaged, shape (2 m,): m values, then for each 1, or 0 if no rank's was
+            finite.
+        sent: this rank's statistics that are in that average, as of ``LeaderWorker.settle_statistics``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
@@ -127,8 +128,8 @@ class PullExecutor:
         self._snapshot: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Vector = None
-        """Batch-norm statistics after the last step, and 1 (all 0 if one is not finite); never changed. None on all
-        ranks if they do not travel; that must not change, as ranks would wait for each other's."""
+        """Batch-norm statistics after the last step, as of ``LeaderWorker.settle_statistics``; never changed. None on
+        all ranks if they do not travel; that must not change, as ranks would wait for each other's."""
         self._state: Any = None
         """The rule's; replaced, never changed."""
         self._fresh: dict[int, tuple[int, int]] = {}
@@ -167,13 +168,16 @@ class PullExecutor:
             self._statistics = own
             if averaged is None:
                 return None
-            mine = own[:-1]
-            if own[-1] and sent[-1]:  # this rank's change since it sent its own is kept
-                averaged = clip(averaged + (mine - sent[:-1]), mine, averaged)
+            (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (own, averaged, sent))
+            # This rank's change since it sent its own is kept, where both are finite: elsewhere they are 0.
+            moved = clip(average + finite * counted * (mine - base), mine * finite + average * (1 - finite), average)
+            merged = averaged + 0
+            merged.reshape(2, -1)[0] = moved
             self._statistics = own + 0
-            self._statistics[:-1], self._statistics[-1:] = averaged, 1.0
+            shown = self._statistics.reshape(2, -1)
+            shown[0], shown[1] = known * moved + (1 - known) * mine, known + (1 - known) * finite
             self._note("averaged", step)
-        return averaged
+        return merged
 
     def take_results(self, step: int) -> TakenResults:
         """Return the results of pulls so far, which this step applies."""
@@ -293,8 +297,12 @@ class PullExecutor:
 
         def on_statistics(total: Vector) -> None:
             with self._lock:
-                if total[-1] > 0:
-                    self._averaged, self._averaged_own = total[:-1] / total[-1], statistics
+                average = total + 0
+                sums, counts = average.reshape(2, -1)
+                if counts.max() > 0:
+                    sums /= counts.clip(1)  # (0 where no rank's is finite)
+                    counts[:] = counts.clip(0, 1)
+                    self._averaged, self._averaged_own = average, statistics
             part_done(self._ring_bytes(command, total))
 
         def on_sum(total: Vector) -> None:

@@ -168,12 +168,13 @@ class LeaderWorker(Worker):
         """Publish this step's batch-norm statistics and merge averaged ones in, before ``mix``.
 
         Args:
-            own: this rank's, shape (m + 1,), the last element 1; all 0 if one is not finite. It belongs to the worker.
+            own: this rank's, shape (2 m,), as of ``WeightReplica.statistics``. It belongs to the worker.
             clip: of vectors.
 
         Returns:
-            The statistics to go on with, shape (m,), after a pull: the average and this rank's change since it sent its
-            own, but not beyond its own, so that a variance stays positive; None: its own.
+            The statistics to go on with, shape (2 m,), after a pull: the average and this rank's change since it sent
+            its own, but not beyond its own, so that a variance stays positive; where the second half has a 0, no rank's
+            is known. None: its own.
         """
         return self.executor.merge_statistics(own, self.steps + 1, clip)
 
