@@ -21,7 +21,7 @@ from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.tensorflow.collectives import LIFECYCLE, horovod_error
-from hvd_async.tensorflow.functions import BROADCASTABLE, broadcast_tensors
+from hvd_async.tensorflow.functions import broadcast_tensors, is_sent
 from hvd_async.tensorflow.variables import raw
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
@@ -31,9 +31,9 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
     """A Keras model, its optimizer and other attributes that ranks go on with when others are lost or join.
 
     Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
-    that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor. All
-    ranks take the other attributes from the rank that has ended most steps: so change them right after a step, as the
-    callbacks of ``hvd.elastic`` do.
+    that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor, but
+    keep their own random seeds. All ranks take the other attributes from the rank that has ended most steps: so change
+    them right after a step, as the callbacks of ``hvd.elastic`` do.
 
     Functions that were traced for other ranks are of no use: ``fit()`` traces its step again by itself; make a
     ``tf.function`` of your own in the function that ``run`` decorates.
@@ -68,7 +68,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         exchange, ours = _Exchange(), self._ours()
         trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}
         every = [*self.model.variables, *([] if ours else self.optimizer.variables)]
-        others = [v for v in map(raw, every) if id(v) not in trained and v.dtype.name in BROADCASTABLE]
+        others = [raw(v) for v in every if id(raw(v)) not in trained and is_sent(v)]
         own = {name: getattr(self, name) for name in self._saved_state}
         try:
             own, take = elastic.sync(exchange, self._survivor, ours, others, own)

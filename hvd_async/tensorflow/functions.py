@@ -15,7 +15,7 @@ from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers import elastic
 from hvd_async.tensorflow.collectives import LIFECYCLE
-from hvd_async.tensorflow.variables import raw
+from hvd_async.tensorflow.variables import is_seed, raw
 from hvd_async.tensorflow.wait_notices import told_if_long
 
 _horovods_init, _horovods_join, _horovods_shutdown = (
@@ -25,7 +25,24 @@ _horovods_init, _horovods_join, _horovods_shutdown = (
 )  # (what ``swapped`` puts in their place calls them)
 timeline.watch_exit(_horovods_shutdown)
 
-BROADCASTABLE = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
+HOROVODS = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
+"""Dtypes that Horovod broadcasts."""
+AS_BYTES = ("bfloat16", "complex64", "complex128", "uint32", "uint64")
+"""Other dtypes, whose values are broadcast as bytes."""
+
+
+def is_sent(variable: Any) -> bool:
+    """Tell whether a variable is part of what ranks take from each other: random seeds are not, nor are strings."""
+    return raw(variable).dtype.name in HOROVODS + AS_BYTES and not is_seed(variable)
+
+
+def broadcast_value(value: Any, root: int, name: str, process_set: Any = hvd.global_process_set) -> tf.Tensor:
+    """Return rank ``root``'s value of a tensor or variable for which ``is_sent`` holds. A collective."""
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype.name in HOROVODS:
+        return hvd.broadcast(tensor, root, name=name, process_set=process_set)
+    received = hvd.broadcast(tf.bitcast(tensor, tf.uint8), root, name=name, process_set=process_set)
+    return tf.bitcast(received, tensor.dtype)
 
 
 def broadcast_variables(
@@ -33,12 +50,12 @@ def broadcast_variables(
 ) -> None:
     """Give every rank the variables of ``root_rank``; takes Keras variables too (Horovod's own fails on them).
 
-    Random seeds of dropout layers (uint32) are left alone: they ought to differ. Variables go by their places: names
-    differ between ranks where one has made more layers or optimizers, since Keras numbers them, and Horovod's would
-    wait for each other.
+    The states of ``keras.random.SeedGenerator`` are not sent: with them all ranks would drop the same units and flip
+    the same images. Variables are matched by position: names differ between ranks where one has made more layers or
+    optimizers, since Keras numbers them, and Horovod's function would wait without end.
 
     Args:
-        variables: the same on all ranks, in one order.
+        variables: the same on all ranks, in one order. Strings are not sent.
         root_rank: whose.
         process_set: the ranks that take part.
         inplace: as in Horovod; it has no effect here.
@@ -46,7 +63,7 @@ def broadcast_variables(
     Raises:
         ReplicaMismatchError: the ranks have different variables.
     """
-    plain = [one for one in map(raw, variables) if one.dtype.name in BROADCASTABLE]
+    plain = [raw(one) for one in variables if is_sent(one)]
     if tf.executing_eagerly():
         with told_if_long("hvd.broadcast_variables()"):
             _check_alike(plain, process_set)
@@ -84,10 +101,7 @@ def _graph(tensors: Sequence[Any], root_rank: int, name: str, process_set: Any, 
 
 
 def _broadcast(tensors: Sequence[Any], root_rank: int, name: str, process_set: Any) -> list[tf.Tensor]:
-    return [
-        hvd.broadcast(tensor, root_rank, name=f"{name}.{place}", process_set=process_set)
-        for place, tensor in enumerate(tensors)
-    ]
+    return [broadcast_value(tensor, root_rank, f"{name}.{place}", process_set) for place, tensor in enumerate(tensors)]
 
 
 def _check_alike(variables: Sequence[tf.Variable], process_set: Any) -> None:

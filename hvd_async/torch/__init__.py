@@ -19,7 +19,7 @@ from hvd_async.optimizers.public_names import public_names as _public_names
 from hvd_async.torch import horovod_names as _horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
-from hvd_async.torch.functions import broadcast_optimizer_state, init, join, shutdown
+from hvd_async.torch.functions import broadcast_optimizer_state, broadcast_parameters, init, join, shutdown
 from hvd_async.torch.gossip import GossipOptimizer
 from hvd_async.torch.leader import LeaderOptimizer
 from hvd_async.torch.monitor import attach_monitor
@@ -37,6 +37,7 @@ _ours = (
     Monitor,
     attach_monitor,
     broadcast_optimizer_state,
+    broadcast_parameters,
     declare_torchvision_operators,
     elastic,
     init,

@@ -90,7 +90,7 @@ class NamedBuffers:
 
 def is_statistic(name: str, tensor: torch.Tensor) -> bool:
     """Tell whether a buffer is a running mean or variance of batch norm."""
-    return name.rpartition(".")[2] in STATISTICS and tensor.is_floating_point() and _is_plain(tensor)
+    return name.rpartition(".")[2] in STATISTICS and tensor.is_floating_point() and is_plain(tensor)
 
 
 class TorchBuffer(agreement.Buffer):
@@ -98,7 +98,7 @@ class TorchBuffer(agreement.Buffer):
 
     def __init__(self, key: str, name: str, tensor: torch.Tensor) -> None:
         self.key, self.name, self._tensor = key, name, tensor
-        self.is_statistic, self.is_writable = is_statistic(name, tensor), _is_plain(tensor)
+        self.is_statistic, self.is_writable = is_statistic(name, tensor), is_plain(tensor)
         self.kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
     def data(self) -> Array:
@@ -121,7 +121,7 @@ class TorchBuffer(agreement.Buffer):
 # -- tensors of any dtype -----------------------------------------------------------------------------------------
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements are its bytes: it is neither sparse nor quantized, and has a memory."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
@@ -141,7 +141,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value into a tensor of its shape; elements of an expanded tensor that share memory get the first."""
     in_mode = torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
     with torch.no_grad(), in_mode:
-        for dim, size in enumerate(tensor.shape if _is_plain(tensor) else ()):
+        for dim, size in enumerate(tensor.shape if is_plain(tensor) else ()):
             if size > 1 and tensor.stride(dim) == 0:
                 tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
         tensor.copy_(value)

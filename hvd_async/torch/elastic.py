@@ -17,11 +17,14 @@ from horovod.torch.elastic import ElasticSampler, run
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.torch.buffers import is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import receive_state
 from hvd_async.torch.objects import gather_objects, object_of, tensors_of
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
+EXTRA_STATE = "_extra_state"
+"""Last part of the names under which torch saves what ``get_extra_state()`` returns."""
 
 
 class TorchState(elastic.WithoutRollBack, ObjectState):
@@ -69,12 +72,21 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         """
         exchange = _Exchange()
         ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}
-        tensors = [t for model in self._models for t in model.state_dict(keep_vars=True).values()]
-        others = [tensor for tensor in tensors if id(tensor) not in ours]
+        held = [one for model in self._models for one in model.state_dict(keep_vars=True).items()]
+        tensors = [value for name, value in held if isinstance(value, torch.Tensor) and not _is_extra(name)]
+        others = [tensor for tensor in tensors if id(tensor) not in ours and is_plain(tensor)]
+        extra = [
+            {name: value for name, value in model.state_dict().items() if _is_extra(name)} for model in self._models
+        ]
         own = {name: getattr(self, name) for name in self._saved_state}
         states = {name: value.state_dict() for name, value in self._stateful.items()}
-        (own, states), take = elastic.sync(exchange, self._survivor, self._optimizers, others, (own, states))
+        given = (own, states, extra)
+        (own, states, extra), take = elastic.sync(exchange, self._survivor, self._optimizers, others, given)
         take()
+        if not self._survivor:  # (what get_extra_state() returns is the model's own, as its buffers are)
+            for model, values in zip(self._models, extra, strict=True):
+                if values:
+                    model.load_state_dict(values, strict=False)
         self._saved_state = own
         self._set_attrs()
         for name, state in states.items():
@@ -83,6 +95,11 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
 
     def _ours(self) -> list[Any]:
         return self._optimizers
+
+
+def _is_extra(name: str) -> bool:
+    """Tell whether an entry of a module's ``state_dict()`` is what ``get_extra_state()`` has returned."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _of_rank_0(value: Any) -> Any:
@@ -108,10 +125,9 @@ class _Exchange(elastic.Exchange):
         (received,) = tensors_of(root, [vector], name)
         return received
 
-    @torch.no_grad()
     def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+            write(tensor, value)
 
     def weights(self, optimizer: Any) -> list[Any]:
         return [p for group in optimizer.param_groups for p in group["params"]]

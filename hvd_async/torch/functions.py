@@ -12,6 +12,7 @@ from hvd_async.algorithms.eager import timeline
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
+from hvd_async.torch.buffers import bytes_of, from_bytes, is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
 
 timeline.watch_exit(hvd.shutdown)
@@ -19,6 +20,39 @@ timeline.watch_exit(hvd.shutdown)
 
 class _Shape(tuple[Any, ...]):
     """Stands for a tensor in a structure that is sent ahead of it: (shape, dtype)."""
+
+
+HOROVODS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+"""Dtypes that Horovod broadcasts."""
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the tensors of ``root_rank``, in place; unlike Horovod's, of every dtype, and expanded ones too.
+
+    Args:
+        params: ``model.state_dict()``, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
+            Entries that are no tensors (a module's extra state) and sparse or quantized tensors stay each rank's own.
+        root_rank: whose tensors to send.
+
+    Raises:
+        ValueError: ``params`` is something else.
+    """
+    if isinstance(params, dict):
+        pairs: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, list):
+        pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
+    else:
+        raise ValueError(f"params must be a dict or a list, got {type(params).__name__}. Pass model.state_dict()")
+    begun: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            continue
+        data = None if tensor.dtype in HOROVODS and tensor.is_contiguous() else bytes_of(tensor)
+        begun.append((hvd.broadcast_async_(tensor if data is None else data, root_rank, name), tensor, data))
+    for handle, tensor, data in begun:
+        hvd.synchronize(handle)
+        if data is not None:
+            write(tensor, from_bytes(data, tensor))
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
@@ -48,7 +82,8 @@ def _object_of(root_rank: int, value: Any, name: str) -> Any:
 
 
 def _tensors_of(root_rank: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-    return [hvd.broadcast(tensor, root_rank, name=name) for tensor in tensors]
+    # (as bytes: Horovod does not carry all dtypes)
+    return [from_bytes(hvd.broadcast(bytes_of(tensor), root_rank, name=name), tensor) for tensor in tensors]
 
 
 def receive_state(

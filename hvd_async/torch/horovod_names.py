@@ -4,7 +4,8 @@ Horovod numbers collectives without a name by all that the process has submitted
 equally many on all ranks at a time: they would wait for each other for ever. Its ``join`` would silence the engine, its
 ``shutdown`` leave rounds behind. All calls of these, by whatever name a script has imported them, pass through one
 reference to Horovod's library, and that is where they are mended. ``broadcast_optimizer_state``, which steps an
-optimizer to make its state, is Python only: ours takes its place in Horovod's modules. ``TorchState`` drains first.
+optimizer to make its state, and ``broadcast_parameters``, which knows few dtypes, are Python only: ours take their
+places in Horovod's modules. ``TorchState`` drains first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from horovod.torch.elastic import state as elastic_state
 from hvd_async.optimizers import elastic
 from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.functions import broadcast_optimizer_state
+from hvd_async.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
 JOINED = -1
 """The handle of a join that was a drain; Horovod's own are from 0."""
@@ -112,6 +113,7 @@ def install() -> None:
     mpi_ops.mpi_lib = _Library(mpi_ops.mpi_lib)
     for module in (hvd, functions, elastic_state):
         module.broadcast_optimizer_state = broadcast_optimizer_state
+        module.broadcast_parameters = broadcast_parameters
     state = elastic_state.TorchState
     for name in ("__init__", "save", "sync"):
         setattr(state, name, _settled(getattr(state, name)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvd_async.runtime.interfaces import Handle
+from hvd_async.torch.buffers import bytes_of, from_bytes
 from hvd_async.torch.collectives import FINEST_POLL, HorovodCollectives
 
 
@@ -31,9 +32,9 @@ def object_of(root: int, value: Any, name: str) -> Any:
 def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
     """Return a rank's tensors; those of this rank are not changed. A collective."""
     collectives = HorovodCollectives()
-    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
     handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
-    return [_result(handle) for handle in handles]
+    return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]
 
 
 def _result(handle: Handle) -> torch.Tensor:

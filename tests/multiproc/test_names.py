@@ -92,6 +92,23 @@ def test_broadcast_optimizer_state_takes_tensors_that_are_channels_last(names: N
     assert same(ranks, "state")
 
 
+def test_tensors_of_every_dtype_are_taken_from_rank_0(names: Names) -> None:
+    ranks = names(TORCH).case("any kind")
+    for rank in ranks:
+        assert rank["values"][1:] == rank["joined"][1:] == rank["expected"]
+        assert rank["state"]["seen"] == rank["state joined"]["seen"] == [True, False]
+        assert rank["scale"] == "scale 0"
+    for key in ("values", "state", "joined", "state joined"):
+        assert same(ranks, key)
+    assert [rank["kept"] for rank in ranks] == ["scale 0", "scale 1"]
+
+
+def test_variables_of_every_dtype_are_broadcast_but_seeds(names: Names) -> None:
+    for number, rank in enumerate(names(TENSORFLOW).case("any kind")):
+        assert rank["different"] == []
+        assert rank["seeds"] == [number] * len(rank["seeds"])
+
+
 @BOTH
 def test_join_drains_and_names_the_last_rank(names: Names, framework: str) -> None:
     for rank in names(framework).case("join"):

@@ -55,6 +55,8 @@ class GossipEpochCallback(Draining):
 class BroadcastGlobalVariablesCallback(Draining):
     """Give every rank the weights and optimizer state of ``root_rank`` when ``fit()`` begins.
 
+    Random seeds of layers (``keras.random.SeedGenerator``) stay each rank's own.
+
     Args:
         root_rank: whose to send.
         device: as in Horovod; where to place the operation.

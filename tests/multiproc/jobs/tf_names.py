@@ -15,6 +15,7 @@ from tf_common import batches, compiled, crc, mlp
 
 import hvd_async.tensorflow as hvd_tf
 import hvd_async.tensorflow.keras as hvd
+from hvd_async.tensorflow import functions
 
 callbacks = hvd.callbacks
 
@@ -50,6 +51,54 @@ def broadcast_callback(report: Report) -> None:
         lr=float(optimizer.learning_rate.numpy()),
         distance=optimizer.consensus_distance(),
     )
+
+
+class Held(keras.layers.Layer):
+    """A variable of each dtype that is sent."""
+
+    def build(self, shape: Any) -> None:
+        kinds = (*functions.HOROVODS, *functions.AS_BYTES)
+        self.held = [
+            self.add_weight(shape=(2,), dtype=kind, name=kind, trainable=False, initializer="zeros") for kind in kinds
+        ]
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def any_kind(report: Report) -> None:
+    """Broadcast by name, by the callback, and in an elastic job's ``sync()``."""
+    rank = hvd.rank()
+    different: list[str] = []
+    seeds: list[int] = []
+    for how in ("broadcast_variables", "callback", "sync"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), Held(), keras.layers.Dense(1)])
+        held = model.layers[1].held
+        for variable in held:
+            variable.assign(tf.cast([rank == 0, rank == 1], variable.dtype))
+        seed = model.layers[0].seed_generator.state
+        seed.assign([rank, 0])
+        if how == "broadcast_variables":
+            hvd_tf.broadcast_variables([*model.variables, tf.Variable(tf.cast(rank, tf.bfloat16))], root_rank=0)
+        elif how == "callback":
+            fit_of(model, callbacks.BroadcastGlobalVariablesCallback(0))
+        else:
+            model.compile(hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all"), "mse")
+            hvd_tf.elastic.TensorFlowKerasState(model).sync()
+        seeds.append(int(seed.numpy()[0]))
+        for variable in held:
+            values = tf.cast(variable.value, tf.complex128).numpy().tolist()
+            if values != [1, 0]:
+                different.append(f"{how}: {variable.name} is {values}")
+    report.put("any kind", different=different, seeds=seeds)
+
+
+def fit_of(model: Any, callback: Any) -> None:
+    """No step: the callback alone."""
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all")
+    model.compile(optimizer, "mse")
+    callback.set_model(model)
+    callback.on_train_begin()
 
 
 class Keep(keras.callbacks.Callback):
@@ -173,6 +222,7 @@ def run(report: Report) -> None:
     """All cases."""
     different_weights(report)
     broadcast_callback(report)
+    any_kind(report)
     for quorum in quorums("few"):
         metric_average(report, quorum)
     schedules(report)

@@ -81,6 +81,66 @@ def broadcast_channels_last(report: Report) -> None:
     report.put("broadcast channels last", last=last, state=crc(state_tensors(optimizer)))
 
 
+class AnyKind(torch.nn.Module):
+    """A module in bfloat16 with buffers of many kinds and an extra state, other ones on each rank."""
+
+    def __init__(self, own: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), 0.5 + own).bfloat16())
+        kinds = ("bool", "bfloat16", "complex64", "uint16", "float8_e4m3fn", "float64", "int64")
+        for kind in kinds:
+            self.register_buffer(f"of_{kind}", torch.tensor([own, 1 - own]).to(getattr(torch, kind)))
+        self.register_buffer("expanded", torch.full((1,), 1.0 + own).expand(4))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("number", torch.tensor(own == 0))
+        self.scale = f"scale {own}"
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.weight * inputs).sum()
+
+    def values(self) -> list[Any]:
+        return [
+            self.weight.tolist(),
+            *([str(x) for x in buffer.tolist()] if buffer.dim() else str(buffer.item()) for buffer in self.buffers()),
+        ]
+
+
+def any_kind(report: Report) -> None:
+    """What ranks take from rank 0 is of every dtype: by name, and in an elastic job's ``sync()``."""
+    rank = hvd.rank()
+
+    def made() -> tuple[AnyKind, Any]:
+        module = AnyKind(rank)
+        plain = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        if rank == 0:
+            module(torch.ones(3)).backward()
+            plain.step()
+            plain.state[module.weight]["seen"] = torch.tensor([True, False])
+        return module, plain
+
+    module, plain = made()
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    optimizer = hvd.EagerOptimizer(plain, module.named_parameters(), named_buffers=module.named_buffers(), quorum="all")
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = {key: value.tolist() for key, value in optimizer.state[module.weight].items()}
+    module(torch.ones(3)).backward()
+    optimizer.step()
+    optimizer.drain()
+    result: dict[str, Any] = {"values": module.values(), "state": state, "kept": module.scale}
+    module, plain = made()
+    optimizer = hvd.EagerOptimizer(plain, module.named_parameters(), quorum="all")
+    hvd.elastic.TorchState(model=module, optimizer=optimizer).sync()
+    result["joined"] = module.values()
+    result["state joined"] = {key: value.tolist() for key, value in optimizer.state[module.weight].items()}
+    report.put("any kind", **result, scale=module.scale, expected=AnyKind(0).values()[1:])
+
+
 def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
     """Whole-number steps without stragglers."""
     for step in range(first + 1, first + steps + 1):
@@ -182,6 +242,7 @@ def run(report: Report) -> None:
         for steps in ((3, 2), (2, 0), (0, 2), (0, 0)):
             broadcast_state(report, kind, steps)
     broadcast_channels_last(report)
+    any_kind(report)
     two_optimizers(report)
     transform(report)
     synchronize(report)
