@@ -81,8 +81,7 @@ class StepEnd(NamedTuple):
 
     Attributes:
         weights: those to go on with, shape (n,).
-        statistics: batch-norm statistics to go on with, as of ``WeightReplica.statistics``; where the second half has
-            a 0, and where it is None, this rank keeps its own.
+        statistics: batch norm's, as of ``WeightReplica.statistics``; None, or 0 in the second half: this rank's own.
         correction: what is to be added to the wrapped optimizer's momentum, shape (n,); None: nothing.
     """
 

@@ -30,6 +30,7 @@ from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import SingleRank, process_set_among
 from hvd_async.torch import streams
+from hvd_async.torch.inference import outside_inference_mode
 
 FINEST_POLL = 0.001
 POLLS = (FINEST_POLL, 0.005)
@@ -315,6 +316,14 @@ class HorovodCollectives:
         return unpack(gathered)
 
 
-LIFECYCLE = Lifecycle(
+class _TorchLifecycle(Lifecycle):
+    """The lifecycle of torch optimizers, whose calls may come from inside ``torch.inference_mode()``."""
+
+    join = outside_inference_mode(Lifecycle.join)
+    settle = outside_inference_mode(Lifecycle.settle)
+    shutdown = outside_inference_mode(Lifecycle.shutdown)
+
+
+LIFECYCLE = _TorchLifecycle(
     HorovodCollectives, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
 )

@@ -14,6 +14,7 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.buffers import bytes_of, from_bytes, is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.inference import outside_inference_mode
 
 timeline.watch_exit(hvd.shutdown)
 
@@ -55,6 +56,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             write(tensor, from_bytes(data, tensor))
 
 
+@outside_inference_mode
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
     """Give every rank the optimizer state of ``root_rank``.
 

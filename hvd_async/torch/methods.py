@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.inference import EnteredOutside, outside_inference_mode
 from hvd_async.torch.weight_replica import WeightReplica
 
 
@@ -20,6 +21,17 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
     """Methods in which every wrapped torch optimizer differs from the plain one."""
 
     _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
+
+    drain = outside_inference_mode(methods.OptimizerMethods.drain)
+    cut = outside_inference_mode(methods.OptimizerMethods.cut)
+    discard = outside_inference_mode(methods.OptimizerMethods.discard)
+    consensus_distance = outside_inference_mode(methods.OptimizerMethods.consensus_distance)
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Let the model hold what stands for all ranks, for evaluation and export: see ``OptimizerMethods``."""
+        with EnteredOutside(super().consensus()):
+            yield
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before the first step only (torch itself calls it while an optimizer is made)."""
@@ -130,6 +142,9 @@ class WeightMethods(OptimizerMethods):
 
 class GossipMethods(WeightMethods, methods.GossipMethods):
     """Methods that ``GossipOptimizer`` adds to the class of the torch optimizer it wraps."""
+
+    switch = outside_inference_mode(methods.GossipMethods.switch)
+    set_epoch = outside_inference_mode(methods.GossipMethods.set_epoch)
 
 
 class LeaderMethods(WeightMethods, methods.LeaderMethods):
