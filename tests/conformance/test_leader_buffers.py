@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hvd_async.testing import Cluster
 from tests.conformance.leader_cases import leads
@@ -260,3 +261,42 @@ def test_nan_of_one_rank_is_left_out_of_what_ends_show(binding):
         assert mean(one) == pytest.approx([5 / 3] * 2)
 
     Cluster(4).run(train)
+
+
+@BINDINGS
+@pytest.mark.parametrize("version", ["0.2.0", "now", "other buffers"])
+def test_averages_that_no_step_has_taken_up_go_on_after_a_cut(binding, version):
+    """A checkpoint of 0.2.0 has one flag for all statistics; one of other buffers leaves each rank its own."""
+    saved = [dict[str, Any]() for _ in range(2)]
+
+    def train(rank: int) -> None:
+        one = normed(binding, 2, rank, EACH_STEP)
+        one.step(mean=4.0 * rank)
+        wait_for_pulls(one.worker(), 1)
+        one.opt.cut()
+        state, weights, statistics = one.saved()
+        copies = {name.rpartition(".")[2]: name for name in _copies(state)}
+        held = _copies(state)
+        if version != "now":
+            averaged, sent = (np.split(np.asarray(held[copies[name]]), 2) for name in ("statistics", "sent"))
+            extra = [0.0] * 3 if version == "other buffers" else []
+            for name, values in (("statistics", averaged[0]), ("sent", np.append(sent[0], 1.0))):
+                like = held[copies[name]]
+                array = np.append(values, extra).astype(np.float32)
+                held[copies[name]] = torch.from_numpy(array) if isinstance(like, torch.Tensor) else array
+        saved[rank] = {"state": state, "weights": weights, "statistics": statistics}
+
+    def resume(rank: int) -> list[float]:
+        one = normed(binding, 2, rank, EACH_STEP)
+        one.resume(tuple(saved[rank].values()), 1)
+        one.step(mean=4.0 * rank)
+        return mean(one)
+
+    Cluster(2).run(train)
+    own = [[0.0, 0.0], [4.0, 4.0]]
+    assert Cluster(2).run(resume) == (own if version == "other buffers" else [[2.0, 2.0]] * 2)
+
+
+def _copies(state: dict[str, Any]) -> dict[str, Any]:
+    """The vectors of a saved state, by name."""
+    return state["hvd_async"]["copies"] if "hvd_async" in state else state
