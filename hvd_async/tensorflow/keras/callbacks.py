@@ -100,7 +100,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Save the whole model whenever the monitored metric is the best so far; on rank 0, after our other callbacks.
 
     Args:
-        monitor, verbose, mode, save_freq: as in ``keras.callbacks.ModelCheckpoint``.
+        monitor: the metric, as in ``keras.callbacks.ModelCheckpoint``.
+        verbose: likewise; 1 says when a model is saved.
+        mode: likewise; "min", "max" or "auto".
+        save_freq: likewise; "epoch", or a number of batches.
         filepath: a path that ends in ``.keras``. None: set the attribute ``filepath`` before ``fit()``, as scripts for
             Horovod's Spark estimator expect.
     """
