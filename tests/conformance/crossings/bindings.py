@@ -1,0 +1,58 @@
+"""The scripts by binding: which cells there are, and their verdicts."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tests.conformance.crossings import judge, keras_script, torch_script
+from tests.conformance.crossings.table import ARMS, Cell, cover
+
+
+class Binding(NamedTuple):
+    """A framework's script.
+
+    Attributes:
+        make: makes a run, of a cell and a rank.
+        levels: of each factor, beside "none".
+        allowed: whether levels may meet.
+        equivalent: returns a cell in which ranks' weights are to be the same.
+    """
+
+    make: Callable[[Cell, int | None], Any]
+    levels: Mapping[str, Mapping[str, Any]]
+    allowed: Callable[[Mapping[str, str]], bool]
+    equivalent: Callable[[Cell], Cell]
+
+
+def _of(script: Any, **options: Any) -> Binding:
+    return Binding(functools.partial(script.Run, **options), script.LEVELS, script.allowed, script.equivalent)
+
+
+BINDINGS: Mapping[str, Binding] = {
+    "torch": _of(torch_script),
+    "keras": _of(keras_script),
+    "keras-graph": _of(keras_script, graph=True),
+}
+GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-star-own", "dpsgd-quasi-own", "local", "lsgd-own")
+"""Arms of graphs in an ordinary run: each family, and each kind of step."""
+
+
+def cells(binding: str, crossed: int, arms: Iterable[str] = ARMS) -> list[Cell]:
+    """Return few cells in which all levels of any ``crossed`` factors meet, the arm being one of them."""
+    own = BINDINGS[binding]
+    factors = {"arm": list(arms)}
+    for factor, levels in own.levels.items():
+        factors[factor] = [*([] if factor == "optimizer" else ["none"]), *levels]
+    rows = cover(factors, crossed, own.allowed)
+    return [Cell(binding, row.pop("arm"), row) for row in rows]
+
+
+def problems(cell: Cell) -> list[str]:
+    """Return what does not hold of a cell."""
+    own = BINDINGS[cell.binding]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return judge.problems(cell, own.make, own.equivalent)

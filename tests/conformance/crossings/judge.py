@@ -1,0 +1,211 @@
+"""What must hold of a cell: the verdict on the runs of all ranks, by the plain run of the same script."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_async.runtime.interfaces import Handle
+from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
+from tests.conformance.crossings.table import ARMS, FALLS, Cell, drop_of, steps_of
+
+SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
+"""Dtypes of vectors that the library can sum by Horovod. (bfloat16 by an alltoall.)"""
+SENT = SUMMED - {"bfloat16"} | {"uint8", "int8", "int16"}
+"""Dtypes that Horovod broadcasts in both frameworks."""
+TOLERANCE = {"none": 2e-5, "float64": 1e-11, "bfloat16": 3e-2}
+"""Relative and absolute, by the dtype of the parameters."""
+FAR = 3.0
+"""How much further from a plain run on all data a rank's weights may be than that run has come."""
+APART = 2.0
+"""How much further apart ranks may be after the rate has fallen to a tenth than before."""
+MEAN_KEPT = ("allreduce", "dpsgd", "exact-diffusion")
+"""Algorithms under which weights that no rank trains keep their mean over the ranks, at each step."""
+LIMIT = 60.0
+"""Seconds that a cell may take, which takes a fraction of one."""
+
+
+class HorovodLike(MemoryCollectives):
+    """Collectives in memory that take what Horovod takes."""
+
+    def allreduce_sum(
+        self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        """Sum, as Horovod would."""
+        _check(vector, name, SUMMED)
+        handle = super().allreduce_sum(vector, name, process_set, keep, scale)
+        return handle if keep else _InPlace(handle, vector)
+
+    def broadcast(self, vector: Any, root: int, name: str, process_set: Any = None) -> Handle:
+        """Broadcast, as Horovod would."""
+        _check(vector, name, SENT)
+        sent = vector + 0 if self.rank == root else vector  # (others may receive it after this rank has changed it)
+        return _InPlace(super().broadcast(sent, root, name, process_set), vector)
+
+
+class _InPlace:
+    """A handle whose result is written to the vector that was given, where the framework can."""
+
+    def __init__(self, handle: Handle, vector: Any) -> None:
+        self._handle, self._vector = handle, vector
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def result(self) -> Any:
+        result = self._handle.result()
+        return self._vector.copy_(result) if hasattr(self._vector, "copy_") else result
+
+    def seconds_to_poll(self) -> float | None:
+        return self._handle.seconds_to_poll()
+
+
+def like_horovod(collectives: MemoryCollectives) -> MemoryCollectives:
+    """Return the same rank's, which take what Horovod takes."""
+    return HorovodLike(collectives._board, collectives.rank, collectives.size)
+
+
+def _check(vector: Any, name: str, dtypes: set[str]) -> None:
+    dtype = getattr(vector.dtype, "name", str(vector.dtype).removeprefix("torch."))
+    if dtype not in dtypes:
+        raise InjectedError(f"{name}: Horovod does not take {dtype}")
+    if not getattr(vector, "is_contiguous", lambda: True)():
+        raise InjectedError(f"{name}: Horovod takes contiguous tensors only")
+
+
+def run(cell: Cell, make: Callable[[Cell, int | None], Any]) -> tuple[Any, Sequence[Any]]:
+    """Run a cell's script, plain and on all ranks; return the plain run, and of each rank its run or its error."""
+    plain = make(cell, None).train()
+    done = [threading.Event() for _ in range(steps_of(cell))]
+
+    def work(rank: int) -> Any:
+        one = make(cell, rank)
+        one.done = done
+        return one.train()
+
+    return plain, Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
+
+
+def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Callable[[Cell], Cell]) -> list[str]:
+    """Run a cell's script, and return what does not hold.
+
+    Args:
+        cell: which.
+        make: makes a run of the script, of a cell and a rank.
+        equivalent: returns a cell in which ranks' weights are to be the same.
+    """
+    plain, runs = run(cell, make)
+    failed = [one for one in runs if isinstance(one, BaseException)]
+    if failed:
+        own = [one for one in failed if "on host host" not in str(one)] or failed
+        return [f"raised {type(own[0]).__name__}: {own[0]}"]
+    found = [problem for one in runs for problem in one.problems]
+    arm, tolerance = ARMS[cell.arm], TOLERANCE[cell["dtype"]]
+    alike = {"rtol": tolerance, "atol": tolerance}
+    for one in runs:
+        if not np.isfinite(one.path).all():
+            found.append("weights are not finite")
+        if one.drained != runs[0].drained:
+            found.append("replicas differ after a drain, or in consensus()")
+    if arm.plain:
+        for one in runs:
+            for step, (own, due) in enumerate(zip(one.path, plain.path, strict=True)):
+                if not np.allclose(own, due, **alike):
+                    found.append(
+                        f"weights are not the plain run's after step {step}: {np.abs(own - due).max():.3g} off"
+                    )
+                    break
+            for own, due in zip(one.averages, plain.averages, strict=True):
+                if not np.allclose(own, due, **alike):
+                    found.append(f"averages are not the plain run's: {np.abs(own - due).max():.3g} off")
+    else:
+        found += _near(cell, plain, runs)
+    other = equivalent(cell)
+    if other.id != cell.id and not arm.plain and not arm.late:
+        for one, due in zip(runs, run(other, make)[1], strict=True):
+            if isinstance(due, BaseException):
+                found.append(f"{other.id} raises {type(due).__name__}: {due}")
+            elif not np.allclose(one.path, due.path, rtol=10 * tolerance, atol=10 * tolerance):
+                off = np.abs(np.array(one.path) - due.path).max()
+                found.append(f"weights are not as in {other.id}: {off:.3g} off")
+    for one in runs:
+        if one.rates != plain.rates:
+            found.append("learning rates or momenta are not the plain run's")
+        found += _averages_in_range(one)
+    if runs[0].frozen and arm.mixes and arm.algorithm in MEAN_KEPT:
+        kept = np.mean([one.frozen[0] for one in runs], axis=0)
+        if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
+            found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
+    found += _statistics(runs, tolerance)
+    found += _counts(cell, runs)
+    return list(dict.fromkeys(found))
+
+
+def _near(cell: Cell, plain: Any, runs: Sequence[Any]) -> list[str]:
+    """Ranks stay near a plain run that sees all their data, and no further apart when the rate has fallen."""
+    found, gain = [], plain.gain
+    path = np.array([one.path for one in runs])  # [rank, step, weight]
+    due = np.array(plain.path)
+    moved = np.abs(due - due[0]).max() + 0.05
+    far = np.abs(path - due).max()
+    if far > FAR * moved:
+        found.append(f"weights are far from a plain run on all data: {far:.3g}, which moved by {moved:.3g}")
+    if cell["training"] == "unused-on-a-rank" and ARMS[cell.arm].algorithm in MEAN_KEPT:
+        last = steps_of(cell) - 8
+        far, moved = np.abs(path.mean(axis=0) - due)[last, gain].max(), np.abs(due[last] - due[0])[gain].max()
+        if far > 0.3 * moved:
+            found.append(
+                f"a parameter that one rank trains is far from a plain run: {far:.3g}, which moved by {moved:.3g}"
+            )
+    if cell["rate"] in FALLS and not ARMS[cell.arm].eager:
+        apart, drop = np.abs(path - path.mean(axis=0)).max(axis=(0, 2)), drop_of(cell)
+        before, after = apart[drop // 2 : drop + 1].max(), apart[drop + 1 :].max()
+        if after > APART * before:
+            found.append(f"ranks are further apart after the rate has fallen: {after:.3g}, before {before:.3g}")
+    return found
+
+
+def _averages_in_range(one: Any) -> list[str]:
+    """A moving average is among the weights that there were, give or take what a step changes."""
+    path = np.array(one.path)
+    steps = np.abs(np.diff(path, axis=0)).max(axis=0)
+    low, high = path.min(axis=0) - 3 * steps - 0.02, path.max(axis=0) + 3 * steps + 0.02
+    if any(((average < low) | (average > high)).any() for average in one.averages):
+        return ["a moving average is not among the weights that there were"]
+    return []
+
+
+def _statistics(runs: Sequence[Any], tolerance: float) -> list[str]:
+    """A drain leaves all ranks the mean of their batch-norm statistics."""
+    for seen in zip(*(one.statistics for one in runs), strict=True):
+        due = np.mean([before for before, _ in seen], axis=0)
+        if any(not np.allclose(after, due, rtol=1e-4 + tolerance, atol=1e-4 + tolerance) for _, after in seen):
+            return ["batch-norm statistics after a drain are not the ranks' mean"]
+    return []
+
+
+def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
+    """No gradient is lost, and rounds are counted."""
+    arm, found = ARMS[cell.arm], []
+    if arm.eager and cell["middle"] not in ("resume", "cut", "anew", "zeroed-discarded"):
+        produced = sum(one.stats.gradients_produced for one in runs)
+        if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * arm.ranks:
+            found.append(f"gradients are lost: {produced} were produced")
+    if any(one.rounds < 1 for one in runs):
+        found.append("opt.rounds is 0")
+    elif arm.counts and any(one.rounds != steps_of(cell) for one in runs):
+        found.append(f"opt.rounds is {runs[0].rounds} after {steps_of(cell)} steps")
+    return found
+
+
+def pairs_of(cells: Sequence[Cell]) -> int:
+    """Return how many pairs of levels meet in some cells."""
+    met = set()
+    for cell in cells:
+        there = [("binding", cell.binding), ("arm", cell.arm), *cell.levels.items()]
+        met |= set(itertools.combinations(there, 2))
+    return len(met)

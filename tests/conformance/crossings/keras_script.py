@@ -1,0 +1,487 @@
+"""The training script of a Keras cell, run by our optimizers and by the plain one. As ``torch_script``.
+
+A step is taken eagerly or as a ``tf.function`` with forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_async.tensorflow.keras as hvd
+from hvd_async.tensorflow.variables import raw
+from tests.conformance import keras_ranks
+from tests.conformance.crossings.table import (
+    ARMS,
+    FROZEN,
+    HELD,
+    MIDDLE,
+    PATIENCE,
+    TINY_MB,
+    Cell,
+    drop_of,
+    steps_of,
+)
+from tests.conformance.reference import Array
+
+BATCH = 6
+RATE = {"sgd": 0.1, "momentum": 0.05, "nesterov": 0.05, "adam": 0.02, "adamw": 0.02}
+OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
+    "sgd": keras.optimizers.SGD,
+    "momentum": lambda rate, **rest: keras.optimizers.SGD(rate, momentum=0.9, **rest),
+    "nesterov": lambda rate, **rest: keras.optimizers.SGD(rate, momentum=0.8, nesterov=True, weight_decay=0.01, **rest),
+    "adam": lambda rate, **rest: keras.optimizers.Adam(rate, beta_1=0.8, beta_2=0.9, **rest),
+    "adamw": lambda rate, **rest: keras.optimizers.AdamW(rate, beta_1=0.8, beta_2=0.9, weight_decay=0.1, **rest),
+}
+BUFFERS: Mapping[str, tuple[str, Any]] = {
+    "mask": ("float32", np.triu(np.full((4, 4), -np.inf), 1)),
+    "bool": ("bool", np.array([True, False, True])),
+    "integer": ("int64", np.arange(5)),
+    "unsigned": ("uint16", np.arange(5)),
+    "bfloat16": ("bfloat16", np.linspace(0, 1, 7)),
+    "float16": ("float16", np.linspace(0, 1, 7)),
+}
+"""Variables that are neither trained nor statistics, beside batch norm: dtype and values."""
+
+
+class Gain(keras.layers.Layer):
+    """A factor for each unit, and a variable that is not trained."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._kind = kind
+
+    def build(self, shape: Any) -> None:
+        """Make the variables."""
+        self.gain = self.add_weight(shape=(4,), initializer="ones", name="gain")
+        if self._kind in BUFFERS:
+            dtype, values = BUFFERS[self._kind]
+            self.extra = self.add_weight(
+                shape=values.shape, dtype=dtype, initializer=lambda *_, **__: tf.cast(values, dtype), trainable=False
+            )
+
+    def call(self, inputs: Any, with_gain: bool = True) -> Any:
+        """Multiply."""
+        return inputs * self.gain if with_gain else inputs
+
+
+class Net(keras.Model):
+    """Two layers; a script may leave ``gain`` out of a step."""
+
+    def __init__(self, cell: Cell) -> None:
+        dtype = "float32" if cell["dtype"] == "none" else cell["dtype"]
+        super().__init__(name="net", dtype=dtype)
+        kind, weights = cell["buffers"], cell["weights"]
+        constraint = CONSTRAINTS.get(weights, lambda: None)()
+        self.first = keras.layers.Dense(4, name="first", dtype=dtype, kernel_constraint=constraint)
+        self.second = keras.layers.Dense(2, name="second", dtype=dtype)
+        self.scale = Gain(kind, name="scale", dtype=dtype)
+        self.norm = None if kind in ("none", "dropout") else keras.layers.BatchNormalization(name="norm", dtype=dtype)
+        self.drop = keras.layers.Dropout(1e-9, seed=3, name="drop") if kind == "dropout" else None
+        self(np.zeros((2, 3), "float32"), training=False)
+        draw = np.random.default_rng(7)
+        for variable in sorted(self.trainable_variables, key=lambda one: one.path):
+            low = 0.05 if constraint is not None and variable is self.first.kernel else -0.39
+            values = draw.uniform(low, 0.39, variable.shape)
+            if constraint is not None and variable is self.first.kernel:
+                values = np.asarray(constraint(tf.constant(values, "float32")))
+            variable.assign(values)
+        self.scale.gain.assign(draw.uniform(0.7, 1.3, 4))
+
+    def call(self, inputs: Any, training: bool = False, with_gain: bool = True) -> Any:
+        """Map (n, 3) to (n, 2)."""
+        hidden = self.first(inputs)
+        hidden = hidden if self.norm is None else self.norm(hidden, training=training)
+        hidden = hidden if self.drop is None else self.drop(hidden, training=training)
+        return self.second(self.scale(tf.tanh(hidden), with_gain=with_gain))
+
+
+CONSTRAINTS: Mapping[str, Callable[[], Any]] = {
+    "non-neg": keras.constraints.NonNeg,
+    "max-norm": lambda: keras.constraints.MaxNorm(0.5, axis=0),
+    "unit-norm": lambda: keras.constraints.UnitNorm(axis=0),
+}
+
+
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that rises from 0."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        """Return the rate at a step."""
+        return self._rate * tf.minimum(1.0, tf.cast(step, tf.float32) / 4)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes it."""
+        return {"rate": self._rate}
+
+
+class Run:
+    """One run of the script on one rank.
+
+    Args:
+        cell: what crosses.
+        rank: which; None: the plain run.
+        graph: whether a step is a ``tf.function``.
+
+    Attributes: as of ``torch_script.Run``.
+    """
+
+    def __init__(self, cell: Cell, rank: int | None, graph: bool = False) -> None:
+        self.cell, self.rank, self.arm, self.graph = cell, rank, ARMS[cell.arm], graph
+        self.net = Net(cell)
+        self.path: list[Array] = []
+        self.averages: list[Array] = []
+        self.drained: list[bytes] = []
+        self.rates: list[tuple[float, ...]] = []
+        self.problems: list[str] = []
+        self.frozen: list[Array] = []
+        self.statistics: list[tuple[Array, Array]] = []
+        self.stats: Any = None
+        self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
+        self.done: list[threading.Event] = []
+        self.opt: Any = None
+        self.kept: Array | None = None
+        self.average: Array | None = None
+
+    # -- what the script does ---------------------------------------------------------------------------------
+
+    def train(self) -> Run:
+        """Run the whole script."""
+        self.make_optimizer()
+        self.path.append(self.weights())
+        self.constants = [np.array(raw(v)) for v in self.constant_variables()]
+        for step in range(self.steps):
+            self.t = step
+            self.hold()
+            self.take_step()
+            if self.rank == 0:
+                self.done[self.t].set()
+            if self.t in MIDDLE:
+                self.middle()
+        rounds = self.opt.rounds if self.ours else 0
+        self.drain()
+        self.look()
+        if self.ours:
+            self.stats = self.opt.stats()
+            self.rounds += rounds
+        if self.cell["averages"].startswith("ema"):
+            self.averages.append(np.concatenate([np.array(raw(a)).astype(float).ravel() for a in self.ema()]))
+            self.opt.finalize_variable_values(self.net.trainable_variables)
+            self.averages.append(self.weights())
+        if self.average is not None:
+            self.averages.append(self.average)
+        return self
+
+    def hold(self) -> None:
+        """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
+        if self.ours and self.arm.holdable and self.rank == self.arm.ranks - 1:
+            for own, other in HELD:
+                if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
+                    self.report("others go on while a rank has not begun its step: they do not")
+
+    def take_step(self) -> None:
+        """Take a step."""
+        self.look()
+        self.freeze()
+        if self.cell["rate"] == "by-hand" and self.t == drop_of(self.cell):
+            self.opt.learning_rate = 0.1 * self.rate()
+        voices = [0] if not self.arm.own else range(self.arm.ranks) if self.rank is None else [self.rank]
+        self.step(tuple(map(self.batch, voices)), tuple(map(self.with_gain, voices)))
+        if self.cell["weights"] == "clamp-between":
+            self.net.first.kernel.assign(tf.clip_by_value(raw(self.net.first.kernel), -0.4, 0.4))
+        self.look()
+        self.path.append(self.weights())
+        self.rates.append((float(self.rate()),))
+        if self.cell["averages"] == "loop":
+            own = self.path[-1]
+            self.average = own if self.average is None else 0.6 * self.average + 0.4 * own
+
+    def take(self, batches: Any, gains: tuple[bool, ...]) -> None:
+        """Take a step with these batches."""
+        with tf.GradientTape() as tape:
+            losses = []
+            for (inputs, targets), with_gain in zip(batches, gains, strict=True):
+                outputs = self.net(inputs, training=True, with_gain=with_gain)
+                losses.append(tf.reduce_mean(tf.square(outputs - targets)))
+                if self.cell["training"] == "unused-on-a-rank" and len(losses) == 1 and self.rank in (None, 0):
+                    losses[-1] -= 0.3 * tf.reduce_sum(self.net.scale.gain)
+            loss = tf.add_n(losses) / len(losses)
+        variables = self.variables()
+        gradients = tape.gradient(loss, variables)
+        if self.cell["gradients"] == "transform" and not (self.ours and self.arm.eager):
+            gradients = clip(gradients)
+        if not self.ours and self.arm.eager and not self.arm.tiny:
+            gradients = [tf.zeros_like(v) if g is None else g for g, v in zip(gradients, variables, strict=True)]
+        if self.ours and self.arm.wrapper == "LeaderOptimizer":
+            self.opt.record_loss(loss)
+        self.opt.apply(gradients, variables)
+
+    def batch(self, voice: int) -> tuple[Any, Any]:
+        """Return a rank's batch."""
+        draw = np.random.default_rng([self.t, voice])
+        dtype = self.net.first.kernel.dtype
+        inputs = tf.constant(draw.normal(size=(BATCH, 3)), dtype)
+        return inputs, tf.constant(draw.normal(size=(BATCH, 2)) + voice, dtype)
+
+    def with_gain(self, voice: int) -> bool:
+        """Return whether a rank uses ``gain`` in this step."""
+        some = voice == 0 or self.t == 0 or self.t >= self.steps - 8
+        return {"unused": self.t % 3 == 0, "unused-on-a-rank": some}.get(self.cell["training"], True)
+
+    def freeze(self) -> None:
+        """Freeze a variable, or let it be trained again, where the script does."""
+        level, bias = self.cell["training"], self.net.first.bias
+        if not level.startswith("freeze"):
+            return
+        if self.t == FROZEN[0]:
+            if level == "freeze-at-drain":
+                self.drain()
+            bias.trainable, self.kept = False, self.bias()
+            self.trace()
+        elif self.t == FROZEN[-1] + 1:
+            self.drain()
+            self.look()
+            assert self.kept is not None
+            self.frozen, self.kept, bias.trainable = [self.kept, self.bias()], None, True
+            self.trace()
+
+    def look(self) -> None:
+        """Look at the weights, as a script may at any time between steps."""
+        kernel, weights = np.array(raw(self.net.first.kernel)).astype(float), self.cell["weights"]
+        slack = 1.02 if self.cell["dtype"] == "bfloat16" else 1.0001
+        if weights == "non-neg" and kernel.min() < -1e-6:
+            self.report(f"weights are not negative: {kernel.min():.3g}")
+        if weights == "max-norm" and np.linalg.norm(kernel, axis=0).max() > 0.5 * slack:
+            self.report(f"columns have norms up to 0.5: {np.linalg.norm(kernel, axis=0).max():.3g}")
+        if weights == "unit-norm" and not self.arm.mixes:
+            far = np.abs(np.linalg.norm(kernel, axis=0) - 1.0).max()
+            if far > slack - 0.9999:
+                self.report(f"columns have unit norm: {far:.3g} off")
+        if weights == "clamp-between" and len(self.path) > 1 and np.abs(kernel).max() > 0.4 * slack:
+            self.report(f"weights are clamped to 0.4: they are {np.abs(kernel).max():.3g}")
+        if self.kept is None or (self.cell["training"] == "freeze" and (self.arm.mixes or self.arm.late)):
+            return
+        if not np.allclose(self.bias(), self.kept, rtol=1e-5, atol=1e-6):
+            self.report("a frozen parameter keeps its weights: it has moved")
+
+    def middle(self) -> None:
+        """Do what the script does in its middle."""
+        level = self.cell["middle"]
+        if level == "drain":
+            self.drain()
+        elif level == "consensus" and self.ours:
+            own = self.weights()
+            with self.opt.consensus():
+                self.look()
+                self.drained.append(self.weights().tobytes())
+            if not (self.arm.late or np.array_equal(own, self.weights())):
+                self.report("after consensus() weights are the rank's own: others")
+            self.opt.consensus_distance()
+        elif level in ("resume", "cut"):
+            if level == "resume":
+                self.drain()
+            elif self.ours:
+                self.opt.cut()
+            weights = [np.array(raw(v)) for v in self.net.variables]
+            state = self.opt.get_state() if self.ours else {v.path: v.numpy() for v in self.opt.variables}
+            state = {name: np.array(value) for name, value in state.items()}
+            if self.ours:
+                self.opt.discard()
+                self.rounds = 0
+            self.net = Net(self.cell)
+            for variable, own in zip(self.net.variables, weights, strict=True):
+                raw(variable).assign(own)
+            self.make_optimizer(state)
+        elif level == "anew":
+            self.drain()
+            rate, schedule = self.rate(), self.cell["rate"] in ("drop", "warm-up")
+            iterations = int(raw(self.opt.iterations))
+            if self.ours:
+                self.rounds += self.opt.rounds
+                self.opt.discard()
+            self.make_optimizer()
+            if schedule:
+                self.opt.iterations.assign(iterations)
+            else:
+                self.opt.learning_rate = rate
+
+    # -- what it is made of -----------------------------------------------------------------------------------
+
+    @property
+    def ours(self) -> bool:
+        """Whether an optimizer of ours is run."""
+        return self.rank is not None
+
+    @property
+    def gain(self) -> slice:
+        """Where the gains lie in the weights."""
+        return slice(-4, None)
+
+    def variables(self) -> list[Any]:
+        """Return what is trained."""
+        return list(self.net.trainable_variables)
+
+    def make_optimizer(self, state: Mapping[str, Any] | None = None) -> None:
+        """Make an optimizer for the model as it is."""
+        kind = "momentum" if self.cell["optimizer"] == "none" else self.cell["optimizer"]
+        rate: Any = RATE[kind]
+        if self.cell["rate"] == "drop":
+            rate = keras.optimizers.schedules.PiecewiseConstantDecay([drop_of(self.cell) - 1], [rate, 0.1 * rate])
+        elif self.cell["rate"] == "warm-up":
+            rate = WarmUp(rate)
+        options: dict[str, Any] = dict(GRADIENTS.get(self.cell["gradients"], {}))
+        options |= AVERAGES.get(self.cell["averages"], {})
+        plain = OPTIMIZERS[kind](rate, **options)
+        every = self.all_variables()
+        if self.ours:
+            plain = self.wrapped(plain)
+        self.opt = plain
+        self.opt.build(every)
+        if state is not None and self.ours:
+            self.opt.set_state(state)
+        elif state is not None:
+            for variable, value in zip(self.opt.variables, state.values(), strict=True):
+                variable.assign(value)
+        self.trace()
+        if self.ours and self.arm.holdable:
+            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
+
+    def all_variables(self) -> list[Any]:
+        """Return what is trained, or is frozen for some steps."""
+        frozen = [v for v in self.net.first.weights if not v.trainable]
+        for variable in frozen:
+            variable.trainable = True
+        every = self.variables()
+        for variable in frozen:
+            variable.trainable = False
+        return every
+
+    def trace(self) -> None:
+        """Let the next step be traced."""
+        self.step = tf.function(self.take, reduce_retracing=False) if self.graph else self.take
+
+    def wrapped(self, plain: Any) -> Any:
+        """Return an optimizer of ours."""
+        options = dict(self.arm.options)
+        if self.arm.tiny:
+            options["bucket_cap_mb"] = TINY_MB
+        if self.cell["gradients"] == "transform" and self.arm.eager:
+            options["round_transform"] = clip
+        if self.cell["buffers"] != "none":
+            options["model"] = self.net
+        return getattr(hvd, self.arm.wrapper)(plain, **options)
+
+    def weights(self) -> Array:
+        """Return all weights, flat, float64."""
+        every = sorted(self.all_variables(), key=lambda v: (v is self.net.scale.gain, v.path))
+        return np.concatenate([np.array(raw(v)).astype(np.float64).ravel() for v in every])
+
+    def ema(self) -> list[Any]:
+        """Return the optimizer's moving averages, in the order of ``weights``."""
+        pairs = zip(self.all_variables(), self.opt._model_variables_moving_average, strict=True)
+        return [a for _, a in sorted(pairs, key=lambda pair: (pair[0] is self.net.scale.gain, pair[0].path))]
+
+    def bias(self) -> Array:
+        """Return the weights of the parameter that may be frozen."""
+        return np.array(raw(self.net.first.bias)).astype(np.float64)
+
+    def rate(self) -> Any:
+        """Return the learning rate."""
+        return float(np.array(self.opt.learning_rate))
+
+    def report(self, problem: str) -> None:
+        """Add to the problems, once."""
+        if self.ours and not any(problem.split(":")[0] in one for one in self.problems):
+            self.problems.append(f"{problem} (step {self.t})")
+
+    def constant_variables(self) -> list[Any]:
+        """Return variables that no training changes."""
+        return [self.net.scale.extra] if hasattr(self.net.scale, "extra") else []
+
+    def drain(self) -> None:
+        """Drain, and look at what a drain leaves."""
+        if not self.ours:
+            return
+        norm = self.net.norm
+        averaged = [] if norm is None else [norm.moving_mean, norm.moving_variance]
+
+        def read() -> Array:
+            return np.concatenate([np.zeros(0), *(np.array(raw(v)).astype(float) for v in averaged)])
+
+        before = read()
+        self.opt.drain()
+        if averaged:
+            self.statistics.append((before, read()))
+        every = [v for v in self.net.variables if "seed" not in v.path]
+        self.drained.append(b"".join(np.array(raw(v)).tobytes() for v in every))
+        for own, now in zip(self.constants, self.constant_variables(), strict=True):
+            if own.tobytes() != np.array(raw(now)).tobytes():
+                self.report("a variable that is no statistic: changed")
+
+
+def clip(gradients: list[Any]) -> list[Any]:
+    """Clip by the global norm."""
+    clipped: list[Any] = tf.clip_by_global_norm(gradients, 0.5)[0]
+    return clipped
+
+
+GRADIENTS: Mapping[str, Mapping[str, Any]] = {
+    "clipnorm": {"clipnorm": 0.2},
+    "global-clipnorm": {"global_clipnorm": 0.5},
+    "clipvalue": {"clipvalue": 0.1},
+    "transform": {},
+}
+AVERAGES: Mapping[str, Mapping[str, Any]] = {
+    "ema": {"use_ema": True, "ema_momentum": 0.6},
+    "ema-overwrite": {"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": 3},
+    "loop": {},
+}
+LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "optimizer": OPTIMIZERS,
+    "weights": {**CONSTRAINTS, "clamp-between": None},
+    "averages": AVERAGES,
+    "gradients": GRADIENTS,
+    "training": dict.fromkeys(["freeze", "freeze-at-drain", "unused", "unused-on-a-rank"]),
+    "rate": dict.fromkeys(["drop", "warm-up", "by-hand"]),
+    "buffers": dict.fromkeys(["norm", "dropout", *BUFFERS]),
+    "dtype": dict.fromkeys(["float64", "bfloat16"]),
+    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew"]),
+}
+"""By factor and level."""
+IDLE: Mapping[str, Mapping[str, str]] = {
+    "averages": {"ema": "none", "loop": "none"},
+    "buffers": {"dropout": "none", **dict.fromkeys(BUFFERS, "norm")},
+}
+"""Levels that change no weights, and the level that does as much."""
+
+
+def equivalent(cell: Cell) -> Cell:
+    """Return a cell whose ranks' weights are the same, without what changes none."""
+    return Cell(cell.binding, cell.arm, {f: IDLE.get(f, {}).get(level, level) for f, level in cell.levels.items()})
+
+
+def allowed(levels: Mapping[str, str]) -> bool:
+    """Return whether levels may meet (those of "arm" among them) in a cell that runs to its end."""
+    arm = ARMS.get(levels.get("arm", ""))
+    if arm is None:
+        return True
+    if levels.get("dtype") == "bfloat16" and not arm.eager:
+        return False  # (refused)
+    if arm.late and levels.get("weights") == "clamp-between":
+        return False  # (of ranks that have seen other rounds: a limit, see docs/limits.md)
+    if levels.get("optimizer") in ("sgd", "adam", "adamw") and arm.options.get("quasi_global"):
+        return False  # (refused)
+    if arm.own and arm.plain and levels.get("buffers") not in (None, "none", "dropout"):
+        return False  # (each rank's batch norm sees its own batch)
+    return not (levels.get("training") == "unused-on-a-rank" and not (arm.own and arm.ranks > 1))
+
+
+assert keras_ranks  # (imported before anything has run in TensorFlow: it sets the number of threads)

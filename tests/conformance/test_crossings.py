@@ -1,0 +1,94 @@
+"""What crosses what: one covering array of optimizers and of what else touches a model, in all bindings.
+
+Each cell is a training script, run by our optimizers on ranks that are threads, and by the plain optimizer in one
+process. ``crossings/judge.py`` says what must hold. Where the algorithm allows: weights, averages and rates are the
+plain run's. Everywhere: constraints hold and frozen parameters rest whenever a script looks, moving averages are
+averages of weights, replicas are identical after a drain, statistics are the ranks' mean, other buffers are left
+alone, no gradient is lost, rounds are counted.
+
+A cell's name says what crosses. To run one, or what is left of it that still fails:
+
+    python -m tests.conformance.crossings torch/osgp-own/weights=clamp-hook/rate=drop [--shrink]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.crossings import bindings, judge, torch_script
+from tests.conformance.crossings.table import ARMS, FEW, Cell
+from tests.conftest import LONG_RUN
+
+CELLS = (
+    [*bindings.cells("torch", 3), *bindings.cells("keras", 2), *bindings.cells("keras-graph", 2)]
+    if LONG_RUN
+    else [
+        *bindings.cells("torch", 2, FEW),
+        *bindings.cells("keras", 1, FEW),
+        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW),
+    ]
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_a_cell(cell):
+    assert bindings.problems(cell) == []
+
+
+def refused(name: str, **levels: str) -> Any:
+    """A torch cell that is refused."""
+    return pytest.param(Cell("torch", name, levels), id=Cell("torch", name, levels).id)
+
+
+@pytest.mark.parametrize("cell", [refused(name, dtype="bfloat16") for name, arm in ARMS.items() if not arm.eager])
+def test_weights_whose_mixing_would_lose_what_they_learn_are_refused(cell):
+    (problem,) = bindings.problems(cell)
+    assert "raised ValueError: a parameter of dtype torch.bfloat16 cannot be mixed" in problem
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "counting"])
+@pytest.mark.parametrize("name", ["dpsgd-quasi", "dpsgd-quasi-own"])
+def test_quasi_global_momentum_is_refused_without_momentum(name, optimizer):
+    (problem,) = bindings.problems(Cell("torch", name, {"optimizer": optimizer}))
+    assert "raised ValueError: quasi_global corrects the momentum" in problem
+
+
+@pytest.mark.parametrize("name", ["eager-solo", "eager-pace"])
+def test_a_clamp_between_steps_of_ranks_that_saw_other_rounds_is_refused_or_right(name):
+    """A late rank applies several rounds in one step, and so clamps less often than others: a drain compares them."""
+    problems = bindings.problems(Cell("torch", name, {"weights": "clamp-between"}))
+    assert all("replicas differ after drain()" in one or "weights are clamped" in one for one in problems)
+
+
+@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.eager])
+def test_a_gradient_that_is_clipped_on_its_way_is_refused(name):
+    """In the loop, between ``backward()`` and ``step()``: gradients have left, where hooks hand them over."""
+    run = torch_script.Run
+    cell = Cell("torch", name, {"gradients": "clip-in-loop"})
+    problems = judge.problems(cell, run, lambda cell: cell)
+    assert all("was changed after it had been handed over" in one or "plain run" in one for one in problems)
+
+
+@pytest.mark.parametrize("call", ["drain", "step"])
+@pytest.mark.parametrize("name", ARMS)
+def test_the_model_is_left_alone_in_consensus(name, call):
+    """There it holds what stands for all ranks, and goes back to the rank's own afterwards."""
+
+    def work(rank: int) -> bool:
+        run = torch_script.Run(Cell("torch", name), rank)
+        run.make_optimizer()
+        run.take_step()
+        with run.opt.consensus():
+            run.opt.zero_grad()
+            run.loss().backward()
+            with pytest.raises(ReplicaStateError, match="consensus"):
+                getattr(run.opt, call)()
+        run.opt.drain()
+        return True
+
+    assert Cluster(ARMS[name].ranks, wrap=judge.like_horovod).run(work) == [True] * ARMS[name].ranks
