@@ -103,6 +103,8 @@ class GossipStats:
         latency_s: mean seconds of an exchange on this rank, from the command until all of it was there.
         push_sum_weight: SGP's w of this rank now; 1 where all send and get as much.
         resets: how often the ranks became others (elastic training).
+        rounds: exchanges and averages over all ranks that this rank's weights have seen, as ``optimizer.rounds``
+            counts them, but for those before a resumed checkpoint.
     """
 
     steps: int = 0
@@ -118,6 +120,7 @@ class GossipStats:
     latency_s: float = 0.0
     push_sum_weight: float = 1.0
     resets: int = 0
+    rounds: int = 0
 
     def __add__(self, later: GossipStats) -> GossipStats:
         """Add the counts of a later run."""
@@ -138,6 +141,7 @@ class GossipStats:
             latency_s=seconds / exchanges if exchanges else 0.0,
             push_sum_weight=later.push_sum_weight,
             resets=self.resets + later.resets,
+            rounds=self.rounds + later.rounds,
         )
 
 

@@ -14,8 +14,8 @@ class Counts:
     """Counts of one rank's optimizer so far, of any family.
 
     Attributes:
-        steps, rounds, resets, gradients_lost, gradients_skipped: as of ``Stats``; rounds are gossip's exchanges and
-            leaders' pulls.
+        steps, rounds, resets, gradients_lost, gradients_skipped: as of ``Stats``; of gossip ``GossipStats.rounds``,
+            of leaders pulls.
         wait_s: seconds this rank's training thread waited.
         waits: by place, seconds that this rank waited for each; with ``of_all`` that all others did, added up. Empty
             where ranks do not wait for one another, or nobody counts it.
@@ -60,7 +60,7 @@ class Counts:
             case GossipStats():
                 return cls(
                     stats.steps,
-                    stats.exchanges,
+                    stats.rounds,
                     stats.wait_s,
                     stats.waited_for,
                     staleness=stats.staleness,

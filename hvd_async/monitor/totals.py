@@ -59,7 +59,9 @@ class Totals:
 
         return [
             counter("steps", "Steps of this rank.", counts.steps),
-            counter("rounds", "Rounds (of gossip exchanges, of leaders pulls) of this rank.", counts.rounds),
+            counter(
+                "rounds", "Rounds (of gossip exchanges and averages, of leaders pulls) of this rank.", counts.rounds
+            ),
             counter("own_wait_seconds", "Seconds that this rank's training thread waited.", counts.wait_s),
             Metric(
                 "wait_seconds_total",

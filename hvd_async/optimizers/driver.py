@@ -192,7 +192,7 @@ class Driver(abc.ABC):
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank has seen, those before a resumed checkpoint included."""
+        """Rounds that this rank's weights have seen, those before a resumed checkpoint included."""
         worker = self.worker
         return self.rounds_before + (0 if worker is None else int(worker.version))
 

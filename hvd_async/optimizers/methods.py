@@ -55,7 +55,13 @@ class OptimizerMethods:
 
     @property
     def rounds(self) -> int:
-        """Rounds (of gossip: exchanges) that this rank has seen, those before a resumed checkpoint included."""
+        """Rounds that this rank's weights have seen, those before a resumed checkpoint included.
+
+        A round of an ``EagerOptimizer`` is one partial allreduce; of a ``GossipOptimizer`` an exchange of messages or
+        an average over all ranks (also that of a ``drain()``); of a ``LeaderOptimizer`` a pull. A rank that has nobody
+        to exchange with counts the steps in which it would have: so ``while optimizer.rounds < n`` ends with any
+        algorithm and any number of ranks, also after other ranks have finished.
+        """
         rounds: int = self._async.rounds
         return rounds
 

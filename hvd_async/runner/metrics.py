@@ -13,13 +13,13 @@ from typing import Any
 class OptimizerCounts:
     """Counts of one rank's optimizer, when the ranks have met; None where the optimizer does not say.
 
-    rounds (of gossip: exchanges; of leaders: pulls), applied, contributors, held_s: the same on every rank. produced:
-    this rank's gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how many of this
-    rank's gradients; of gossip steps late -> how many of the messages that this rank took in. contributors: ranks
-    that had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training thread waited for the
-    others. held_s: for each rank the seconds that it made all others wait, added up. waited_for: for each rank the
-    seconds that this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s: from a round's
-    start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of leaders: led,
+    rounds (of gossip: exchanges and averages; of leaders: pulls), applied, contributors, held_s: the same on every
+    rank. produced: this rank's gradients; skipped: those it left out, as they overflowed. staleness: rounds late -> how
+    many of this rank's gradients; of gossip steps late -> how many of the messages that this rank took in.
+    contributors: ranks that had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training
+    thread waited for the others. held_s: for each rank the seconds that it made all others wait, added up. waited_for:
+    for each rank the seconds that this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s:
+    from a round's start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of leaders: led,
     for each rank how many pulls of all ranks it led (-1: the centre); apart, how far this rank was from its leaders,
     mean of all pulls; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
     """
@@ -67,14 +67,14 @@ class OptimizerCounts:
     def of_gossip(cls, stats: Any, skipped: int) -> OptimizerCounts:
         """Read a GossipOptimizer's `stats()`; gradients stay on their rank, so none are counted."""
         return cls(
-            stats.exchanges,
+            stats.rounds,
             None,
             None,
             stats.wait_s,
             stats.staleness,
             skipped,
             bytes_sent=stats.bytes_sent,
-            latency_s=stats.latency_s * stats.exchanges,
+            latency_s=stats.latency_s * stats.rounds if stats.exchanges else None,
             waited_for=tuple(stats.waited_for) if any(stats.waited_for) else None,
         )
 

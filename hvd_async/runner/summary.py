@@ -51,10 +51,9 @@ def summarise(
 ) -> dict[str, Any]:
     """The `--summary` object: exactly KEYS. `ranks` are the figures of all ranks, in order of rank.
 
-    `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges, after leaders
-    pulls. Figures that do not exist (no
-    step was done; plain allreduce does not tell; in gossip no gradient travels), and those that are not finite, are
-    None, so that the JSON is valid.
+    `steps` are those of the rank that did the most; `rounds` of gossip are its exchanges and averages, those
+    of leaders pulls. Figures that do not exist (no step was done; plain allreduce does not tell; in gossip no gradient
+    travels), and those that are not finite, are None, so that the JSON is valid.
     """
     totals = JobMetrics.of([figures.outcome for figures in ranks])
     times = np.concatenate([figures.step_times for figures in ranks])
@@ -112,7 +111,7 @@ def describe(summary: Mapping[str, Any], stragglers: Sequence[str], learned: Mod
     """
     quorum = f" ({summary['quorum']})" if summary["quorum"] is not None else ""
     gossip, led = summary["gradients_produced"] is None, summary["led"] is not None
-    rounds = "pulls" if led else "exchanges" if gossip else "rounds"
+    rounds = "pulls" if led else "rounds"
     times = summary["step_time_s"]
     best = f" (best {_text(learned.best_accuracy, 4)})" if learned.best_accuracy is not None else ""
     replicas = (

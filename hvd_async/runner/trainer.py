@@ -79,8 +79,8 @@ class Trainer(abc.ABC):
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen since the optimizer was made; of gossip, exchanges; of leaders,
-        pulls."""
+        """Rounds that this rank's weights have seen since the optimizer was made; of gossip, exchanges and
+        averages; of leaders, pulls."""
         return int(self.optimizer.rounds)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -48,7 +48,7 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
         began, moments = trainer.weights(), trainer.moments()
         assert trainer.opt.rounds == share(state, "rounds") > 0
         trainer.train(3).opt.drain()
-        assert trainer.opt.rounds == share(state, "rounds") + trainer.opt.stats().exchanges
+        assert trainer.opt.rounds == share(state, "rounds") + trainer.opt.stats().rounds
         return began, moments, trainer.weights()
 
     seen = Cluster(size).run(work)

@@ -108,6 +108,11 @@ class Counted:
     latency_s: float = 0.25
     waited_for: tuple[float, ...] = ()
 
+    @property
+    def rounds(self) -> int:
+        """All of them exchanges."""
+        return self.exchanges
+
 
 def two_gossiping_ranks():
     outcomes = [
@@ -192,7 +197,7 @@ def test_the_end_of_gossip_for_people():
         summary = summary_of(two_gossiping_ranks(), replicas=Replicas(True, 0.0, 0.125), line=["--algorithm", "sgp"])
         return describe({**summary, "gradients_skipped": skipped}, ["none"], WELL)
 
-    assert "torch sgp on 2 ranks: 2 steps a rank, 5 exchanges" in text()
+    assert "torch sgp on 2 ranks: 2 steps a rank, 5 rounds" in text()
     assert "mean 0.25 steps late, at most 2; an exchange took 250.0 ms" in text()
     assert "distance 0.125 before the last drain" in text()
     assert "1 skipped, as they overflowed" in text()

@@ -97,7 +97,7 @@ class ADPSGDWorker(GossipWorker):
         self.check_step()
         if not self._pairing.may_step():
             self._await(self._pairing.may_step, lambda: "an averaging with a neighbour")
-        self._step += 1
+        self._count_step()
         self._pairing.stepped()
         with self._lock:
             self._state = on_step(self._state, after, self._post.add, self._post.times)

@@ -64,6 +64,10 @@ class GossipWorker(Worker):
         self._taken = self._discarded = 0
         """Messages mixed in, and received but discarded."""
         self._averagings = 0
+        self._averaged_ends = 0
+        """Drains that have averaged all ranks."""
+        self._alone = 0
+        """Mixing steps taken while no other rank was left to exchange with."""
         self._stepped = 0
         """Steps of all ranks before the last drain or cut (engine thread)."""
         self._uneven = False
@@ -89,8 +93,11 @@ class GossipWorker(Worker):
 
     @property
     def version(self) -> int:
-        """Exchanges that have completed here."""
-        return self._exchanges.completed
+        """Exchanges that have completed here, averages over all ranks that this rank's weights have seen (those of
+        drains too), and mixing steps taken while no other rank was left to exchange with. So it grows with the steps,
+        whatever the algorithm and however many ranks are left."""
+        averages = 0 if self._algorithm.pairs else self._averagings  # (a pair's average is an exchange)
+        return self._exchanges.completed + averages + self._averaged_ends + self._alone
 
     @property
     def settled(self) -> bool:
@@ -131,6 +138,13 @@ class GossipWorker(Worker):
             The model's weights z, shape (n,).
         """
 
+    def _count_step(self) -> None:
+        """Count the step that is ending."""
+        self._step += 1
+        is_alone = len(self._receive_buffer.finished) >= len(self._ranks) - 1
+        if is_alone and self._algorithm.has_graph and (self._base + self._step) % self.config.period == 0:
+            self._alone += 1
+
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
         """Return ``GossipPlan.in_edges`` of a step since the last drain or cut."""
         return self.plan.in_edges(place, self._base + step)
@@ -151,6 +165,7 @@ class GossipWorker(Worker):
         total = sum(drained.produced)
         if total != self._total or (drained.flushed and not self._together):
             self._end(drained.flushed)  # else nothing is to be done, and a rank's optimizer may be deleted by now
+            self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
         if drained.flushed:
             self._total, self.keep = total, None
@@ -246,6 +261,7 @@ class GossipWorker(Worker):
             bytes_sent=exchanges.bytes_sent,
             latency_s=exchanges.seconds / exchanges.completed if exchanges.completed else 0.0,
             push_sum_weight=self._weight,
+            rounds=self.version,
         )
 
     # -- engine thread ----------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
-        self._step += 1
+        self._count_step()
         phi = self._corrected(after, self._differences, 1)
         x = self._combined(phi) if self.plan.moves(self._base + self._step) else phi
         self._note()

@@ -91,7 +91,7 @@ class HierarchicalWorker(HostWorker):
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
-        self._step += 1
+        self._count_step()
         step, weights = self._step, self._weights
         parts = self._post.split(self._with_excess(after))
         if self.wants_before:

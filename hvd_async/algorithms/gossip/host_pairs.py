@@ -92,7 +92,7 @@ class HostPairWorker(HostWorker):
         self.check_step()
         if self._speaks() and not self._pairing.may_step():
             self._await(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
-        self._step += 1
+        self._count_step()
         self._pairing.stepped()
         change = self._post.add(after, self._given, -1.0)
         parts = self._reduced(self._step, [State(part, 1.0) for part in self._post.split(change)])

@@ -66,7 +66,7 @@ class NoLoCoWorker(NeighbourAverageWorker):
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
-        self._step += 1
+        self._count_step()
         weights = after if (self._base + self._step) % self.config.period else self._outer_step(after)
         self._note()
         return weights

@@ -80,7 +80,7 @@ class OuterWorker(GossipWorker):
     def mix(self, before: Vector, after: Vector) -> Vector:
         """End a step; wait only for an average that is more than ``max_staleness`` steps late."""
         self.check_step()
-        self._step += 1
+        self._count_step()
         now = self._base + self._step
         if self._state.momentum is not None:
             self._rates.append(self.learning_rate())

@@ -61,7 +61,7 @@ class PushSumWorker(GossipWorker):
         self.check_step()
         late, x = self.config.max_staleness > 0, before if self.wants_before else None
         state = State(after, self._weight)
-        self._step += 1
+        self._count_step()
         if late:
             self._announce(self._step)
         if self.plan.moves(self._base + self._step):
