@@ -61,6 +61,9 @@ class GradientReplica(Replica):
     def apply(self, round_: ReducedRound) -> None:
         """Apply a round outside of a step."""
 
+    def stop_hooks(self) -> None:
+        """Leave backward passes alone from now on: the optimizer is discarded."""
+
     @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
@@ -236,6 +239,10 @@ class EagerDriver(Driver):
             if self.buffers != "local":
                 unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
+
+    def discard(self) -> None:
+        super().discard()
+        self.replica.stop_hooks()
 
     # -- other ranks in the same process (elastic training) ---------------------------------------------------------
 

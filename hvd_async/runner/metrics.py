@@ -19,9 +19,9 @@ class OptimizerCounts:
     contributors: ranks that had arrived when a round fired -> how many rounds. wait_s: seconds this rank's training
     thread waited for the others. held_s: for each rank the seconds that it made all others wait, added up. waited_for:
     for each rank the seconds that this rank waited for it. bytes_sent: handed to collectives by this rank. latency_s:
-    from a round's start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of leaders: led,
-    for each rank how many pulls of all ranks it led (-1: the centre); apart, how far this rank was from its leaders,
-    mean of all pulls; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
+    from a round's start until this rank had it, all rounds added up. peak_bytes: the most gradients held at once. Of
+    leaders: led, for each rank how many pulls of all ranks it led (-1: the centre); apart, how far this rank was from
+    its leaders, mean of all pulls; leaders, (Unix time in s, group or -1 for all, leader) of the last pulls.
     """
 
     rounds: int

@@ -320,6 +320,13 @@ class GradientReplica(eager.GradientReplica):
                 f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
                 stacklevel=DRAINS_CALLER,
             )
+        if self.overlap is not None and not passed:
+            self.overlap.disarm()  # the next backward pass may be anyone's, until zero_grad() is called again
+
+    def stop_hooks(self) -> None:
+        if self.overlap is not None:
+            self.overlap.remove()
+            self.overlap.disarm()
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:
         """Take over a rank's weights and optimizer state. A collective."""

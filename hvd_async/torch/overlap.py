@@ -1,7 +1,8 @@
 """Hands buckets over from autograd's hooks, while the earlier layers still compute their gradients.
 
-It does so only from ``zero_grad()`` to ``step()`` of the optimizer whose parameters they are: in a GAN the generator's
-backward also leaves gradients in the discriminator, which are not the discriminator's next step.
+It does so only from ``zero_grad()`` to ``step()`` of the optimizer whose parameters they are, and not after a drain, a
+cut or ``discard()``: in a GAN the generator's backward also leaves gradients in the discriminator, which are not the
+discriminator's next step; a second optimizer may train the same model, and an evaluation may compute gradients.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Overlap:
         self._passed.clear()
 
     def disarm(self) -> None:
-        """``step()`` was called."""
+        """``step()`` was called, or a drain or cut has ended: what backward brings is not this optimizer's."""
         self._armed = False
 
     def remove(self) -> None:

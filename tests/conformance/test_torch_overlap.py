@@ -258,3 +258,88 @@ def test_an_optimizer_that_is_gone_leaves_no_hook_that_hands_over():
     gc.collect()
     for step in range(3):  # (armed, the hooks would refuse a second backward)
         loss(model, 0, step).backward()
+
+
+def end_by_drain(opt: Any) -> None:
+    opt.drain()
+
+
+def end_by_cut(opt: Any) -> None:
+    opt.cut()
+
+
+def end_by_consensus(opt: Any) -> None:
+    with opt.consensus():
+        pass
+
+
+ENDS = [end_by_drain, end_by_cut, end_by_consensus]
+
+
+def attacked(model: torch.nn.Module, rank: int, step: int) -> None:
+    """An adversarial evaluation: a gradient w.r.t. the inputs, which fills p.grad too."""
+    images, labels = batch(rank, step)
+    images.requires_grad_()
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    assert images.grad is not None
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_backward_passes_after_an_end_are_not_the_optimizers(end):
+    """Though zero_grad() was called before it. Training goes on as if nobody had evaluated."""
+
+    def train(rank: int, evaluates: bool) -> bytes:
+        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=TINY)
+        log = hand_overs(trainer.opt)
+        for step in range(2):
+            trainer.opt.zero_grad()
+            loss(trainer.model, rank, step).backward()
+            trainer.opt.step()
+            trainer.opt.zero_grad()
+            end(trainer.opt)
+            if evaluates:
+                early = len(log)
+                attacked(trainer.model, rank, step)
+                attacked(trainer.model, rank, step)
+                assert len(log) == early
+        trainer.opt.zero_grad()
+        trainer.opt.drain()
+        assert trainer.opt.stats().gradients_produced == 2
+        return trainer.weights().tobytes()
+
+    evaluated, plainly = (Cluster(2).run(lambda rank, e=evaluates: train(rank, e)) for evaluates in (True, False))
+    assert evaluated == plainly
+
+
+@pytest.mark.parametrize("end", [*ENDS, lambda opt: opt.discard()], ids=["drain", "cut", "consensus", "discard"])
+def test_a_second_optimizer_trains_the_model_that_the_first_has_left(end):
+    def train(rank: int) -> int:
+        model = conv_model()
+        first: Any = hvd.EagerOptimizer(plain(MOMENTUM, model.parameters()), quorum="all")
+        second: Any = hvd.EagerOptimizer(plain(MOMENTUM, model.parameters()), quorum="all")
+        for opt in (first, second):
+            for step in range(3):
+                opt.zero_grad()
+                loss(model, rank, step).backward()
+                opt.step()
+            opt.zero_grad()
+            end(opt)
+        produced: int = second.stats().gradients_produced
+        return produced
+
+    assert Cluster(2).run(train) == [3, 3]
+
+
+def test_after_discard_nothing_is_handed_over_even_between_zero_grad_and_step():
+    def train(rank: int) -> None:
+        model = conv_model()
+        opt: Any = hvd.EagerOptimizer(plain(MOMENTUM, model.parameters()))
+        opt.zero_grad()
+        loss(model, rank, 0).backward()
+        opt.step()
+        opt.zero_grad()
+        opt.discard()
+        loss(model, rank, 1).backward()
+        loss(model, rank, 2).backward()
+
+    Cluster(1).run(train)
