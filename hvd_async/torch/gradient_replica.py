@@ -52,6 +52,7 @@ class GradientReplica(eager.GradientReplica):
         stepped: rounds since the last drain or cut that it showed and ``step()`` applied.
         skip: whether ``step()`` is to apply what is shown.
         recorded: the samples of this step's backward passes so far.
+        counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GradientReplica(eager.GradientReplica):
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
+        self.counters: set[str] = set()
         self._extrapolation = Extrapolation()
 
     def attach(self, optimizer: Any) -> None:
@@ -98,7 +100,7 @@ class GradientReplica(eager.GradientReplica):
         streams.bind_training_stream(engine, self.parameters)
 
     def continue_from(self, before: GradientReplica) -> None:
-        self.passes = before.passes
+        self.passes, self.counters = before.passes, before.counters
         if self.overlap is not None:
             self.overlap.passes = before.passes
         for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
@@ -246,7 +248,7 @@ class GradientReplica(eager.GradientReplica):
         """Take a step of the wrapped optimizer with a round's hyperparameters."""
         optimizer = self.optimizer
         groups = optimizer.param_groups
-        own = hyperparameters.read(groups)
+        own, hyper = hyperparameters.read(groups, self.counters), hyperparameters.without(hyper, self.counters)
         if own == hyper:
             self._step()
             return
@@ -259,13 +261,16 @@ class GradientReplica(eager.GradientReplica):
 
     def _step(self) -> None:
         optimizer = self.optimizer
-        with self._extrapolation.around_step(optimizer):
+        with (
+            hyperparameters.noting_counters(optimizer, self.counters),
+            self._extrapolation.around_step(optimizer),
+        ):
             optimizer._wrapped_class.step(optimizer)
 
     # -- what the ranks have in common --------------------------------------------------------------------------
 
     def hyperparameters(self) -> Hyper:
-        return hyperparameters.read(self.optimizer.param_groups)
+        return hyperparameters.read(self.optimizer.param_groups, self.counters)
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
         """Names by the parameters' id."""

@@ -1,7 +1,14 @@
-"""A torch optimizer's hyperparameters and frozen parameters as numbers, so that a round can carry them."""
+"""A torch optimizer's hyperparameters and frozen parameters as numbers, so that a round can carry them.
+
+A hyperparameter is a number in ``param_groups`` that the user or a schedule sets. Some optimizers count there, too
+(schedule-free's ``k`` and ``weight_sum``, Prodigy's ``k`` and ``d``). These *counters* are state: every replica's own
+step changes them, so no round carries them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +28,19 @@ FROZEN = "frozen parameters"
 """The key of a group's frozen parameters, by their number in it; no optimizer's option has a space in its name."""
 
 
-def read(groups: list[dict[str, Any]]) -> Hyper:
-    """Learning rate, momentum, decay and whatever else is a number (or several), for each parameter group."""
+def read(groups: list[dict[str, Any]], counters: Collection[str] = ()) -> Hyper:
+    """Return learning rate, momentum, decay and whatever else is a number (or several), for each parameter group.
+
+    Args:
+        groups: the optimizer's.
+        counters: names of the entries to leave out.
+    """
     hyper: Hyper = []
     for group in groups:
         found: dict[str, Any] = {FROZEN: [i for i, p in enumerate(group["params"]) if not p.requires_grad]}
         for key, value in group.items():
-            if key == "params":  # (of one element they would be numbers, for which a GPU would be waited for)
+            # (parameters of one element would be numbers, for which a GPU would be waited for)
+            if key == "params" or key in counters:
                 continue
             if isinstance(value, tuple | list):
                 numbers = [_number(v) for v in value]
@@ -50,6 +63,60 @@ def write(groups: list[dict[str, Any]], hyper: Hyper) -> None:
                 held.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(held, tuple) else value
+
+
+def without(hyper: Hyper, counters: Collection[str]) -> Hyper:
+    """Return hyperparameters, perhaps of a rank that did not know the counters yet, without these."""
+    return [{key: value for key, value in values.items() if key not in counters} for values in hyper]
+
+
+@contextlib.contextmanager
+def noting_counters(optimizer: torch.optim.Optimizer, counters: set[str]) -> Iterator[None]:
+    """Add the names of all group entries that ``step()`` itself changes in the context.
+
+    Step hooks are user code, in which a schedule may set a learning rate: only what changes between them counts. All
+    replicas apply the same rounds, so they note the same names after the same round.
+
+    Args:
+        optimizer: it takes a step in the context.
+        counters: known so far.
+    """
+    before: list[list[dict[str, tuple[Any, int]]]] = []  # (a step() that calls super().step() runs the hooks twice)
+
+    def note(*_: Any) -> None:
+        before.append(_marks(optimizer.param_groups))
+
+    def compare(*_: Any) -> None:
+        for was, now in zip(before.pop(), _marks(optimizer.param_groups), strict=True):
+            counters.update(key for key, mark in now.items() if key not in was or _differs(was[key], mark))
+
+    first, last = optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(compare)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(last.id, last=False)  # before the user's
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
+
+
+def _marks(groups: list[dict[str, Any]]) -> list[dict[str, tuple[Any, int]]]:
+    """Return each entry's value, and how often it was written if it is a tensor: no GPU is waited for."""
+    return [
+        {
+            key: (value, value._version if isinstance(value, torch.Tensor) else 0)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
+
+
+def _differs(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    if one[0] is other[0]:
+        return one[1] != other[1]
+    tensors = isinstance(one[0], torch.Tensor) or isinstance(other[0], torch.Tensor)
+    return tensors or bool(one[0] != other[0])
 
 
 def put_back(groups: list[dict[str, Any]], own: Hyper, written: Hyper) -> None:
