@@ -182,7 +182,23 @@ class Driver(abc.ABC):
     def consensus(self) -> Iterator[None]:
         """In it the model holds what stands for all ranks: all have the same after a drain. A collective."""
         self.end(True)
-        yield
+        with self.marked_consensus():
+            yield
+
+    @contextlib.contextmanager
+    def marked_consensus(self) -> Iterator[None]:
+        """In it steps and ends are refused: the model holds the consensus."""
+        worker: Worker = self.worker
+        worker.in_consensus = True
+        try:
+            yield
+        finally:
+            worker.in_consensus = False
+
+    def check_outside_consensus(self, what: str) -> None:
+        """Raise ReplicaStateError if the model holds the consensus now; ``what`` is the call, for people."""
+        if self.worker is not None:
+            self.worker.check_outside_consensus(what)
 
     @abc.abstractmethod
     def consensus_distance(self) -> float:

@@ -130,9 +130,9 @@ class EagerDriver(Driver):
     def met(self) -> EagerWorker | None:
         """The worker, if gradients can be handed over to it now: the ranks have met and all is well."""
         worker = self.worker
-        fine = worker is not None and worker.ready and not worker.engine.replaced
-        fine = fine and self.broken is None and not self.discarded
-        return worker if fine else None
+        if worker is None or not worker.ready or worker.engine.replaced or worker.in_consensus:
+            return None
+        return worker if self.broken is None and not self.discarded else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -202,6 +202,16 @@ class EagerDriver(Driver):
         """Raise as ``Driver``'s does, and if a round was half applied here."""
         worker: EagerWorker = super().worker_now()
         worker.whole.check()
+        return worker
+
+    def worker_to_step(self) -> EagerWorker:
+        """Return ``worker_now()``, before a step.
+
+        Raises:
+            ReplicaStateError: as ``worker_now``; or it is inside ``consensus()``.
+        """
+        worker = self.worker_now()
+        worker.check_outside_consensus("step()")
         return worker
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:

@@ -231,7 +231,8 @@ class LocalDriver(Driver):
         try:
             self.replica.write(worker.consensus(own * worker.weight))
             self.unify_buffers()
-            yield
+            with self.marked_consensus():
+                yield
         except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
             forgotten = True
             raise

@@ -84,7 +84,8 @@ class OptimizerMethods:
         that follow a leader, the weights of the one with the lowest mean loss (LSGD), or the center (EASGD).
 
         Batch-norm statistics agree in it by the ``buffers=`` policy. A collective, with a ``drain()`` at its start
-        where gradients travel, and a ``cut()`` where weights do.
+        where gradients travel, and a ``cut()`` where weights do. Steps, drains and what begins with one are refused
+        in it, also those of other optimizers that would drain this one.
 
         Raises:
             ReplicaStateError: an earlier step was broken off here.

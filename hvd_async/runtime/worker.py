@@ -44,6 +44,7 @@ class Worker(abc.ABC):
         deleted: whether the optimizer was deleted, and only this rank's engine still serves the others.
         kind: what is wrapped, for people.
         shown: rounds since the last drain or cut that user code saw, and may have changed, before they were applied.
+        in_consensus: whether the model holds the consensus of all ranks now, and no weights of this rank's.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Worker(abc.ABC):
         self.deleted = False
         self.kind = "optimizer"
         self.shown = 0
+        self.in_consensus = False
 
     # -- meeting the other ranks ------------------------------------------------------------------------------
 
@@ -135,14 +137,35 @@ class Worker(abc.ABC):
 
     # -- being done -------------------------------------------------------------------------------------------
 
+    def check_outside_consensus(self, what: str) -> None:
+        """Refuse a call inside ``consensus()``; nothing has changed then.
+
+        Args:
+            what: the call, for people.
+
+        Raises:
+            ReplicaStateError: the model holds the consensus.
+        """
+        if self.in_consensus:
+            raise ReplicaStateError(
+                f"{self.label}: {what} inside consensus(), where the model holds what stands for all ranks and not "
+                f"this rank's weights. Leave the `with` block first."
+            )
+
     def _check_drained(self) -> None:
+        self.check_outside_consensus("step()")
         if self._announced:
             raise ReplicaStateError(
                 f"{self.label}: a drain() or cut() was broken off: call it again before the next step"
             )
 
-    def check_finished(self) -> None:  # noqa: B027  most have nothing to check
-        """Raise, if this rank cannot be done now."""
+    def check_finished(self) -> None:
+        """Raise, if this rank cannot be done now.
+
+        Raises:
+            ReplicaStateError: it is inside ``consensus()``.
+        """
+        self.check_outside_consensus("drain(), cut() or what begins with one")
 
     def announce_finished(self, flush: bool) -> None:
         """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""

@@ -239,6 +239,7 @@ class GradientReplica(eager.GradientReplica):
     def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
         """Hand a bucket's gradients over."""
         self.check_attached()
+        self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
         self.feed.give(bucket, vector, self.optimizer._async.met, scaled, self._samples())
         return np.int32(0)
@@ -246,6 +247,7 @@ class GradientReplica(eager.GradientReplica):
     def step(self, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
         """Wait for this step's round; returns int32 of shape (2,): how many rounds are to be applied, whether this
         rank's gradients were finite."""
+        self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
         group: dict[str, Any] = {"frozen": frozen, "settings": digest}
         if rate:

@@ -81,7 +81,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
                     "step() after synchronize() would hand over the round that is in p.grad once more: write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`"
                 )
-            worker = driver.worker_now()
+            worker = driver.worker_to_step()
             vectors = replica.left(worker, grad_scale, overflow)
             worker.step(vectors, replica.hyperparameters(), replica.apply)
             replica.handed_over()
@@ -105,7 +105,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
                 "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
                 "round_transform=, and call scaler.step(optimizer)"
             )
-        worker = driver.worker_now()
+        worker = driver.worker_to_step()
         rounds = worker.finish_step(replica.left(worker, None, False), replica.hyperparameters(), 1)
         replica.handed_over()
         replica.one_by_one, replica.unshown, replica.shown = True, 0, None
@@ -193,7 +193,7 @@ def _step_shown(driver: TorchEagerDriver) -> None:
     replica = driver.replica
     if replica.shown is None:
         raise ReplicaStateError("skip_synchronize() without synchronize(): there is no round to apply")
-    worker = driver.worker_now()
+    worker = driver.worker_to_step()
     with worker.whole(f"round {replica.shown.index} could not be applied"):
         shown, replica.shown = replica.shown, None
         if shown.gradients:

@@ -50,7 +50,7 @@ class ScriptedWorker:
         self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
         self.agreed = self.settled = self.ready = True
         self.whole = Uninterrupted()
-        self.shown, self.mend = 0, None
+        self.shown, self.mend, self.in_consensus = 0, None, False
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
         self.handed: list[Array] = []
@@ -61,6 +61,9 @@ class ScriptedWorker:
         """Factor by which the collectives are to multiply sums."""
         self._early: dict[int, Any] = {}
         self._elements, self._random = elements, np.random.default_rng(11)
+
+    def check_outside_consensus(self, what: str) -> None:
+        assert not self.in_consensus
 
     def hand_over(self, bucket: int, vector: Any) -> None:
         assert bucket not in self._early

@@ -255,6 +255,7 @@ class EagerWorker(Worker):
             ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
                 broken off half-way.
         """
+        super().check_finished()
         self.whole.check()
         if self._hand_over.handed:
             raise ReplicaStateError(

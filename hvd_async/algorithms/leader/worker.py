@@ -146,6 +146,7 @@ class LeaderWorker(Worker):
 
     def check_finished(self) -> None:
         """Raise, if this rank cannot finish now: a leader is chosen at ends too."""
+        super().check_finished()
         self._check_loss()
 
     def announce_finished(self, flush: bool) -> None:

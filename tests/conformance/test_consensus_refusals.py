@@ -1,0 +1,98 @@
+"""Inside ``consensus()`` steps and ends are refused, and change nothing: in both bindings, for all algorithms."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_async.errors import ReplicaStateError
+from hvd_async.testing import Cluster
+from tests.conformance.simple_ranks import KerasRank, TorchRank, every_algorithm
+
+GRAPH = functools.partial(KerasRank, graph=True)
+in_each = pytest.mark.parametrize("made", [TorchRank, KerasRank, GRAPH], ids=["torch", "keras", "keras-graph"])
+
+
+def consensus_again(opt: Any) -> None:
+    with opt.consensus():
+        pass
+
+
+CALLS: list[Callable[[Any], object]] = [
+    lambda opt: opt.drain(),
+    lambda opt: opt.cut(),
+    lambda opt: opt.consensus_distance() if hasattr(opt, "switch") or hasattr(opt, "record_loss") else opt.drain(),
+    consensus_again,
+    lambda opt: opt.switch(algorithm="sgp") if hasattr(opt, "switch") else opt.drain(),
+]
+
+
+@in_each
+@every_algorithm
+def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, options):
+    def work(rank: int) -> tuple[list[float], int]:
+        trainer = made(wrapper, options, rank)
+        for _ in range(3):
+            trainer.step()
+        trainer.opt.cut()
+        own, steps = trainer.weights(), trainer.opt.stats().steps
+        with trainer.opt.consensus():
+            held = trainer.weights()
+            for call in CALLS:
+                with pytest.raises(ReplicaStateError, match=r"inside consensus\(\).*Leave the `with` block first"):
+                    call(trainer.opt)
+            with pytest.raises((ReplicaStateError, tf.errors.OpError), match=r"inside consensus\(\)"):
+                trainer.step()
+            np.testing.assert_array_equal(trainer.weights(), held)
+        if wrapper != "EagerOptimizer":  # (its consensus is a drain, after which all ranks have the same)
+            np.testing.assert_array_equal(trainer.weights(), own)
+        assert trainer.opt.stats().steps == steps
+        for _ in range(3):
+            trainer.step()
+        trainer.opt.drain()
+        return trainer.weights().tolist(), int(trainer.opt.stats().steps) - steps
+
+    results = Cluster(2).run(work)
+    assert results[0] == results[1]
+    assert results[0][1] == 3
+
+
+@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
+@pytest.mark.parametrize(("wrapper", "options"), [("GossipOptimizer", {"algorithm": "sgp"}), ("EagerOptimizer", {})])
+def test_another_optimizers_drain_is_refused_too(made, wrapper, options):
+    """It would drain the one whose model holds the consensus."""
+
+    def work(rank: int) -> list[float]:
+        one, other = (made(wrapper, options, rank) for _ in range(2))
+        for trainer in (one, other):
+            trainer.step()
+        with one.opt.consensus():
+            other.step()  # (its own model is nobody's consensus)
+            with pytest.raises(ReplicaStateError, match=r"inside consensus\(\)"):
+                other.opt.drain()
+        one.step()
+        other.opt.drain()
+        return [*one.weights().tolist(), *other.weights().tolist()]
+
+    first, second = Cluster(2).run(work)
+    assert first == second
+
+
+@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
+def test_a_context_that_an_error_leaves_lets_training_go_on(made):
+    def work(rank: int) -> list[float]:
+        trainer = made("GossipOptimizer", {"algorithm": "sgp"}, rank)
+        trainer.step()
+        with pytest.raises(KeyError), trainer.opt.consensus():
+            raise KeyError("evaluation failed")
+        trainer.step()
+        trainer.opt.drain()
+        return trainer.weights().tolist()
+
+    first, second = Cluster(2).run(work)
+    assert first == second
