@@ -56,6 +56,7 @@ class Standing(NamedTuple):
         apart: whether its weights are its own.
         shared: names of vectors that all ranks have, beside the weights.
         gradients: where they are averaged, and the rank has trained since the ranks were last others.
+        seen: rounds that its weights have seen, as ``optimizer.rounds`` counts them.
     """
 
     rounds: int
@@ -65,6 +66,7 @@ class Standing(NamedTuple):
     apart: bool = False
     shared: tuple[str, ...] = ()
     gradients: GradientCounts | None = None
+    seen: int = 0
 
 
 class Driver(abc.ABC):
@@ -129,6 +131,30 @@ class Driver(abc.ABC):
         self.rounds_before, self.steps_ended = before.rounds, before.steps_ended
         self.discarded = before.discarded
         self.replica.continue_from(before.replica)
+
+    def settings_in_force(self) -> dict[str, Any]:
+        """Return settings that calls have changed since the optimizer was wrapped, and that all ranks have in common.
+
+        A rank that joins takes them: its script wraps the optimizer as it was wrapped at first. They can be pickled.
+        """
+        return self.replica.settings_in_force()
+
+    def take_settings(self, settings: dict[str, Any]) -> None:
+        """Take what ``settings_in_force`` has returned on another rank, before the ranks meet."""
+        self.replica.take_settings(settings)
+
+    def check_commit(self) -> None:
+        """Refuse a commit of elastic training at which something of this rank would be lost.
+
+        Raises:
+            ReplicaStateError: it is between two backward passes of a step.
+        """
+        passed = self.replica.open_passes
+        if passed:
+            raise ReplicaStateError(
+                f"commit() after {passed} backward pass(es) of a step that has not ended: if the ranks changed here, "
+                f"their gradients would be lost. Call it after step()."
+            )
 
     def count_lost(self, gradients: int) -> None:  # noqa: B027  most have none
         """Count so many gradients of ranks that are gone as lost."""

@@ -278,7 +278,9 @@ class EagerDriver(Driver):
 
     def standing(self) -> Standing:
         remains = self.remains or Remains(begun=self.steps_ended, ended=self.steps_ended)
-        return Standing(self.rounds, remains.begun, remains.ended, remains.fit, gradients=self._gradients)
+        return Standing(
+            self.rounds, remains.begun, remains.ended, remains.fit, gradients=self._gradients, seen=self.rounds
+        )
 
     def go_on_from(self, before: EagerDriver) -> None:
         super().go_on_from(before)

@@ -52,6 +52,7 @@ class Agreed(NamedTuple):
         apart: whether ranks have weights of their own.
         shared: names of vectors that all take from the source.
         lost: gradients of ranks that are gone, which are in no round that the source has seen; None: nobody knows.
+        seen: rounds that the source's weights have seen, as ``optimizer.rounds`` counts them.
     """
 
     source: int
@@ -61,13 +62,14 @@ class Agreed(NamedTuple):
     apart: bool
     shared: tuple[str, ...]
     lost: int | None = 0
+    seen: int = 0
 
 
 class Plan(NamedTuple):
     """The state that all ranks go on from.
 
     Attributes:
-        position: the rank whose position in the data, and other attributes, all take.
+        position: the rank whose position in the data, settings, hyperparameters and other attributes all take.
         newcomers: ranks that have nothing.
         optimizers: of each.
     """
@@ -103,7 +105,8 @@ def plan(reports: Sequence[Report]) -> Plan:
         behind = {rank for rank, one in standings.items() if not (one.fit and (apart or one.rounds == rounds))}
         shared = standings[source].shared
         lost = _lost([standing.gradients for standing in standings.values()], standings[source].gradients, rounds)
-        found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared, lost))
+        seen = standings[source].seen
+        found.append(Agreed(source, newcomers | behind, rounds, own.ended, apart, shared, lost, seen))
     return Plan(position, newcomers, found)
 
 
@@ -159,7 +162,10 @@ class WithoutRollBack:
 
         Raises:
             HostsUpdatedInterrupt: this is that commit.
+            ReplicaStateError: it is between two backward passes of a step.
         """
+        for optimizer in self._ours():
+            optimizer._async.check_commit()
         if not self._ours():
             super().check_host_updates()  # type: ignore[misc]
         elif self._lifecycle.commit(self._hosts_changed):
@@ -213,6 +219,14 @@ class Exchange(abc.ABC):
     def put_state(self, optimizer: Any, state: Any) -> None:
         """Give the wrapped optimizer this state."""
 
+    @abc.abstractmethod
+    def hyperparameters(self, optimizer: Any) -> Any:
+        """Return what the user and schedules set on an optimizer, learning rates and the like; it can be pickled."""
+
+    @abc.abstractmethod
+    def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
+        """Set what ``hyperparameters`` has returned on another rank."""
+
 
 class Received:
     """An optimizer's state as it has come from its source, for those that take it. Making it is a collective.
@@ -221,11 +235,15 @@ class Received:
         exchange: the binding's.
         optimizer: one of ours.
         agreed: what all ranks go on from.
+        position: the rank whose settings and hyperparameters all ranks take: they belong to its position in the data,
+            as the schedules do that ranks take from it.
         name: of the collectives.
     """
 
-    def __init__(self, exchange: Exchange, optimizer: Any, agreed: Agreed, name: str) -> None:
+    def __init__(self, exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str) -> None:
         self._exchange, self._optimizer, self._agreed = exchange, optimizer, agreed
+        own = optimizer._async.settings_in_force(), exchange.hyperparameters(optimizer)
+        self._settings, self._hyperparameters = exchange.object_of(position, own, f"{name}.settings")
         self._weights: list[Any] = []
         self._state: Any = None
         if agreed.takers:
@@ -243,9 +261,13 @@ class Received:
     def take(self) -> None:
         """Go on from it, if this rank is one of those that take it. Does not communicate."""
         agreed, driver = self._agreed, self._optimizer._async
+        driver.take_settings(self._settings)
         if self._exchange.rank in agreed.takers:
             self._exchange.put(self._exchange.weights(self._optimizer), self._weights)
             self._exchange.put_state(self._optimizer, self._state)
+        self._exchange.put_hyperparameters(self._optimizer, self._hyperparameters)
+        if self._exchange.rank in agreed.takers:
+            driver.count_from(agreed.seen)
         if agreed.shared:
             driver.share_vectors(self._shared, agreed.rounds)
         driver.go_on(agreed.rounds, agreed.ended, agreed.apart)
@@ -275,7 +297,7 @@ def sync(
     reports = exchange.everyones(report, "hvd_async.elastic.reports")
     found = plan(reports)
     received = [
-        Received(exchange, optimizer, agreed, f"hvd_async.elastic.{number}")
+        Received(exchange, optimizer, agreed, found.position, f"hvd_async.elastic.{number}")
         for number, (optimizer, agreed) in enumerate(zip(optimizers, found.optimizers, strict=True))
     ]
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []

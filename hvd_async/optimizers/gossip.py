@@ -237,9 +237,17 @@ class GossipDriver(LocalDriver):
 
     def go_on_from(self, before: GossipDriver) -> None:
         super().go_on_from(before)
-        self.epoch, self._algorithms = before.epoch, before._algorithms
-        self.given, self.plan = before.given, self._planned(before.given)
+        self.take_settings(before.settings_in_force())
         self._correction = before._correction
+
+    def settings_in_force(self) -> dict[str, Any]:
+        own = {"epoch": self.epoch, "begun": self.begun, "algorithms": sorted(self._algorithms), "given": self.given}
+        return super().settings_in_force() | own
+
+    def take_settings(self, settings: dict[str, Any]) -> None:
+        super().take_settings(settings)
+        self.epoch, self.begun, self._algorithms = settings["epoch"], settings["begun"], set(settings["algorithms"])
+        self.given, self.plan = settings["given"], self._planned(settings["given"])
 
     def restart(self, kept: Kept) -> SavedState:
         return SavedState(1.0, {**kept.own, **kept.shared}, 0)

@@ -322,8 +322,9 @@ class LocalDriver(Driver):
     def standing(self) -> Standing:
         kept = self.kept
         if kept is None:
-            return Standing(self._shared_before, self._begun, self._ended)
-        return Standing(kept.version, self._begun, self._ended, apart=True, shared=tuple(sorted(kept.shared)))
+            return Standing(self._shared_before, self._begun, self._ended, seen=self.rounds)
+        shared = tuple(sorted(kept.shared))
+        return Standing(kept.version, self._begun, self._ended, apart=True, shared=shared, seen=self.rounds)
 
     def go_on_from(self, before: Any) -> None:
         super().go_on_from(before)

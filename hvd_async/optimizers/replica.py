@@ -54,6 +54,18 @@ class Replica(abc.ABC):
     def continue_from(self, before: Any) -> None:  # noqa: B027  some know nothing that their arguments do not say
         """Take over what user code has told the replica of the same optimizer among other ranks."""
 
+    def settings_in_force(self) -> dict[str, Any]:
+        """Return what user code has set on the replica's optimizer, on all ranks alike; it can be pickled."""
+        return {}
+
+    def take_settings(self, settings: dict[str, Any]) -> None:  # noqa: B027  some have none
+        """Take what ``settings_in_force`` has returned on another rank."""
+
+    @property
+    def open_passes(self) -> int:
+        """Backward passes of a step that has not ended, whose gradients would not outlive a change of the ranks."""
+        return 0
+
     def bind(self, engine: Engine) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Let the engine's work on vectors follow this thread's, from now on."""
 

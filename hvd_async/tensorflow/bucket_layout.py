@@ -179,6 +179,11 @@ class Layout:
         gradients = vector[: -len(self._terms.tail)] * tf.constant(factor, dtype)
         return tf.concat([gradients, self._tail(dtype, samples)], axis=0)
 
+    def relaid(self, bucket: int, vector: tf.Tensor, layout: Layout) -> tf.Tensor:
+        """Return gradients of a bucket of ``layout``, which is the same among other ranks, as a vector of this one."""
+        gradients = vector[: -len(layout._terms.tail)]
+        return tf.concat([gradients, self._tail(self.dtypes[bucket], 1)], axis=0)
+
     def _tail(self, dtype: tf.DType, samples: int) -> tf.Tensor:
         return tf.constant(self._terms.tail.of(samples), dtype)
 

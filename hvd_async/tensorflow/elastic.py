@@ -20,6 +20,7 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
+from hvd_async.tensorflow.apply_round import scheduled
 from hvd_async.tensorflow.collectives import LIFECYCLE, horovod_error
 from hvd_async.tensorflow.functions import broadcast_tensors, is_sent
 from hvd_async.tensorflow.variables import raw
@@ -32,8 +33,9 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
 
     Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
     that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor, but
-    keep their own random seeds. All ranks take the other attributes from the rank that has ended most steps: so change
-    them right after a step, as the callbacks of ``hvd.elastic`` do.
+    keep their own random seeds. All ranks take the other attributes from the rank that has ended most steps, and with
+    them the learning rate: so change them right after a step, as the callbacks of ``hvd.elastic`` do. A new rank gets
+    the settings in force: those of ``switch()`` and ``set_epoch()``.
 
     Functions that were traced for other ranks are of no use: ``fit()`` traces its step again by itself; make a
     ``tf.function`` of your own in the function that ``run`` decorates.
@@ -129,6 +131,13 @@ class _Exchange(elastic.Exchange):
         replica = optimizer._async.replica
         replica.prepare()
         return [raw(variable) for variable in optimizer.variables] + list(replica.leads)
+
+    def hyperparameters(self, optimizer: Any) -> Any:
+        return None if scheduled(optimizer) else float(raw(optimizer.learning_rate))
+
+    def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
+        if values is not None:
+            optimizer.learning_rate = values
 
 
 def _reset() -> None:

@@ -58,6 +58,13 @@ class Feed:
         self.done = 0
         """Backward passes since the last step."""
 
+    def continue_from(self, before: Feed) -> None:
+        """Go on with the passes of a step that has begun among other ranks."""
+        self.done = before.done
+        for bucket, (vector, samples) in before._sums.items():
+            own = None if vector is None else self._layout.relaid(bucket, vector, before._layout)
+            self._sums[bucket] = _Sum(own, samples)
+
     def give(
         self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
     ) -> None:

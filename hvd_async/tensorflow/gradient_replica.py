@@ -65,6 +65,8 @@ class GradientReplica(eager.GradientReplica):
         self.codec: Codec | None = None
         self.layout: Layout | None = None
         self.feed: Feed | None = None
+        self._feed_before: Feed | None = None
+        """The feed among other ranks, until there is a new one: it may hold passes of a step that has not ended."""
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
         self.put_back: Callable[[], None] = lambda: None
@@ -73,6 +75,7 @@ class GradientReplica(eager.GradientReplica):
     def continue_from(self, before: GradientReplica) -> None:
         self.momentum_correction, self._last_rate = before.momentum_correction, before._last_rate
         self.extrapolation = before.extrapolation
+        self._feed_before = before.feed or before._feed_before
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
@@ -127,6 +130,9 @@ class GradientReplica(eager.GradientReplica):
         terms = Terms(before, after / codec.scale, codec.tail, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
         self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
+        if self._feed_before is not None:
+            self.feed.continue_from(self._feed_before)
+            self._feed_before = None
         config = optimizer._async.config_for(self.layout.nbytes)
         self.extrapolation = Extrapolation(optimizer, config.weight_prediction, self.extrapolation)
 

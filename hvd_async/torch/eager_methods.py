@@ -127,11 +127,8 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             replica.skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes a step has from now on, as in Horovod."""
-        replica = self._async.replica
-        replica.passes = passes
-        if replica.overlap is not None:
-            replica.overlap.passes = passes
+        """Make so many backward passes a step from now on, on all ranks, as in Horovod."""
+        self._async.replica.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.

@@ -17,6 +17,7 @@ from horovod.torch.elastic import ElasticSampler, run
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.torch import hyperparameters
 from hvd_async.torch.buffers import is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import receive_state
@@ -32,8 +33,9 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
 
     Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
     that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor. All ranks
-    take the other attributes, the samplers' positions too, from the rank that has ended most steps: so change them
-    right after ``optimizer.step()``.
+    take the other attributes, the samplers' and the schedules' positions too, from the rank that has ended most steps,
+    and with them the hyperparameters (learning rates, momentum): so change them right after ``optimizer.step()``. A new
+    rank gets the settings in force: those of ``switch()``, ``set_epoch()`` and ``set_backward_passes_per_step()``.
 
     Args:
         model: a module.
@@ -137,3 +139,9 @@ class _Exchange(elastic.Exchange):
 
     def put_state(self, optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)
+
+    def hyperparameters(self, optimizer: Any) -> Any:
+        return hyperparameters.read(optimizer.param_groups, optimizer._async.replica.counters)
+
+    def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
+        hyperparameters.write(optimizer.param_groups, values)

@@ -100,11 +100,26 @@ class GradientReplica(eager.GradientReplica):
         streams.bind_training_stream(engine, self.parameters)
 
     def continue_from(self, before: GradientReplica) -> None:
-        self.passes, self.counters = before.passes, before.counters
-        if self.overlap is not None:
-            self.overlap.passes = before.passes
+        self.take_settings(before.settings_in_force())
         for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
             parameter.grad = None
+
+    def settings_in_force(self) -> dict[str, Any]:
+        return {"backward_passes_per_step": self.passes, "counters": sorted(self.counters)}
+
+    def take_settings(self, settings: dict[str, Any]) -> None:
+        self.set_passes(settings["backward_passes_per_step"])
+        self.counters = set(settings["counters"])
+
+    def set_passes(self, passes: int) -> None:
+        """Make so many backward passes a step."""
+        self.passes = passes
+        if self.overlap is not None:
+            self.overlap.passes = passes
+
+    @property
+    def open_passes(self) -> int:
+        return 0 if self.overlap is None else self.overlap.passed
 
     # -- buckets ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.hyperparameters import noting_counters
 from hvd_async.torch.inference import EnteredOutside, outside_inference_mode
 from hvd_async.torch.weight_replica import WeightReplica
 
@@ -99,7 +100,8 @@ class WeightMethods(OptimizerMethods):
             own_rates = driver.lr_factor != 1.0
             with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
                 if start.updates:
-                    self._wrapped_class.step(self)
+                    with noting_counters(self, replica.counters):
+                        self._wrapped_class.step(self)
             end = driver.end_step(before, replica.read(), replica.statistics())
             if end.statistics is not None:
                 replica.write_statistics(end.statistics)

@@ -34,6 +34,9 @@ class WeightReplica(replica.WeightReplica):
         named: parameters' names by id; None if none were given.
         named_buffers: buffers that are to agree after a drain.
         averages_statistics: whether pulls average them.
+
+    Attributes:
+        counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
     """
 
     def __init__(
@@ -45,6 +48,10 @@ class WeightReplica(replica.WeightReplica):
         """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
         is, since all ranks' vectors must have one length."""
         self._memory = ReusedMemory(most=VECTORS_KEPT)
+        self.counters: set[str] = set()
+
+    def continue_from(self, before: WeightReplica) -> None:
+        self.counters = before.counters
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on.

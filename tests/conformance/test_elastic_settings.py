@@ -1,0 +1,353 @@
+"""Elastic states among ranks as threads: what comes from one rank brings what belongs to it, and settings in force."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import hvd_async.tensorflow.elastic as keras_elastic
+import hvd_async.tensorflow.keras as hvd_keras
+import hvd_async.torch as hvd_torch
+import hvd_async.torch.elastic as torch_elastic
+from hvd_async.errors import ReplicaStateError
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.testing import Cluster
+
+GAMMA = 0.9
+
+
+class Board:
+    """Where ranks as threads give each other values, in the order of their calls."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.values = threading.Barrier(size), [None] * size
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return all ranks' values, through pickles."""
+        self.values[rank] = pickle.dumps(value)
+        self.barrier.wait(60)
+        every = [pickle.loads(one) for one in self.values]
+        self.barrier.wait(60)
+        return every
+
+
+class Exchange:
+    """The collectives of an elastic state, over a board."""
+
+    board: Board
+
+    def __init__(self) -> None:
+        engine = local_engine()
+        self.rank, self.size = engine.rank, engine.size
+
+    def everyones(self, value: Any, name: str) -> list[Any]:
+        return self.board.gather(self.rank, value)
+
+    def object_of(self, root: int, value: Any, name: str) -> Any:
+        return self.board.gather(self.rank, value)[root]
+
+    def vector_of(self, root: int, vector: Any, name: str) -> Any:
+        return self.board.gather(self.rank, vector)[root]
+
+
+class TorchExchange(Exchange, torch_elastic._Exchange):
+    def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
+        return self.board.gather(self.rank, [t.detach() for t in tensors])[root]
+
+    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
+        return self.board.gather(self.rank, copy.deepcopy(optimizer._wrapped_class.state_dict(optimizer)))[root]
+
+
+class KerasExchange(Exchange, keras_elastic._Exchange):
+    def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
+        return self.board.gather(self.rank, [np.asarray(t) for t in tensors])[root]
+
+
+class TorchJob:
+    """One rank's script in torch."""
+
+    def __init__(self, wrapper: str = "GossipOptimizer", make: Any = torch.optim.SGD, **options: Any) -> None:
+        self.model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(self.model.weight)
+        plain = make(self.model.parameters(), lr=0.1)
+        self.opt: Any = getattr(hvd_torch, wrapper)(plain, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, GAMMA)
+        self.state = hvd_torch.elastic.TorchState(model=self.model, optimizer=self.opt, schedule=self.schedule, batch=0)
+
+    def backward(self) -> None:
+        self.model(torch.ones(1, 2)).pow(2).sum().backward()
+
+    def step(self) -> None:
+        self.opt.zero_grad()
+        self.backward()
+        self.opt.step()
+        self.schedule.step()
+        self.state.batch += 1
+
+    def rate(self) -> float:
+        return float(self.opt.param_groups[0]["lr"])
+
+    def weights(self) -> Any:
+        return self.model.weight.detach().numpy().reshape(-1).copy()
+
+
+class KerasJob:
+    """The same in Keras, with a schedule that multiplies the rate."""
+
+    def __init__(self, wrapper: str = "GossipOptimizer", **options: Any) -> None:
+        self.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, name="dense")])
+        self.model.layers[0].kernel.assign(np.ones((2, 1)))
+        self.opt: Any = getattr(hvd_keras, wrapper)(keras.optimizers.SGD(0.1), **options)
+        self.opt.build(self.model.trainable_variables)
+        self.state = keras_elastic.TensorFlowKerasState(self.model, self.opt, batch=0)
+
+    def step(self) -> None:
+        (variable,) = self.model.trainable_variables
+        self.opt.apply([tf.convert_to_tensor(variable) * 2.0], [variable])
+        self.opt.learning_rate = self.rate() * GAMMA
+        self.state.batch += 1
+
+    def rate(self) -> float:
+        return float(self.opt.learning_rate)
+
+    def weights(self) -> Any:
+        return np.asarray(self.model.trainable_variables[0]).reshape(-1).copy()
+
+
+@pytest.fixture(autouse=True)
+def _over_a_board(monkeypatch):
+    for module, exchange in ((torch_elastic, TorchExchange), (keras_elastic, KerasExchange)):
+        monkeypatch.setattr(module, "_Exchange", exchange)
+        monkeypatch.setattr(module.LIFECYCLE, "elastic", False)
+
+
+def trained(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Return the jobs of so many ranks, which train; then the ranks change."""
+    Exchange.board = Board(size)
+
+    def begun(rank: int) -> Any:
+        job = work(rank)
+        Exchange.board.barrier.wait(60)
+        return job
+
+    jobs = Cluster(size).run(begun)
+    for job in jobs:
+        job.opt._async.leave()
+    return jobs
+
+
+def among_others(size: int, jobs: list[Any], make: Callable[[], Any], work: Callable[[int, Any], Any]) -> list[Any]:
+    """Go on with so many ranks: survivors, and new ones."""
+    Exchange.board = Board(size)
+
+    def go_on(rank: int) -> Any:
+        if rank < len(jobs):
+            job = jobs[rank]
+            job.opt._async.rejoin()
+        else:
+            job = make()
+        job.state.sync()
+        return work(rank, job)
+
+    return Cluster(size).run(go_on)
+
+
+KINDS = [
+    ("GossipOptimizer", {"algorithm": "adpsgd", "max_local_steps": 50}),
+    ("EagerOptimizer", {"quorum": "solo"}),
+    ("LeaderOptimizer", {"algorithm": "easgd"}),
+]
+both = pytest.mark.parametrize("job", [TorchJob, KerasJob], ids=["torch", "keras"])
+
+
+@both
+@pytest.mark.parametrize(("wrapper", "options"), KINDS, ids=["adpsgd", "solo", "easgd"])
+def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
+    """One rank was far behind; a third is new. All go on at the rate that the position they took stands for."""
+
+    def make() -> Any:
+        return job(wrapper, **options)
+
+    def behind(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        one.opt._async.worker_now()
+        for _ in range(3 if rank else 9):
+            one.step()
+        return one
+
+    def rates(rank: int, one: Any) -> tuple[int, float, float]:
+        before = one.rate()
+        one.step()
+        one.opt.drain()
+        return one.state.batch, before, one.rate()
+
+    jobs = trained(2, behind)
+    seen = among_others(3, jobs, make, rates)
+    for batch, before, after in seen:
+        assert batch == 10
+        assert before == pytest.approx(0.1 * GAMMA**9)
+        assert after == pytest.approx(0.1 * GAMMA**10)
+
+
+@both
+def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
+    def make() -> Any:
+        return job(algorithm="sgp", peers={0: 1, 2: 1}, schedule={0: "allreduce", 1: "sgp"})
+
+    def switched(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        one.opt.set_epoch(1)
+        one.step()
+        one.opt.switch(algorithm="slowmo", average_every=2, outer_lr=0.5, max_staleness=0)
+        for _ in range(4):
+            one.step()
+        return one
+
+    def go_on(rank: int, one: Any) -> Any:
+        settings, rounds = one.opt.settings, one.opt.rounds
+        for _ in range(3):
+            one.step()
+        one.opt.set_epoch(1)  # nothing is due: the new rank is in this epoch, too
+        one.opt.drain()
+        return settings, rounds, one.weights().tolist()
+
+    seen = among_others(3, trained(2, switched), make, go_on)
+    assert seen[0][0]["algorithm"] == "slowmo"
+    assert seen[2] == seen[0] == seen[1]
+    assert seen[2][1] >= 2  # rounds go on from those of the weights that it took
+
+
+def test_a_new_rank_gets_the_backward_passes_of_a_step():
+    def make() -> Any:
+        return TorchJob("EagerOptimizer", quorum="all")
+
+    def said_later(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        one.opt.set_backward_passes_per_step(2)
+        twice(one)
+        return one
+
+    def twice(one: Any) -> None:
+        one.opt.zero_grad()
+        one.backward()
+        one.backward()
+        one.opt.step()
+
+    def go_on(rank: int, one: Any) -> Any:
+        twice(one)
+        twice(one)  # (the ranks have met: buckets leave during backward)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    seen = among_others(3, trained(2, said_later), make, go_on)
+    weights = np.ones(2)  # a plain run: every rank has the same gradient, in each of two passes
+    for _ in range(3):
+        weights = weights - 0.1 * 2 * 2 * weights.sum() * np.ones(2)
+    np.testing.assert_allclose(seen, [weights] * 3, rtol=1e-5)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, and divides the rate by that number."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+        return super().step(closure)
+
+
+def test_counters_stay_with_the_weights_they_belong_to():
+    """Survivors that keep their weights keep their own; a new rank gets those of the rank whose weights it takes."""
+
+    def make() -> Any:
+        return TorchJob(make=Counting, algorithm="adpsgd", max_local_steps=50)
+
+    def work(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        one.opt._async.worker_now()
+        for _ in range(3 if rank else 9):
+            one.step()
+        return one
+
+    seen = among_others(3, trained(2, work), make, lambda rank, one: one.opt.param_groups[0]["k"])
+    assert seen[:2] == [9, 3]
+    assert seen[2] in (3, 9)
+
+
+# -- a commit between two passes of a step -----------------------------------------------------------------------------
+
+
+def test_a_commit_between_two_passes_is_refused_in_torch():
+    Exchange.board = Board(2)
+
+    def work(rank: int) -> None:
+        one = TorchJob("EagerOptimizer", quorum="all", backward_passes_per_step=2)
+        one.state.sync()
+        one.opt.drain()  # the ranks meet
+        one.opt.zero_grad()
+        one.backward()
+        with pytest.raises(ReplicaStateError, match=r"commit\(\) after 1 backward pass.*Call it after step\(\)"):
+            one.state.commit()
+        one.backward()
+        one.opt.step()
+        one.state.commit()
+        one.opt.zero_grad()
+        one.state.commit()
+        one.opt.drain()
+        assert one.opt.stats().gradients_produced == 1
+
+    Cluster(2).run(work)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "options"), [("EagerOptimizer", {"quorum": "all"}), ("GossipOptimizer", {"algorithm": "allreduce"})]
+)
+@pytest.mark.parametrize("twice", [False, True])
+def test_passes_before_a_change_of_the_ranks_count_in_keras(wrapper, options, twice):
+    """A callback commits after every batch, so a step may be under way."""
+    passes = 3
+
+    def make() -> Any:
+        return KerasJob(wrapper, backward_passes_per_step=passes, **options)
+
+    def apply(one: Any, gradient: float) -> None:
+        (variable,) = one.model.trainable_variables
+        one.opt.apply([tf.fill((2, 1), gradient)], [variable])
+
+    def first(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        for gradient in (1.0, 1.0, 1.0, 10.0):  # a step, and a pass of the next
+            apply(one, gradient)
+        return one
+
+    def rest(rank: int, one: Any) -> Any:
+        for gradient in (100.0, 1000.0):
+            apply(one, gradient)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    jobs = trained(2, first)
+    if twice:
+        jobs = [*among_others(2, jobs, make, lambda rank, one: one)]
+        for one in jobs:
+            one.opt._async.leave()
+    seen = among_others(2, jobs, make, rest)
+    np.testing.assert_allclose(seen, [[1 - 0.1 * (3 + 1110)] * 2] * 2, rtol=1e-5)
