@@ -19,7 +19,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.optimizers.local import LocalDriver, StepEnd
+from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -28,7 +28,7 @@ from hvd_async.stats import GossipStats
 
 _IN_PLANS = {"topology": "graph", "mixing": "weights"}
 """Names of ``make_plan``'s arguments that are not those of the options."""
-CORRECTION, RATES = "correction of the momentum", "momentum_rates"
+CORRECTION, RATES, UNITS = "correction of the momentum", "momentum_rates", "momentum_units"
 """Names of quasi-global momentum's state in a checkpoint."""
 
 
@@ -74,6 +74,8 @@ class GossipDriver(LocalDriver):
         self._algorithms = set(self._schedule.values())
         """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
+        self._rates: list[tuple[int, float]] = []
+        """Learning rates of the step that has begun, as of ``WeightReplica.learning_rates``."""
         self._common: dict[str, Vector] = {}
         """State that is the same on all ranks, of the last worker that has ended, or loaded."""
         for epoch in sorted({*self._peers, *self._average_every, *self._schedule, 0}):
@@ -82,6 +84,8 @@ class GossipDriver(LocalDriver):
         self.plan = self._planned(self.given)
         self._correction = Correction(SMOOTHING)
         """Of the momentum; it stays at its beginning while the plan has none."""
+        self._is_velocity = False
+        """Whether the correction was loaded from a checkpoint that has it in the optimizer's units."""
 
     def attach(self, optimizer: Any) -> Any:
         """Drive a wrapped optimizer from now on; returns it.
@@ -189,6 +193,14 @@ class GossipDriver(LocalDriver):
 
     # -- momentum ---------------------------------------------------------------------------------------------------
 
+    def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
+        """Begin a step, as ``LocalDriver``, with the learning rates of now: Keras' schedules go on with the update."""
+        start = super().begin_step(loss, changes_weights)
+        algorithm = ALGORITHMS[self.plan.config.algorithm]
+        if self.plan.config.quasi_global or algorithm.exact or algorithm.outer is not None:
+            self._rates = self.replica.learning_rates()
+        return start
+
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
         """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""
         worker = self.worker
@@ -196,8 +208,23 @@ class GossipDriver(LocalDriver):
             return super().end_step(before, after, statistics)
         half, weight = after + 0, worker.weight
         end = super().end_step(before, after, statistics)
-        mixed = end.weights if weight == 1.0 else end.weights * weight  # (those that the optimizer works on)
-        return end._replace(correction=self._correction.after_step(half, mixed, self.replica.momentum_rates()))
+        mixed = end.weights
+        if weight != 1.0:  # (the optimizer moves the weights times this)
+            half *= weight
+            mixed = mixed * weight
+        if self._is_velocity:
+            self._convert_correction()
+        correction = self._correction.after_step(half, mixed, self._rates)
+        return end._replace(correction=self.replica.velocity(correction, self._rates))
+
+    def _convert_correction(self) -> None:
+        """Convert a correction that was saved in the optimizer's units to those of gradients."""
+        vector, self._is_velocity = self._correction.vector, False
+        units = None if vector is None else self.replica.velocity(vector * 0 + 1, self._rates)
+        if units is None or not all(rate for _, rate in self._rates):
+            self._correction = Correction(SMOOTHING)
+        else:
+            self._correction.vector, self._correction.rates = vector / units, [rate for _, rate in self._rates]
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain, which averages the momenta too, or a cut."""
@@ -217,7 +244,8 @@ class GossipDriver(LocalDriver):
             config.compression, self.rank_group, plan.parts, plan.max_messages, plan.plain_messages, plan.max_received
         )
         worker = worker_class(config)(engine, plan, post, finish)
-        worker.learning_rate = self.replica.learning_rate
+        worker.learning_rates = lambda: self._rates
+        worker.inertia, worker.frozen, worker.sizes = self.replica.inertia, self.replica.frozen, self.replica.sizes
         worker.take_common_state(self._common)
         if self.restored is not None:
             worker.restore(self.restored)
@@ -263,13 +291,16 @@ class GossipDriver(LocalDriver):
         correction = self._correction
         if correction.vector is None:
             return found
-        return found | {"copies": {**kept.copies, CORRECTION: correction.vector}, RATES: correction.rates}
+        copies = {**kept.copies, CORRECTION: correction.vector}
+        units = {} if self._is_velocity else {UNITS: "gradients"}
+        return found | {"copies": copies, RATES: correction.rates} | units
 
     def take_share(self, share: Mapping[str, Any]) -> None:
         """Take back what ``share`` gave; as ``LocalDriver``."""
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
         self._correction = Correction(SMOOTHING)
+        self._is_velocity = CORRECTION in share.get("copies", {}) and UNITS not in share
         if self.corrects_momentum and CORRECTION in share.get("copies", {}):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 

@@ -102,7 +102,7 @@ class LeaderDriver(LocalDriver):
         """
         self.losses.append(self.replica.number(loss))
 
-    def begin_step(self, loss: Any = None) -> StepStart:
+    def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
         """Begin a step; hands over the losses that were recorded, else the one that the binding knows."""
         worker = self.worker_now()
         if loss is not None and not self.losses:
@@ -110,7 +110,7 @@ class LeaderDriver(LocalDriver):
         recorded, self.losses = self.losses, []
         for one in recorded:
             worker.record_loss(float(one))
-        return super().begin_step()
+        return super().begin_step(changes_weights=changes_weights)
 
     def merged_statistics(self, own: Vector | None) -> Vector | None:
         """Return the batch-norm statistics to go on with after a pull; None: this rank's own."""

@@ -23,13 +23,16 @@ class WeightWorker(Protocol):
 
     Attributes:
         keep: what must live until the next drain.
+        defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
     """
 
     keep: object
+    defers_sends: bool
 
     @property
     def weight(self) -> float:
-        """The optimizer works on the model's weights times this: the push-sum weight; else 1."""
+        """The factor by which the model's weights are multiplied while the wrapped optimizer updates them: the push-sum
+        weight, else 1."""
 
     @property
     def wants_before(self) -> bool:
@@ -43,7 +46,10 @@ class WeightWorker(Protocol):
         """Raise, if no step can be taken now; before one changes any weight."""
 
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step: return the weights to go on with."""
+        """Mix other ranks' weights into this rank's, and return the model's weights."""
+
+    def publish(self, weights: Vector) -> None:
+        """Send what later steps of other ranks mix in; ``weights`` are the model's at the end of the step."""
 
     def consensus(self, weights: Vector) -> Vector:
         """Return what stands for all ranks. A collective."""
@@ -65,8 +71,8 @@ class StepStart(NamedTuple):
     """Terms that a step begins with.
 
     Attributes:
-        scale: the wrapped optimizer is to work on the weights times this.
-        needs_pre_update: whether ``end_step`` wants the weights before the update too.
+        scale: the factor of the weights while the wrapped optimizer's own update runs, and at no other time.
+        needs_pre_update: whether ``end_step`` needs the weights from before the update too.
         updates: whether the wrapped optimizer is to step; else the update of this step is in the weights already, since
             before other ranks were lost.
     """
@@ -80,7 +86,7 @@ class StepEnd(NamedTuple):
     """Results that a step ends with.
 
     Attributes:
-        weights: those to go on with, shape (n,).
+        weights: the mixed weights, shape (n,); not to be changed in place.
         statistics: batch norm's, as of ``WeightReplica.statistics``; None, or 0 in the second half: this rank's own.
         correction: what is to be added to the wrapped optimizer's momentum, shape (n,); None: nothing.
     """
@@ -91,8 +97,10 @@ class StepEnd(NamedTuple):
 
 
 class LocalDriver(Driver):
-    """The driver of an optimizer whose ranks have weights of their own. A binding's step is: ``begin_step``, the
-    wrapped optimizer's step, ``end_step``.
+    """The driver of an optimizer whose ranks have weights of their own.
+
+    A binding's step is: ``begin_step``, the wrapped optimizer's update, ``end_step``, constraints or post-step hooks on
+    the mixed weights, ``publish``.
 
     Args:
         lifecycle, rank_group, replica: as ``Driver``.
@@ -124,8 +132,6 @@ class LocalDriver(Driver):
         """Steps whose update is in the weights, and those that were mixed."""
         self._own_steps = 0
         """Steps of this rank that have ended."""
-        self._scale = 1.0
-        """By what the model's weights are to be divided while a step has begun."""
         self.kept: Kept | None = None
         """State of before a reset, until the ranks have met."""
         self._shared_before = 0
@@ -147,26 +153,28 @@ class LocalDriver(Driver):
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, loss: Any = None) -> StepStart:
+    def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
         """Begin a step; the first meets the other ranks.
 
         Args:
             loss: of this step, if the binding knows it.
+            changes_weights: whether constraints or post-step hooks may change the mixed weights.
         """
         worker: WeightWorker = self.worker_now()
         worker.check_step()
+        worker.defers_sends = changes_weights
         self.replica.check()
-        self._in_step, self._scale = True, worker.weight
+        self._in_step = True
         updates = self._begun == self._ended
         self._begun += updates
         return StepStart(worker.weight, worker.wants_before, updates)
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
-        """End a step: let other ranks' weights move this one's.
+        """Mix other ranks' weights into this rank's.
 
         Args:
-            before: weights times the push-sum weight before the update, shape (n,), if the step needs them.
-            after: the same after it. Both belong to the driver from now on.
+            before: the model's weights before the update, shape (n,), if the step needs them.
+            after: the model's weights after the update. Both belong to the driver from now on.
             statistics: as of ``WeightReplica.statistics``.
 
         Raises:
@@ -177,10 +185,24 @@ class LocalDriver(Driver):
             if not self.replica.is_finite(after):
                 raise FloatingPointError(self.replica.describe_nonfinite())
             merged = self.merged_statistics(statistics)
+            weight = worker.weight
+            if weight != 1.0:
+                after *= weight
+                if before is not None:
+                    before *= weight
             mixed = worker.mix(after if before is None else before, after)
-        self._in_step, self._scale, self._ended = False, 1.0, self._begun
+        self._in_step, self._ended = False, self._begun
         self._own_steps += 1
         return StepEnd(mixed, merged)
+
+    def publish(self, weights: Vector) -> None:
+        """Send what later steps of other ranks mix in, after constraints and post-step hooks.
+
+        Args:
+            weights: the model's at the end of the step, shape (n,); not to be changed any more.
+        """
+        with self.updating():
+            self.worker.publish(weights)
 
     def merged_statistics(self, own: Vector | None) -> Vector | None:
         """Return the batch-norm statistics to go on with; None: this rank's own."""
@@ -229,7 +251,7 @@ class LocalDriver(Driver):
         own, put_back = self.replica.read(), self.replica.keep_buffers()
         forgotten = False
         try:
-            self.replica.write(worker.consensus(own * worker.weight))
+            self.replica.write(self.replica.constrained(worker.consensus(own * worker.weight)))
             self.unify_buffers()
             with self.marked_consensus():
                 yield
@@ -291,7 +313,14 @@ class LocalDriver(Driver):
         """End a drain (``flush``) or a cut."""
         if flush:
             self.replica.warn_before_drain()
-        self.replica.write(worker.gather(self.replica.read(), flush))
+        weights = worker.gather(self.replica.read(), flush)
+        constrained = self.replica.constrained(weights)
+        self.replica.write(constrained)
+        if flush and constrained is not weights:
+            # (one rank's, to the bit: a norm may be rounded otherwise on another)
+            first = worker.broadcast(self.replica.read(), self.rank_group.ranks[0], "the constrained weights")
+            self.replica.write(first)
+            self.begin_worker(worker)
         if flush:
             self.unify_buffers()
             averages = self.replica.moving_averages()
@@ -310,14 +339,14 @@ class LocalDriver(Driver):
     def leave(self) -> None:
         worker: WeightWorker | None = self.worker
         if worker is not None and self.worker.agreed and not self.discarded:
-            kept = worker.leave(self.replica.read() * (1.0 / self._scale))
+            kept = worker.leave(self.replica.read())
             self.replica.write(kept.weights)
             self.kept = kept._replace(version=kept.version + self._shared_before)
 
     def roll_back(self) -> None:
         self.stats_before = self.stats()
         super().roll_back()
-        self._in_step, self._scale, self._begun = False, 1.0, self._ended
+        self._in_step, self._begun = False, self._ended
 
     def standing(self) -> Standing:
         kept = self.kept

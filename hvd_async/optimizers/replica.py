@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -133,6 +133,19 @@ class WeightReplica(Replica):
     def describe_nonfinite(self) -> str:
         """Return which weights of the model are NaN or infinite, and what may help."""
 
+    def constrained(self, weights: Vector) -> Vector:
+        """Return the weights, shape (n,), with the model's constraints applied: a new vector if there are any, else the
+        same one."""
+        return weights
+
+    def sizes(self) -> list[int]:
+        """Return the number of elements of each parameter, in the order of the vector."""
+        return [len(self.read())]
+
+    def frozen(self) -> list[slice]:
+        """Return the elements of frozen parameters."""
+        return []
+
     # -- beside the weights -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -152,9 +165,14 @@ class WeightReplica(Replica):
     def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
         """Return ``vector``, each element moved between those of two others."""
 
-    def learning_rate(self) -> float:
-        """Return the wrapped optimizer's learning rate now; of several, the first."""
-        return 1.0
+    def learning_rates(self) -> list[tuple[int, float]]:
+        """Return (elements, learning rate now) of consecutive parts of the vector, one for each parameter group; always
+        of the same parts."""
+        return [(len(self.read()), 1.0)]
+
+    def inertia(self) -> float:
+        """Return the part of an update that is the last one's and keeps the learning rate of its time, in [0, 1)."""
+        return 0.0
 
     # -- momentum, of an optimizer that ``check_momentum`` has not refused ------------------------------------------
 
@@ -174,10 +192,17 @@ class WeightReplica(Replica):
     def write_momentum(self, momentum: Vector) -> None:
         """Make this the momentum."""
 
-    @abc.abstractmethod
-    def momentum_rates(self) -> list[tuple[int, float]]:
-        """Return (elements, rate) of the vector's parts, always of the same ones: a momentum of m moves the weights by
-        -rate m."""
+    def velocity(self, momentum: Vector, rates: Sequence[tuple[int, float]]) -> Vector:
+        """Return a momentum in the units in which the optimizer keeps it; by default those of gradients.
+
+        Args:
+            momentum: in units of gradients, shape (n,).
+            rates: as of ``learning_rates``.
+        """
+        return momentum
+
+    def add_to_momentum(self, correction: Vector) -> None:
+        """Add a vector, in the optimizer's units, to the momentum of parameters that had a gradient in this step."""
 
     # -- what optimizers may have ---------------------------------------------------------------------------------
 

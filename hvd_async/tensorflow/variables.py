@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -207,10 +207,11 @@ class Flat:
         for variable, part in self._with_parts(tensor):
             variable.assign(part)
 
-    def add(self, vector: tf.Tensor) -> None:
-        """Add a vector to the variables."""
-        for variable, part in self._with_parts(vector):
-            variable.assign_add(part)
+    def add(self, vector: tf.Tensor, indices: Collection[int] | None = None) -> None:
+        """Add a vector to the variables, or to those of these indices only."""
+        for index, (variable, part) in enumerate(self._with_parts(vector)):
+            if indices is None or index in indices:
+                variable.assign_add(part)
 
     def _with_parts(self, vector: tf.Tensor) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         """Yield each variable and its part of a vector."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -162,6 +164,46 @@ class WeightReplica(replica.WeightReplica):
         with tf.init_scope():
             self.mixed().write(weights)
 
+    def _trained(self) -> list[Any]:
+        """Return the Keras variables that are mixed, in the vector's order."""
+        return [v for v in self.optimizer._trainable_variables if not self.is_local(v)]
+
+    def has_constraints(self) -> bool:
+        """Tell whether a variable that is mixed has a constraint."""
+        return any(v.constraint is not None for v in self._trained())
+
+    def constrained(self, weights: Array) -> Array:
+        if not self.has_constraints():
+            return weights
+        weights, start = weights + 0, 0
+        with tf.init_scope():
+            for variable in self._trained():
+                part = weights[start : (start := start + int(raw(variable).shape.num_elements()))]
+                if variable.constraint is not None:
+                    value = tf.convert_to_tensor(part.reshape(variable.shape), raw(variable).dtype)
+                    part[:] = np.asarray(variable.constraint(value)).reshape(-1)
+        return weights
+
+    @contextlib.contextmanager
+    def without_constraints(self) -> Iterator[None]:
+        """Leave out the constraints of variables that are mixed: they are applied after the mixing."""
+        before = [(v, v.constraint) for v in self._trained() if v.constraint is not None]
+        try:
+            for variable, _ in before:
+                variable.constraint = None
+            yield
+        finally:
+            for variable, constraint in before:
+                variable.constraint = constraint
+
+    def sizes(self) -> list[int]:
+        return [int(raw(v).shape.num_elements()) for v in self._trained()]
+
+    def frozen(self) -> list[slice]:
+        sizes = self.sizes()
+        triples = zip(self._trained(), sizes, itertools.accumulate(sizes), strict=True)
+        return [slice(end - size, end) for v, size, end in triples if not v.trainable and size]
+
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         """(Hyperparameters and the optimizer's state are each rank's own.)"""
         optimizer = self.optimizer
@@ -200,9 +242,14 @@ class WeightReplica(replica.WeightReplica):
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
-    def learning_rate(self) -> float:
+    def learning_rates(self) -> list[tuple[int, float]]:
         with tf.init_scope():
-            return float(self.optimizer._get_current_learning_rate())
+            return [(self.mixed().elements, float(self.optimizer._get_current_learning_rate()))]
+
+    def inertia(self) -> float:
+        """(Keras multiplies a gradient by the learning rate before it enters the momentum.)"""
+        kinds = (keras.optimizers.SGD, keras.optimizers.RMSprop)
+        return float(self.optimizer.momentum) if isinstance(self.optimizer, kinds) else 0.0
 
     def check_momentum(self) -> None:
         optimizer = self.optimizer
@@ -228,9 +275,19 @@ class WeightReplica(replica.WeightReplica):
         with tf.init_scope():
             self.velocities().write(momentum)
 
-    def momentum_rates(self) -> list[tuple[int, float]]:
-        """(Keras' momentum is a velocity, which has the learning rate in it, and is added to the weights.)"""
-        return [(self.mixed().elements, -1.0)]
+    def velocity(self, momentum: Array, rates: Sequence[tuple[int, float]]) -> Array:
+        """(Keras' momentum is a velocity, which has the learning rate in it and is added to the weights.)"""
+        ((_, rate),) = rates
+        return momentum * momentum.dtype.type(-rate)
+
+    def add_to_momentum(self, correction: Any, indices: Collection[int] | None = None) -> None:
+        """Add a vector to the velocities.
+
+        Args:
+            correction: shape (n,).
+            indices: of the variables among those that are mixed; None: all.
+        """
+        self.velocities().add(correction, indices)
 
     def buffers(self) -> Buffers | None:
         return buffers_of(self.model)

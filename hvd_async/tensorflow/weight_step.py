@@ -1,10 +1,10 @@
 """A step of a Keras optimizer whose rank has weights of its own, in a graph and eagerly.
 
-In a graph it is: a py_function that begins the step, meets the other ranks and tells the push-sum weight; the wrapped
+In a graph it is: a py_function that begins the step, meets the other ranks and returns the push-sum weight; the wrapped
 optimizer's own ``apply``, on weights times that; one py_function that gives the weights as a vector to the driver,
-which waits for messages, and gets them back mixed. Weights are copied once into the vector; the variables then share
-the mixed one's memory. TensorFlow runs what reads and writes a variable in the order in
-which it was made.
+which waits for messages and mixes them in, applies Keras' constraints, once a step, to the mixed weights, and returns
+these. Weights are copied once into the vector; the variables then share the mixed one's memory. TensorFlow runs the ops
+that read and write a variable in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -134,19 +134,14 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     written = [flat] if replica.averaged is None else [flat, replica.averaged]
     eager = tf.executing_eagerly()
     # (no step begins before the one before it has been mixed, also in a graph of several)
-    ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
+    ready = [flat.variables[0].read_value(), raw(optimizer._iterations).read_value()]  # (a schedule goes by the second)
+    ready += [*(g for g in grads if g is not None), *_loss_recorded(replica)]
     with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
         (begun,) = call_or_op(lambda: [_begin(driver)], [], [tf.float64], [3])
     with driver.updating() if eager else contextlib.nullcontext():
         weight, nothing = begun[0], tf.zeros([0], flat.dtype)
-
-        def scale() -> tf.Tensor:
-            flat.scale(weight)
-            return _done()
-
-        tf.cond(tf.not_equal(weight, 1.0), scale, _done)
         before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
-        with _biased(optimizer, None if eager and float(weight) == 1.0 else weight):
+        with _multiplied(flat, weight), _updating(replica, None if eager and float(weight) == 1.0 else weight):
             if eager and begun[2] > 0:
                 optimizer._wrapped_class.apply(optimizer, grads, variables)
             elif not eager:
@@ -160,8 +155,14 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         )
         for one, vector in zip(written, results, strict=False):
             one.write(vector)
-        for one in corrected:  # (not in Python: nothing would order it after the update, which has written them too)
-            one.add(results[-1])
+        if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
+            replica.add_to_momentum(results[-1], _with_gradient(replica, grads, variables))
+
+
+def _with_gradient(replica: WeightReplica, grads: list[Any], variables: list[Any]) -> set[int]:
+    """Return the indices, among the variables that are mixed, of those with a gradient."""
+    given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
+    return {index for index, variable in enumerate(replica.mixed().variables) if id(variable) in given}
 
 
 def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
@@ -177,34 +178,31 @@ def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], d
 
 
 @contextlib.contextmanager
-def _biased(optimizer: Any, weight: tf.Tensor | None) -> Iterator[None]:
-    """While Keras' update is traced, or done: the variables hold the model's weights times ``weight``, but moving
-    averages and constraints are of the model's weights themselves."""
-    replica: WeightReplica = optimizer._async.replica
-    constrained = []
-    if weight is not None:
-        every = optimizer._trainable_variables
-        constrained = [v for v in every if v.constraint is not None and not replica.is_local(v)]
-    before = [v.constraint for v in constrained]
-    replica.weight, replica.updates = weight, True
+def _multiplied(flat: Flat, weight: tf.Tensor) -> Iterator[None]:
+    """Multiply the variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
+    error."""
+
+    def scale(factor: tf.Tensor) -> tf.Tensor:
+        flat.scale(factor)
+        return _done()
+
+    tf.cond(tf.not_equal(weight, 1.0), lambda: scale(weight), _done)
     try:
-        for variable, constraint in zip(constrained, before, strict=True):
-            variable.constraint = _biased_constraint(constraint, weight)
         yield
     finally:
+        tf.cond(tf.not_equal(weight, 1.0), lambda: scale(1.0 / weight), _done)
+
+
+@contextlib.contextmanager
+def _updating(replica: WeightReplica, weight: tf.Tensor | None) -> Iterator[None]:
+    """Around Keras' update while it is traced, or done: the variables hold the model's weights times ``weight``, but
+    moving averages are of the weights themselves, and constraints wait for the mixed weights."""
+    replica.weight, replica.updates = weight, True
+    try:
+        with replica.without_constraints():
+            yield
+    finally:
         replica.weight, replica.updates = None, False
-        for variable, constraint in zip(constrained, before, strict=True):
-            variable.constraint = constraint
-
-
-def _biased_constraint(constraint: Callable[[Any], Any], weight: tf.Tensor) -> Callable[[Any], Any]:
-    """Return a constraint of weights, for weights times ``weight``."""
-
-    def biased(value: Any) -> Any:
-        factor = tf.cast(weight, raw(value).dtype)
-        return constraint(raw(value) / factor) * factor
-
-    return biased
 
 
 # -- losses -------------------------------------------------------------------------------------------------------
@@ -252,7 +250,7 @@ def _around(graph: Any) -> list[Any]:
 def _begin(driver: LocalDriver) -> np.ndarray[Any, Any]:
     """Begin a step; returns float64 of shape (3,): the push-sum weight, whether ``_end`` needs the weights before the
     update too, and whether the update is due."""
-    start = driver.begin_step()
+    start = driver.begin_step(changes_weights=driver.replica.has_constraints())  # type: ignore[attr-defined]
     return np.array([start.scale, start.needs_pre_update, start.updates], np.float64)
 
 
@@ -262,20 +260,22 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
     Args:
         driver: of the optimizer.
         flats: the weights, and the batch-norm statistics if they travel.
-        before: the weights times the push-sum weight before the update, shape (n,); empty if they are not needed.
+        before: the weights before the update, shape (n,); empty if they are not needed.
         values: of the variables of ``flats`` after it, one after the other.
 
     Returns:
-        Vectors to go on with, one for each of ``flats``; then what is to be added to the momentum, if it is corrected.
+        Vectors to go on with, one for each of ``flats``; then the correction to add to the momentum, if it has any.
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
     end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
+    weights = driver.replica.constrained(end.weights)
+    driver.publish(weights)
     settled: list[Any] = own
     if end.statistics is not None:
         averaged, known = np.asarray(end.statistics).reshape(2, -1)
         settled = [np.where(known > 0, averaged, one) for one in own]
-    taken = [flat.taken(vector) for flat, vector in zip(flats, (end.weights, *settled), strict=True)]
+    taken = [flat.taken(vector) for flat, vector in zip(flats, (weights, *settled), strict=True)]
     if not driver.corrects_momentum:
         return taken
     return [*taken, np.zeros_like(end.weights) if end.correction is None else end.correction]

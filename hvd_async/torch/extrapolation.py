@@ -38,25 +38,12 @@ class Extrapolation:
         self._spare: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Extend the update of the step that runs inside, with the hyperparameters that its groups hold."""
-        moved: list[_Moved] = []
-
-        # A class whose step() calls that of its base class runs hooks twice: the base class's step is the update, and
-        # what comes around it (a reset to slow weights, say) is not.
-        def begin(*_: Any) -> None:
-            moved[:] = self._moved(optimizer)
-
-        def end(*_: Any) -> None:
-            while moved:
-                self._extend(optimizer, moved.pop())
-
-        # Innermost: after the pre hooks of user code, which may write weights, and before the post hooks.
-        with contextlib.ExitStack() as hooks:
-            hooks.enter_context(optimizer.register_step_pre_hook(begin))
-            last = hooks.enter_context(optimizer.register_step_post_hook(end))
-            optimizer._optimizer_step_post_hooks.move_to_end(last.id, last=False)  # type: ignore[attr-defined]
-            yield
+    def around_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Extend the update that is made inside, by a step without hooks, with the hyperparameters in force."""
+        moved = self._moved(optimizer)
+        yield
+        for each in moved:
+            self._extend(optimizer, each)
 
     @torch.no_grad()
     def _moved(self, optimizer: torch.optim.Optimizer) -> list[_Moved]:

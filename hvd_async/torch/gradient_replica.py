@@ -28,6 +28,7 @@ from hvd_async.torch.extrapolation import Extrapolation
 from hvd_async.torch.gradient_watch import Watch
 from hvd_async.torch.nonfinite import Checks
 from hvd_async.torch.overlap import Overlap
+from hvd_async.torch.step_hooks import StepHooks
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import checksum, flat_double, signature, take_over
 
@@ -276,11 +277,14 @@ class GradientReplica(eager.GradientReplica):
 
     def _step(self) -> None:
         optimizer = self.optimizer
+        hooks = StepHooks(optimizer, None)
+        hooks.run_pre_hooks()
         with (
-            hyperparameters.noting_counters(optimizer, self.counters),
-            self._extrapolation.around_step(optimizer),
+            hyperparameters.noting_counters(optimizer.param_groups, self.counters),
+            self._extrapolation.around_update(optimizer),
         ):
-            optimizer._wrapped_class.step(optimizer)
+            hooks.run_update(optimizer._wrapped_class)
+        hooks.run_post_hooks()
 
     # -- what the ranks have in common --------------------------------------------------------------------------
 

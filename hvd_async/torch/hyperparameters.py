@@ -71,33 +71,20 @@ def without(hyper: Hyper, counters: Collection[str]) -> Hyper:
 
 
 @contextlib.contextmanager
-def noting_counters(optimizer: torch.optim.Optimizer, counters: set[str]) -> Iterator[None]:
-    """Add the names of all group entries that ``step()`` itself changes in the context.
+def noting_counters(groups: list[dict[str, Any]], counters: set[str]) -> Iterator[None]:
+    """Add the names of all group entries that change in the context, in which the wrapped optimizer takes a step.
 
-    Step hooks are user code, in which a schedule may set a learning rate: only what changes between them counts. All
-    replicas apply the same rounds, so they note the same names after the same round.
+    Step hooks are user code, in which a schedule may set a learning rate, so they run outside. All replicas apply the
+    same rounds, so they note the same names after the same round.
 
     Args:
-        optimizer: it takes a step in the context.
+        groups: the optimizer's.
         counters: known so far.
     """
-    before: list[list[dict[str, tuple[Any, int]]]] = []  # (a step() that calls super().step() runs the hooks twice)
-
-    def note(*_: Any) -> None:
-        before.append(_marks(optimizer.param_groups))
-
-    def compare(*_: Any) -> None:
-        for was, now in zip(before.pop(), _marks(optimizer.param_groups), strict=True):
-            counters.update(key for key, mark in now.items() if key not in was or _differs(was[key], mark))
-
-    first, last = optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(compare)
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(last.id, last=False)  # before the user's
-    try:
-        yield
-    finally:
-        first.remove()
-        last.remove()
+    before = _marks(groups)
+    yield
+    for was, now in zip(before, _marks(groups), strict=True):
+        counters.update(key for key, mark in now.items() if key not in was or _differs(was[key], mark))
 
 
 def _marks(groups: list[dict[str, Any]]) -> list[dict[str, tuple[Any, int]]]:

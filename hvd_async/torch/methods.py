@@ -15,6 +15,7 @@ from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
 from hvd_async.torch.hyperparameters import noting_counters
 from hvd_async.torch.inference import EnteredOutside, outside_inference_mode
+from hvd_async.torch.step_hooks import StepHooks
 from hvd_async.torch.weight_replica import WeightReplica
 
 
@@ -74,6 +75,9 @@ class WeightMethods(OptimizerMethods):
         without an averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late.
         Ranks that follow a leader wait for nobody.
 
+        ``register_step_pre_hook`` hooks run first and see this rank's weights. ``register_step_post_hook`` hooks run
+        last, once a step: they see, and may change, the weights that the step leaves, with other ranks' mixed in.
+
         Args:
             closure: evaluated once, before the step.
 
@@ -87,30 +91,35 @@ class WeightMethods(OptimizerMethods):
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
         refuse_a_step_for_state()
+        hooks = StepHooks(self, closure)
+        hooks.run_pre_hooks()
         loss = None
-        if closure is not None:
+        if hooks.closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = hooks.closure()
         driver: LocalDriver = self._async
         replica: WeightReplica = driver.replica  # type: ignore[assignment]
-        start = driver.begin_step(loss)
-        with driver.updating(), torch.no_grad():
-            replica.scale(start.scale)
-            before = replica.read() if start.needs_pre_update else None
-            own_rates = driver.lr_factor != 1.0
-            with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
-                if start.updates:
-                    with noting_counters(self, replica.counters):
-                        self._wrapped_class.step(self)
-            end = driver.end_step(before, replica.read(), replica.statistics())
-            if end.statistics is not None:
-                replica.write_statistics(end.statistics)
-            if end.correction is not None:
-                replica.add_to_momentum(end.correction)
-            replica.write(end.weights)
+        start = driver.begin_step(loss, changes_weights=hooks.has_post_hooks)
+        with driver.updating():
+            with torch.no_grad():
+                before = replica.read() if start.needs_pre_update else None
+                own_rates = driver.lr_factor != 1.0
+                with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
+                    if start.updates:
+                        with replica.scaled(start.scale), noting_counters(self.param_groups, replica.counters):
+                            hooks.run_update(self._wrapped_class)
+                end = driver.end_step(before, replica.read(), replica.statistics())
+                if end.statistics is not None:
+                    replica.write_statistics(end.statistics)
+                if end.correction is not None:
+                    replica.add_to_momentum(end.correction)
+                replica.write(end.weights)
+            if hooks.has_post_hooks:
+                hooks.run_post_hooks()
+            driver.publish(replica.read() if hooks.has_post_hooks else end.weights)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch's step hooks run in the wrapped class's step
+    step.hooked = True  # type: ignore[attr-defined]  # step() runs torch's step hooks itself
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted as in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,10 +122,18 @@ class WeightReplica(replica.WeightReplica):
             if not parameter.is_contiguous():  # (one of them, channels last say, would make all copies single ones)
                 parameter.copy_(part)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the weights."""
-        if factor != 1.0:
-            torch._foreach_mul_(self.parameters, factor)
+    @contextlib.contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Multiply the weights by ``factor`` inside the context, and divide them by it at the end, also after an
+        error."""
+        if factor == 1.0:
+            yield
+            return
+        torch._foreach_mul_(self.parameters, factor)
+        try:
+            yield
+        finally:
+            torch._foreach_mul_(self.parameters, 1.0 / factor)
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters, named = self.parameters, self.named or {}
@@ -158,8 +167,21 @@ class WeightReplica(replica.WeightReplica):
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0].get("lr", 1.0))
+    def learning_rates(self) -> list[tuple[int, float]]:
+        of_group = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        elements = [0] * len(self.optimizer.param_groups)
+        for p in self.parameters:
+            elements[of_group[id(p)]] += p.numel()
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        return [(n, 1.0 if rate is None else float(rate)) for n, rate in zip(elements, rates, strict=True)]
+
+    def sizes(self) -> list[int]:
+        return [p.numel() for p in self.parameters]
+
+    def frozen(self) -> list[slice]:
+        ends = itertools.accumulate(p.numel() for p in self.parameters)
+        pairs = zip(self.parameters, ends, strict=True)
+        return [slice(end - p.numel(), end) for p, end in pairs if not p.requires_grad and p.numel()]
 
     def check_momentum(self) -> None:
         groups = self.optimizer.param_groups
@@ -187,9 +209,10 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def add_to_momentum(self, correction: torch.Tensor) -> None:
-        """Add a vector to the momentum, but where there is none yet."""
-        for _, own, part in self._with_parts(correction):
-            if own is not None:
+        """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of others does not
+        decay: what is added step by step would pile up.)"""
+        for p, own, part in self._with_parts(correction):
+            if own is not None and p.grad is not None:
                 own.add_(part)
 
     def _with_parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
@@ -198,13 +221,6 @@ class WeightReplica(replica.WeightReplica):
         parts = vector.split([p.numel() for p in parameters])
         views = [part.view_as(p) for p, part in zip(parameters, parts, strict=True)]
         return list(zip(parameters, self._momenta(), views, strict=True))
-
-    def momentum_rates(self) -> list[tuple[int, float]]:
-        of_group = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        elements = [0] * len(self.optimizer.param_groups)
-        for p in self.parameters:
-            elements[of_group[id(p)]] += p.numel()
-        return [(n, float(group["lr"])) for n, group in zip(elements, self.optimizer.param_groups, strict=True)]
 
     def buffers(self) -> Buffers | None:
         return self.named_buffers.buffers()

@@ -148,7 +148,7 @@ def test_torchs_groups_have_their_own_rates_and_at_0_their_own_momentum():
             plain = 0.9 * plain + gradient
             trainer.opt.step()
         found = trainer.moments()
-        assert trainer.opt._async.replica.momentum_rates() == [(2, 0.05), (4, 0.0)]
+        assert trainer.opt._async.replica.learning_rates() == [(2, 0.05), (4, 0.0)]
         trainer.opt.drain()
         return found, plain
 

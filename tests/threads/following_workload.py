@@ -79,6 +79,7 @@ class Follower:
             gradient = self.problem.gradient(self.x, self.rank, number)
             after, self.state = self.problem.update(self.x, gradient, self.state)
             self.x = worker.mix(self.x, after)
+            worker.publish(self.x)
         finally:
             worker.engine.wait = wait  # type: ignore[method-assign]
         self.path.append(self.weights())

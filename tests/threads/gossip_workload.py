@@ -157,6 +157,7 @@ def work(
                 after, state = problem.update(x, problem.gradient(z, place, done), state)
                 segment.moved = segment.moved + (after - x)
                 model["z"] = worker.mix(x.copy(), after)
+                worker.publish(model["z"])
                 segment.path.append(model["z"].copy())
             before_end(place, worker)
             worker.drain(end not in one.cuts)

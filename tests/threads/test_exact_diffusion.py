@@ -198,6 +198,7 @@ def test_ranks_go_on_without_the_part_of_one_that_has_left(every):
             for _ in range(steps):
                 z = model["z"]
                 model["z"] = worker.mix(z + 0, z - 0.3 * curvature[number] * (z - centre[number]))
+                worker.publish(model["z"])
             engine.drain(False)
             if number == 1:
                 worker.delete()

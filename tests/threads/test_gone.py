@@ -44,6 +44,7 @@ class Rank:
         """Take so many."""
         for _ in range(count):
             self.z = self.worker.mix(self.z + 0, self.z + 1.0)
+            self.worker.publish(self.z)
 
 
 def all_equal(vectors: list[Any], value: float) -> None:

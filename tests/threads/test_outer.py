@@ -115,7 +115,7 @@ def test_slow_momentum_is_in_units_of_a_whole_periods_gradients():
         return 1e-9 if step % 4 == 0 else 0.05
 
     def tweak(worker: Any) -> None:
-        worker.learning_rate = lambda: rate(worker._base + worker._step)
+        worker.learning_rates = lambda: [(6, rate(worker._base + worker._step))]
 
     more = {"average_every": 4, "fragments": 2}
     one = job(((6,) * 3, (7,) * 3, (9,) * 3), "slowmo", None, cuts=frozenset({0}), **more)

@@ -103,7 +103,9 @@ def train(rank):
         for _ in range(2):
             driver.begin_step()
             x = replica.read()
-            replica.write(driver.end_step(None, x - LR * (x - TARGETS[rank])).weights)
+            end = driver.end_step(None, x - LR * (x - TARGETS[rank]))
+            replica.write(end.weights)
+            driver.publish(end.weights)
         optimizer.cut()  # in which the pull that these steps make due completes
     optimizer.drain()
     return replica.read(), optimizer.stats().pulls

@@ -93,9 +93,6 @@ class Weights(WeightReplica):
 
     def write_momentum(self, momentum: Any) -> None: ...
 
-    def momentum_rates(self) -> list[tuple[int, float]]:
-        return [(2, 0.1)]
-
     def clip(self, vector: Any, one: Any, other: Any) -> Any:
         return vector
 
@@ -172,7 +169,7 @@ def test_a_step_has_two_halves():
     optimizer, driver, weights = gossip()
     assert driver.begin_step() == (0.5, False, True)
     end = driver.end_step(None, weights.read())
-    assert end.weights.tolist() == [11.0, 12.0]
+    assert end.weights.tolist() == [10.5, 11.0]  # (mixed as the weights times the push-sum weight)
     assert end.statistics is None
     assert optimizer.rounds == 4
     driver.begin_step()  # (the one before it has ended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.difference_average import DifferenceAverages
@@ -40,7 +40,12 @@ class GossipWorker(Worker):
 
     Attributes:
         keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
-        learning_rate: returns that of the optimizer's steps now.
+        learning_rates: returns (elements, rate) of consecutive parts of the weights, with the learning rate of this
+            step; always the same parts. Empty: the rate is not known and does not change.
+        inertia: returns the part of an update that is the last one's and keeps the learning rate of its time.
+        sizes: returns the number of elements of each parameter, in the order of the vector of weights.
+        frozen: returns the elements of parameters that are frozen on this rank now.
+        defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
         log: events for a test, as the subclass says; None: they are not recorded.
     """
 
@@ -83,7 +88,11 @@ class GossipWorker(Worker):
         self._all_mass = True
         """Whether all ranks that have stepped since the last drain are in this one."""
         self.keep: object = None
-        self.learning_rate: Callable[[], float] = lambda: 1.0
+        self.learning_rates: Callable[[], Sequence[tuple[int, float]]] = tuple
+        self.inertia: Callable[[], float] = lambda: 0.0
+        self.sizes: Callable[[], Sequence[int]] = tuple
+        self.frozen: Callable[[], Sequence[slice]] = tuple
+        self.defers_sends = False
         self.log: list[Any] | None = None
 
     @property
@@ -128,14 +137,22 @@ class GossipWorker(Worker):
 
     @abc.abstractmethod
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step.
+        """Mix other ranks' weights into this rank's, at the end of a step.
 
         Args:
-            before: the optimizer's weights before the update, shape (n,); not looked at unless ``wants_before``.
-            after: those after the update. Both belong to the worker from now on.
+            before: the biased weights before the update, shape (n,); not used unless ``wants_before``.
+            after: the biased weights after the update. Both belong to the worker from now on.
 
         Returns:
             The model's weights z, shape (n,).
+        """
+
+    def publish(self, weights: Vector) -> None:
+        """Send what later steps of other ranks mix in.
+
+        Args:
+            weights: the model's after this step's mixing, constraints and post-step hooks, shape (n,); they are not
+                changed any more.
         """
 
     def _count_step(self) -> None:

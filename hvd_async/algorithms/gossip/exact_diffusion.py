@@ -15,11 +15,24 @@ without that edge; messages of a step that only one end of an edge has taken cou
 
 With H = ``gossip_every`` a rank combines in each H-th step and takes 1 / H of the correction in every one: each local
 update is corrected, so their number leaves no bias either (local exact diffusion, Alghunaim, 2024).
+
+The correction cancels what gradients of different data do in one update, which is in proportion to the learning rate.
+So a step of rate r takes r / R of it, R the largest rate since the last drain: f_ij is in units of R. At a rate of 0,
+or while a parameter is frozen, there is nothing to cancel and nothing is added. The factor is applied where f_ij is
+used; f_ij itself is never rescaled. Hence f_ij = -f_ji holds to the bit also where ranks change their rates at
+different steps, and disagreement that an earlier, larger rate has left is not magnified when the rate rises again. (A
+rate above R finds the correction too small for some steps, as the first steps of all do.)
+
+A constraint is applied to x_i^k, after "combine", and f_ij is made of the phi_j as they were before: that is proximal
+exact diffusion (Alghunaim, Yuan and Sayed, NeurIPS 2019), which converges to the constrained minimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -29,12 +42,82 @@ from hvd_async.algorithms.gossip.push_sum import Add, State
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 
+LARGEST, MOVING = "largest learning rates", "learning rates of updates"
+"""Names of vectors in a checkpoint after ``cut()``."""
 
-def corrected(psi: Vector, differences: Iterable[tuple[Vector, float]], steps: float, add: Add) -> Vector:
-    """Return psi with a correction for so many steps, of (f_ij, wbar_ij); it may reuse the memory of psi."""
+
+def corrected(
+    psi: Vector, differences: Iterable[tuple[Vector, float]], factors: Sequence[tuple[slice, float]], add: Add
+) -> Vector:
+    """Return psi with a correction; it may reuse the memory of psi.
+
+    Args:
+        psi: shape (n,).
+        differences: (f_ij, wbar_ij).
+        factors: the factor of each part of the correction, parts in order; one part is the whole vector.
+        add: as of ``push_sum``.
+    """
     for difference, weight in differences:
-        psi = add(psi, difference, weight * steps)
+        if len(factors) == 1:
+            psi = add(psi, difference, weight * factors[0][1]) if factors[0][1] else psi
+            continue
+        for part, factor in factors:
+            psi[part] += difference[part] * (weight * factor)
     return psi
+
+
+class StepFactors:
+    """The factors r / R by which steps take the correction, for each part of the weights with a rate of its own.
+
+    Args:
+        memory: how many of the last steps ``sum_of`` may ask for.
+
+    Attributes:
+        largest: R of each part.
+        moving: r of each part after the last step: the rate, smoothed as the optimizer's momentum smooths it.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.largest: list[float] = []
+        self.moving: list[float] = []
+        self._parts: list[slice] = [slice(None)]
+        self._last: deque[list[float]] = deque(maxlen=memory)
+
+    def step(self, rates: Sequence[tuple[int, float]], inertia: float) -> None:
+        """Begin a step.
+
+        Args:
+            rates: (elements, learning rate) of the parts; empty for a rate that is not known and does not change.
+            inertia: the part of an update that is the last one's and keeps its learning rate.
+        """
+        if not rates:
+            self._last.append([1.0])
+            return
+        now = [rate for _, rate in rates]
+        ends = list(itertools.accumulate(elements for elements, _ in rates))
+        starts = [0, *ends[:-1]]
+        self._parts = [slice(*each) for each in zip(starts, ends, strict=True)] if len(ends) > 1 else [slice(None)]
+        before = self.moving if len(self.moving) == len(now) else now
+        self.moving = [inertia * old + (1.0 - inertia) * rate for old, rate in zip(before, now, strict=True)]
+        largest = self.largest if len(self.largest) == len(now) else [0.0] * len(now)
+        self.largest = [max(pair) for pair in zip(largest, self.moving, strict=True)]
+        self._last.append([r / most if most else 0.0 for r, most in zip(self.moving, self.largest, strict=True)])
+
+    def sum_of(self, steps: int) -> list[tuple[slice, float]]:
+        """Return each part of the weights with the sum of its factors in the last ``steps`` steps."""
+        last = list(self._last)[len(self._last) - steps :] if steps else []
+        sums = [math.fsum(each) for each in zip(*last, strict=True)] or [0.0] * len(self._parts)
+        return list(zip(self._parts, sums, strict=True))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a learning rate has been above 0 since the start; also if no rate is known."""
+        return not self.largest or any(self.largest)
+
+    def restart(self) -> None:
+        """Forget all rates, at a drain."""
+        self.largest, self.moving = [], []
+        self._last.clear()
 
 
 class ExactDiffusionWorker(NeighbourAverageWorker):
@@ -46,19 +129,29 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         """The weight of each neighbour, by place."""
         self._differences: dict[int, Vector] = {}
         """f_ij by neighbour."""
+        self._factors = StepFactors(plan.config.period)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         self.check_step()
         self._count_step()
-        phi = self._corrected(after, self._differences, 1)
+        self._factors.step(self.learning_rates(), self.inertia())
+        phi = self._corrected(after, self._differences, 1, 1.0)
         x = self._combined(phi) if self.plan.moves(self._base + self._step) else phi
         self._note()
         return self._average(State(x, 1.0)).x if self.plan.averages(self._base + self._step) else x
 
-    def _corrected(self, x: Vector, places: Iterable[int], steps: int) -> Vector:
-        """Return x with these neighbours' part of the correction for so many steps; it may reuse its memory."""
+    def _corrected(self, x: Vector, places: Iterable[int], steps: int, sign: float) -> Vector:
+        """Return x with these neighbours' part of the correction of the last steps added or, with -1, taken back; it
+        may reuse the memory of x."""
         parts = [(self._differences[place], self._edges[place]) for place in places]
-        return corrected(x, parts, steps / self.config.period, self._post.add)
+        if not parts or not steps:
+            return x
+        frozen = [(part, x[part] + 0) for part in self.frozen()]
+        factors = [(part, sign * factor / self.config.period) for part, factor in self._factors.sum_of(steps)]
+        x = corrected(x, parts, factors, self._post.add)
+        for part, own in frozen:
+            x[part] = own
+        return x
 
     def _combined(self, phi: Vector) -> Vector:
         """Exchange phi with the neighbours that take this step, and return their average."""
@@ -70,6 +163,8 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
                 continue
             difference = others[place] - own
             x = self._post.add(x, difference, weight)
+            if not self._factors.has_moved:
+                continue  # (no gradient has driven the ranks apart yet: there is nothing to cancel)
             known = self._differences.get(place)
             self._differences[place] = difference if known is None else self._post.add(known, difference, 1.0)
         return x
@@ -78,7 +173,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         """Forget an edge; return x without its corrections since the neighbour's last step."""
         if place not in self._differences:
             return x
-        x = self._corrected(x, [place], min(0, last - self._step))
+        x = self._corrected(x, [place], max(0, self._step - last), -1.0)
         del self._differences[place]
         return x
 
@@ -90,6 +185,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
                 weights = self._without_edge(weights, place, self._lasts[place])
         if flush:
             self._differences.clear()
+            self._factors.restart()
         return super().gather(weights, flush)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
@@ -98,9 +194,15 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         return f"difference to {place}: {self.config.graph}"
 
     def _estimates(self) -> dict[str, Vector]:
-        return super()._estimates() | {self._name(place): own + 0 for place, own in self._differences.items()}
+        saved = {self._name(place): own + 0 for place, own in self._differences.items()}
+        for name, rates in ((LARGEST, self._factors.largest), (MOVING, self._factors.moving)):
+            if rates:
+                saved[name] = self._post.concatenate([self._post.scalar(rate) for rate in rates])
+        return super()._estimates() | saved
 
     def restore(self, kept: SavedState) -> None:
         names = {self._name(place): place for place in self._edges}
         self._differences = {names[name]: own + 0 for name, own in kept.copies.items() if name in names}
+        self._factors.largest = [float(rate) for rate in kept.copies.get(LARGEST, ())]
+        self._factors.moving = [float(rate) for rate in kept.copies.get(MOVING, ())]
         super().restore(kept)

@@ -79,6 +79,8 @@ class NoLoCoWorker(NeighbourAverageWorker):
             for place, weight in self._into(self._place, self._step):
                 if place in others:
                     average = self._post.add(average, others[place] - own, weight)
+        for part in self.frozen():  # (momentum would move on what no rank trains; the average still mixes it)
+            self._state.momentum[part] = 0.0
         config = self.config
         self._state = outer_step(self._state, average, config.outer_lr, config.outer_momentum, self._post.add)
         return self._post.times(self._state.slow, 1.0)

@@ -6,6 +6,9 @@ Each rank i goes on from the anchor x and takes H steps, to x_i. Then, with d = 
     SlowMo (Wang et al., ICLR 2020, Algorithm 1):  u <- beta u + d / gamma;  x <- x - alpha gamma u
     DiLoCo (Douillard et al., 2023, Algorithm 1, Nesterov):  b <- mu b + d;  x <- x - lr (d + mu b)
 
+A parameter of which no rank has moved any element since the last average (d = 0) stays where it is, and u or b is 0
+there: one that all ranks have frozen does not go on by momentum, and one that is unfrozen later begins without.
+
 gamma is the learning rate of the ranks' own steps, the mean over the H: at the end of a schedule the last one's may be
 far from the others'. Their momentum stays with the ranks. A rank takes the new anchor D steps after it has sent
 x - x_i, and keeps what it has learned since (DaSGD, Zhou et al., 2020): x_i <- x + (x_i - sent x_i). The vector is
@@ -15,7 +18,7 @@ comes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 Vector: TypeAlias = Any
@@ -66,6 +69,21 @@ def diloco(state: State, d: Vector, gamma: float, constants: Constants) -> State
     """Return the state after a step of SGD with Nesterov's momentum, for which d is the gradient."""
     b = state.momentum * constants.momentum + d
     return State(state.anchor - (d + b * constants.momentum) * constants.lr, b)
+
+
+def hold_unmoved(old: State, new: State, d: Vector, parameters: Iterable[slice]) -> None:
+    """Undo, in place, an outer step of parameters that no rank has moved: keep their anchor, and no momentum.
+
+    Args:
+        old, new: the states before and after the step.
+        d: the mean difference.
+        parameters: the elements of each.
+    """
+    if new.momentum is None or new.momentum is old.momentum:  # (SlowMo's, at a learning rate of 0)
+        return
+    for part in parameters:
+        if not d[part].any():
+            new.anchor[part], new.momentum[part] = old.anchor[part], 0.0
 
 
 def merged(anchor: Vector, weights: Vector, sent: Vector) -> Vector:

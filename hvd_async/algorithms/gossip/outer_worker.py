@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from hvd_async.algorithms.gossip import outer
 from hvd_async.algorithms.gossip.base import GossipWorker
@@ -83,7 +83,8 @@ class OuterWorker(GossipWorker):
         self._count_step()
         now = self._base + self._step
         if self._state.momentum is not None:
-            self._rates.append(self.learning_rate())
+            rates = self.learning_rates()
+            self._rates.append(rates[0][1] if rates else 1.0)
         last = self._rhythm.until(now) - 1
         if last >= 0 and self._rhythm.step(last) == now:
             self._enter(last, after)
@@ -116,11 +117,21 @@ class OuterWorker(GossipWorker):
         where = self._averages.slice_of(self._rhythm.fragment(average))
         old = outer.State(state.anchor[where], None if state.momentum is None else state.momentum[where])
         new = self._outer_step(old, result.mean, result.number, self._constants)
+        outer.hold_unmoved(old, new, result.mean, self._parameters_in(where))
         # A rank that was not in it, since it had finished, keeps what it has learned, beside the anchor's new place.
         weights[where] = outer.merged(new.anchor, weights[where], self._sent.get(average, old.anchor))
         state.anchor[where] = new.anchor
         if state.momentum is not None:
             state.momentum[where] = new.momentum
+
+    def _parameters_in(self, fragment: slice) -> Iterator[slice]:
+        """Yield the elements of each parameter in a fragment, counted from its start."""
+        start = 0
+        for size in self.sizes():
+            first, last = max(start, fragment.start), min(start + size, fragment.stop)
+            if first < last:
+                yield slice(first - fragment.start, last - fragment.start)
+            start += size
 
     # -- ends -------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,13 @@ The model holds z = x / w. After each local update the rank sends a share of x a
 message times its edge's weight (``push_sum``): so the sums of x and of w over ranks and messages in flight never
 change, also when messages are late, compressed, or left out because a rank has finished.
 
-D-PSGD sends the weights from before an update, so messages are sent at the end of the step before, and travel while the
-gradient is computed; not those of the first step after a drain or cut. When all ranks have finished, messages of a step
-that none of them took are discarded at both ends.
+D-PSGD sends the weights from before an update, so messages are sent at the end of the step before (``publish``), and
+travel while the gradient is computed; not those of the first step after a drain or cut. When all ranks have finished,
+messages of a step that none of them took are discarded at both ends.
+
+OSGP's messages travel while the next gradients are computed. Where constraints or post-step hooks change the weights,
+the share is sent after them, and messages of the same step that are here already are mixed in the next step: so the
+model holds what the hooks left, all messages carry such weights, and drains average them.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class PushSumWorker(GossipWorker):
         """The step whose messages were queued before it was taken; 0 if there is none."""
         self._sent_early: Sent | None = None
         """The share that they carry, subtracted once that step is taken."""
+        self._deferred = False
+        """Whether ``publish`` sends this step's share."""
         self._noted: list[tuple[int, int]] = []
         """Messages received that the log does not have yet."""
 
@@ -70,6 +76,12 @@ class PushSumWorker(GossipWorker):
         if late:  # messages of earlier steps are added before a share is sent
             self._await_messages()
             state = self._receive(state, self._step - 1)
+        averages = self.plan.averages(self._base + self._step)
+        self._deferred = late and self.defers_sends and self._post.lossless and not averages
+        if self._deferred:
+            self._note()
+            self._weight = state.w
+            return push_sum.model(state, self._post.times)
         if not self._early:
             state = self._send(self._step, state.x if x is None else x, state)
         elif self._sent_early is not None:
@@ -80,13 +92,19 @@ class PushSumWorker(GossipWorker):
             self._await_messages()
         state = self._receive(state, self._step)
         self._note()
-        if self.plan.averages(self._base + self._step):
+        if averages:
             state = self._average(state)
-        if self._sends_early:
-            self._early = self._step + 1
-            self._sent_early = self._offer(self._early, state.x, state.w)
         self._weight = state.w
         return push_sum.model(state, self._post.times)
+
+    def publish(self, weights: Vector) -> None:
+        if self._deferred:
+            self._deferred = False
+            sent = self._offer(self._step, self._post.times(weights, self._weight), self._weight)
+            self._weight -= 0.0 if sent is None else sent.p * sent.message.w
+        elif self._sends_early:
+            self._early, w = self._step + 1, self._weight
+            self._sent_early = self._offer(self._early, weights if w == 1.0 else self._post.times(weights, w), w)
 
     def _announce(self, step: int) -> None:
         """Let the exchange of a step's messages start as soon as they are there: only others' are waited for now."""

@@ -61,11 +61,13 @@ class LeaderWorker(Worker):
         brought: steps of this rank in earlier runs: strengths go by steps.
 
     Attributes:
+        defers_sends: as of gossip's workers; a rank that follows a leader sends everything by ``publish``.
         weight: the push-sum weight of gossip's workers; here the optimizer works on the weights as they are.
         wants_before: whether ``mix`` needs the weights from before the update.
         keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
     """
 
+    defers_sends = False
     weight = 1.0
     wants_before = False
 
@@ -180,14 +182,14 @@ class LeaderWorker(Worker):
         return self.executor.merge_statistics(own, self.steps + 1, clip)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
-        """End a step: apply the results of pulls to the weights.
+        """Apply the results of pulls to the weights, at the end of a step.
 
         Args:
             before: not looked at.
             after: the weights after the update, shape (n,); they belong to the worker from now on.
 
         Returns:
-            The weights to go on with, shape (n,); they must not be changed.
+            The weights to go on with, shape (n,).
         """
         self._step += 1
         step = self.steps
@@ -195,10 +197,14 @@ class LeaderWorker(Worker):
         x, differences = self._rule.on_step(taken.state, after, step, taken.fresh)
         for difference in differences:
             self.executor.record.add_distance(difference)
-        self.executor.publish_weights(x, step)
+        return x
+
+    def publish(self, weights: Vector) -> None:
+        """Let pulls start from these weights, the model's after constraints and post-step hooks, shape (n,)."""
+        step = self.steps
+        self.executor.publish_weights(weights, step)
         old = step - self._recorded > self._window  # a loss that is not sent again grows old at the coordinator
         self._reports.add(self._registered_number(), None if old else self._losses.mean)
-        return x
 
     # -- ends -------------------------------------------------------------------------------------------------
 

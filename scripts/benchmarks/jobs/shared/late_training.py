@@ -132,7 +132,7 @@ def train(learning: Learning, gradients: Sequence[Gradient], ranks: int, remedy:
         for optimizer, extrapolation in steppers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            with extrapolation.around_step(optimizer):
+            with extrapolation.around_update(optimizer):
                 optimizer.step()
         with torch.no_grad():
             for parameter, late in zip(weights, missed, strict=True):
