@@ -170,9 +170,14 @@ class WeightReplica(Replica):
         of the same parts."""
         return [(len(self.read()), 1.0)]
 
-    def inertia(self) -> float:
-        """Return the part of an update that is the last one's and keeps the learning rate of its time, in [0, 1)."""
-        return 0.0
+    def inertia(self) -> tuple[float, float]:
+        """Return how an update depends on learning rates of earlier steps.
+
+        Returns:
+            (beta, lead): with r the average of learning rates with weights (1 - beta) beta^age, an update is of the
+            size of (1 - lead) r + lead times the learning rate of now. (0, 0): it goes by that of now alone.
+        """
+        return 0.0, 0.0
 
     # -- momentum, of an optimizer that ``check_momentum`` has not refused ------------------------------------------
 

@@ -54,6 +54,7 @@ class WeightReplica(replica.WeightReplica):
     Attributes:
         flat: the weights that are mixed; None until they are known.
         averaged: what pulls average beside them.
+        rate: the learning rate of the step that has begun.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is traced, or done.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
@@ -85,6 +86,7 @@ class WeightReplica(replica.WeightReplica):
         self.flat: Flat | None = None
         self.averaged: Flat | None = None
         self._velocities: Flat | None = None
+        self.rate = 1.0
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
@@ -243,13 +245,15 @@ class WeightReplica(replica.WeightReplica):
     # -- beside the weights -----------------------------------------------------------------------------------
 
     def learning_rates(self) -> list[tuple[int, float]]:
-        with tf.init_scope():
-            return [(self.mixed().elements, float(self.optimizer._get_current_learning_rate()))]
+        return [(self.mixed().elements, self.rate)]
 
-    def inertia(self) -> float:
+    def inertia(self) -> tuple[float, float]:
         """(Keras multiplies a gradient by the learning rate before it enters the momentum.)"""
-        kinds = (keras.optimizers.SGD, keras.optimizers.RMSprop)
-        return float(self.optimizer.momentum) if isinstance(self.optimizer, kinds) else 0.0
+        optimizer = self.optimizer
+        if not isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop)):
+            return 0.0, 0.0
+        beta = float(optimizer.momentum)
+        return beta, 1.0 - beta if getattr(optimizer, "nesterov", False) else 0.0
 
     def check_momentum(self) -> None:
         optimizer = self.optimizer

@@ -134,10 +134,11 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     written = [flat] if replica.averaged is None else [flat, replica.averaged]
     eager = tf.executing_eagerly()
     # (no step begins before the one before it has been mixed, also in a graph of several)
-    ready = [flat.variables[0].read_value(), raw(optimizer._iterations).read_value()]  # (a schedule goes by the second)
-    ready += [*(g for g in grads if g is not None), *_loss_recorded(replica)]
+    ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
+    # (read here, as an op: the update increases the iterations, by which a schedule goes)
+    rate = tf.cast(raw(optimizer._get_current_learning_rate()), tf.float64)
     with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
-        (begun,) = call_or_op(lambda: [_begin(driver)], [], [tf.float64], [3])
+        (begun,) = call_or_op(lambda rate: [_begin(driver, rate)], [rate], [tf.float64], [3])
     with driver.updating() if eager else contextlib.nullcontext():
         weight, nothing = begun[0], tf.zeros([0], flat.dtype)
         before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
@@ -247,9 +248,14 @@ def _around(graph: Any) -> list[Any]:
 # -- the Python side of a step ------------------------------------------------------------------------------------
 
 
-def _begin(driver: LocalDriver) -> np.ndarray[Any, Any]:
-    """Begin a step; returns float64 of shape (3,): the push-sum weight, whether ``_end`` needs the weights before the
-    update too, and whether the update is due."""
+def _begin(driver: LocalDriver, rate: tf.Tensor) -> np.ndarray[Any, Any]:
+    """Begin a step with this learning rate.
+
+    Returns:
+        float64, shape (3,): the push-sum weight, whether ``_end`` needs the weights before the update too, and whether
+        the update is due.
+    """
+    driver.replica.rate = float(rate)  # type: ignore[attr-defined]
     start = driver.begin_step(changes_weights=driver.replica.has_constraints())  # type: ignore[attr-defined]
     return np.array([start.scale, start.needs_pre_update, start.updates], np.float64)
 

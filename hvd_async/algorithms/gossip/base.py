@@ -42,7 +42,7 @@ class GossipWorker(Worker):
         keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
         learning_rates: returns (elements, rate) of consecutive parts of the weights, with the learning rate of this
             step; always the same parts. Empty: the rate is not known and does not change.
-        inertia: returns the part of an update that is the last one's and keeps the learning rate of its time.
+        inertia: returns how an update depends on learning rates of earlier steps; see ``WeightReplica.inertia``.
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
         frozen: returns the elements of parameters that are frozen on this rank now.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
@@ -89,7 +89,7 @@ class GossipWorker(Worker):
         """Whether all ranks that have stepped since the last drain are in this one."""
         self.keep: object = None
         self.learning_rates: Callable[[], Sequence[tuple[int, float]]] = tuple
-        self.inertia: Callable[[], float] = lambda: 0.0
+        self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self.sizes: Callable[[], Sequence[int]] = tuple
         self.frozen: Callable[[], Sequence[slice]] = tuple
         self.defers_sends = False

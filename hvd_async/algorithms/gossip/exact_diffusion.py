@@ -74,7 +74,7 @@ class StepFactors:
 
     Attributes:
         largest: R of each part.
-        moving: r of each part after the last step: the rate, smoothed as the optimizer's momentum smooths it.
+        moving: the rate of each part, averaged over steps as the optimizer's momentum averages it.
     """
 
     def __init__(self, memory: int) -> None:
@@ -83,12 +83,12 @@ class StepFactors:
         self._parts: list[slice] = [slice(None)]
         self._last: deque[list[float]] = deque(maxlen=memory)
 
-    def step(self, rates: Sequence[tuple[int, float]], inertia: float) -> None:
+    def step(self, rates: Sequence[tuple[int, float]], inertia: tuple[float, float]) -> None:
         """Begin a step.
 
         Args:
             rates: (elements, learning rate) of the parts; empty for a rate that is not known and does not change.
-            inertia: the part of an update that is the last one's and keeps its learning rate.
+            inertia: how an update depends on rates of earlier steps; see ``WeightReplica.inertia``.
         """
         if not rates:
             self._last.append([1.0])
@@ -98,10 +98,12 @@ class StepFactors:
         starts = [0, *ends[:-1]]
         self._parts = [slice(*each) for each in zip(starts, ends, strict=True)] if len(ends) > 1 else [slice(None)]
         before = self.moving if len(self.moving) == len(now) else now
-        self.moving = [inertia * old + (1.0 - inertia) * rate for old, rate in zip(before, now, strict=True)]
+        beta, lead = inertia
+        self.moving = [beta * old + (1.0 - beta) * rate for old, rate in zip(before, now, strict=True)]
+        of_update = [(1.0 - lead) * old + lead * rate for old, rate in zip(self.moving, now, strict=True)]
         largest = self.largest if len(self.largest) == len(now) else [0.0] * len(now)
-        self.largest = [max(pair) for pair in zip(largest, self.moving, strict=True)]
-        self._last.append([r / most if most else 0.0 for r, most in zip(self.moving, self.largest, strict=True)])
+        self.largest = [max(pair) for pair in zip(largest, of_update, strict=True)]
+        self._last.append([r / most if most else 0.0 for r, most in zip(of_update, self.largest, strict=True)])
 
     def sum_of(self, steps: int) -> list[tuple[slice, float]]:
         """Return each part of the weights with the sum of its factors in the last ``steps`` steps."""
