@@ -39,18 +39,26 @@ def test_a_closures_loss_counts_where_none_was_recorded():
 
 
 def test_learning_rates_of_a_rank_are_its_own_only_within_a_step():
-    """Schedulers and state_dict see those that all ranks have."""
+    """Schedulers, step hooks and state_dict see those that all ranks have."""
 
     def train(rank: int) -> None:
+        inside, hooks = [], []
+
+        class Recording(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                inside.append(self.param_groups[0]["lr"])
+                return torch.optim.SGD.step(self, closure)
+
         one = TorchRank(TorchRank.least_squares(2, SGD), rank, Following("lsgd", several(2, 1), lr_spread="power"))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(one.opt, 0.5)
-        inside = []
-        one.opt.register_step_pre_hook(lambda opt, *_: inside.append(opt.param_groups[0]["lr"]))
+        type(one.opt)._wrapped_class = Recording
+        one.opt.register_step_pre_hook(lambda opt, *_: hooks.append(opt.param_groups[0]["lr"]))
         for step in range(3):
             one.train(1)
             assert one.opt.param_groups[0]["lr"] == 0.1 * 0.5**step
             scheduler.step()
         assert inside == [0.1 * 2**rank * 0.5**step for step in range(3)]
+        assert hooks == [0.1 * 0.5**step for step in range(3)]
         one.opt.drain()
         assert one.state()["param_groups"][0]["lr"] == 0.1 / 8
 
