@@ -28,7 +28,7 @@ CELLS = (
     if LONG_RUN
     else [
         *bindings.cells("torch", 2, FEW),
-        *bindings.cells("keras", 1, FEW),
+        *bindings.cells("keras", 1, bindings.KERAS_FEW),
         *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW),
     ]
 )

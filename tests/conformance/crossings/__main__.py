@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 from tests.conformance.crossings import bindings
 from tests.conformance.crossings.table import Cell, parse, shrink
 
 
-def fails(cell: Cell) -> bool:
-    """Return whether a cell has problems."""
-    return bool(bindings.problems(cell))
+def kinds(problems: list[str]) -> set[str]:
+    """Return problems without their numbers."""
+    return {re.sub(r"[-+.\d]+(e-?\d+)?", "#", problem) for problem in problems}
 
 
 def main(arguments: list[str]) -> int:
-    """Print what does not hold of each cell; with ``--shrink`` of a part of it that fails too."""
-    names = [name for name in arguments if not name.startswith("--")]
-    for cell in map(parse, names):
-        smaller = shrink(cell, fails) if "--shrink" in arguments and fails(cell) else cell
-        print(smaller.id, *bindings.problems(smaller) or ["all holds"], sep="\n    ", flush=True)
+    """Print what does not hold of each cell; with ``--shrink`` the part of it that is enough for each problem."""
+    for cell in map(parse, (name for name in arguments if not name.startswith("--"))):
+        problems = bindings.problems(cell)
+        smaller = dict.fromkeys([cell] if not problems else [])
+        for kind in sorted(kinds(problems)) if "--shrink" in arguments else []:
+
+            def fails(part: Cell, kind: str = kind) -> bool:
+                return kind in kinds(bindings.problems(part))
+
+            smaller[shrink(cell, fails)] = None
+        for part in smaller or [cell]:
+            print(part.id, *bindings.problems(part) or ["all holds"], sep="\n    ", flush=True)
     return 0
 
 

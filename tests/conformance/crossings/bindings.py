@@ -36,6 +36,11 @@ BINDINGS: Mapping[str, Binding] = {
     "keras": _of(keras_script),
     "keras-graph": _of(keras_script, graph=True),
 }
+KERAS_FEW = (
+    *("eager-all", "eager-all-same", "eager-all-buckets", "eager-ahead", "eager-solo", "sgp-star-own", "osgp-own"),
+    *("dpsgd", "dpsgd-quasi-own", "exact-seldom-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
+)
+"""Arms of Keras' eager steps in an ordinary run."""
 GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-star-own", "dpsgd-quasi-own", "local", "lsgd-own")
 """Arms of graphs in an ordinary run: each family, and each kind of step."""
 

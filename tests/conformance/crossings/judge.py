@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
-from tests.conformance.crossings.table import ARMS, FALLS, Cell, drop_of, steps_of
+from tests.conformance.crossings.table import ARMS, FALLS, STEPS, Cell, drop_of, steps_of
 
 SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
 """Dtypes of vectors that the library can sum by Horovod. (bfloat16 by an alltoall.)"""
@@ -21,8 +22,10 @@ TOLERANCE = {"none": 2e-5, "float64": 1e-11, "bfloat16": 3e-2}
 """Relative and absolute, by the dtype of the parameters."""
 FAR = 3.0
 """How much further from a plain run on all data a rank's weights may be than that run has come."""
-APART = 2.0
-"""How much further apart ranks may be after the rate has fallen to a tenth than before."""
+APART = {"exact-diffusion": 2.0, "dpsgd": 1.15}
+"""How much further apart ranks may be after the rate has fallen to a tenth than before, by algorithm."""
+LEAP = 2.0
+"""How much larger a step may be than a plain run's where weights are predicted."""
 MEAN_KEPT = ("allreduce", "dpsgd", "exact-diffusion")
 """Algorithms under which weights that no rank trains keep their mean over the ranks, at each step."""
 LIMIT = 60.0
@@ -57,8 +60,11 @@ class _InPlace:
         return self._handle.done()
 
     def result(self) -> Any:
-        result = self._handle.result()
-        return self._vector.copy_(result) if hasattr(self._vector, "copy_") else result
+        result, vector = self._handle.result(), self._vector
+        if isinstance(vector, torch.Tensor):  # (Horovod writes to tensors of inference mode too)
+            with torch.inference_mode(vector.is_inference()):
+                return vector.copy_(result)
+        return result
 
     def seconds_to_poll(self) -> float | None:
         return self._handle.seconds_to_poll()
@@ -133,13 +139,16 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
                 off = np.abs(np.array(one.path) - due.path).max()
                 found.append(f"weights are not as in {other.id}: {off:.3g} off")
     for one in runs:
-        if one.rates != plain.rates:
+        if one.rates != plain.rates and not (arm.late and cell.binding != "torch"):  # (Keras counts rounds)
             found.append("learning rates or momenta are not the plain run's")
-        found += _averages_in_range(one)
     if runs[0].frozen and arm.mixes and arm.algorithm in MEAN_KEPT:
         kept = np.mean([one.frozen[0] for one in runs], axis=0)
         if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
+    pushes = arm.algorithm in ("sgp", "osgp")
+    if cell["training"] != "unused-on-a-rank" and (arm.eager or pushes or cell["averages"] != "hook"):
+        # (else hooks see a rank's own steps, and ranks may differ by more than a step changes)
+        found += _averages_in_range(runs)
     found += _statistics(runs, tolerance)
     found += _counts(cell, runs)
     return list(dict.fromkeys(found))
@@ -147,34 +156,39 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
 
 def _near(cell: Cell, plain: Any, runs: Sequence[Any]) -> list[str]:
     """Ranks stay near a plain run that sees all their data, and no further apart when the rate has fallen."""
-    found, gain = [], plain.gain
+    found, gain, arm = [], plain.gain, ARMS[cell.arm]
     path = np.array([one.path for one in runs])  # [rank, step, weight]
     due = np.array(plain.path)
     moved = np.abs(due - due[0]).max() + 0.05
     far = np.abs(path - due).max()
-    if far > FAR * moved:
+    if far > FAR * moved and arm.algorithm != "diloco":  # (whose outer momentum is that of few, long periods)
         found.append(f"weights are far from a plain run on all data: {far:.3g}, which moved by {moved:.3g}")
-    if cell["training"] == "unused-on-a-rank" and ARMS[cell.arm].algorithm in MEAN_KEPT:
+    if cell["training"] == "unused-on-a-rank" and cell["rate"] == "none" and arm.options.get("quasi_global"):
         last = steps_of(cell) - 8
         far, moved = np.abs(path.mean(axis=0) - due)[last, gain].max(), np.abs(due[last] - due[0])[gain].max()
         if far > 0.3 * moved:
             found.append(
                 f"a parameter that one rank trains is far from a plain run: {far:.3g}, which moved by {moved:.3g}"
             )
-    if cell["rate"] in FALLS and not ARMS[cell.arm].eager:
+    leap = np.abs(np.diff(path, axis=1)).max() / (np.abs(np.diff(due, axis=0)).max() + 1e-9)
+    jumps = cell["averages"] in ("ema-overwrite", "lookahead") and cell["optimizer"] in ("none", "momentum")
+    if jumps and arm.name == "eager-ahead" and leap > LEAP:
+        found.append(f"weights jump further than a plain run's: {leap:.3g} times")
+    if cell["rate"] in FALLS and steps_of(cell) > STEPS:
         apart, drop = np.abs(path - path.mean(axis=0)).max(axis=(0, 2)), drop_of(cell)
-        before, after = apart[drop // 2 : drop + 1].max(), apart[drop + 1 :].max()
-        if after > APART * before:
+        before, after = apart[drop - 8 : drop + 1].max(), apart[drop + 1 :].max()
+        if after > APART[arm.algorithm] * before:
             found.append(f"ranks are further apart after the rate has fallen: {after:.3g}, before {before:.3g}")
     return found
 
 
-def _averages_in_range(one: Any) -> list[str]:
-    """A moving average is among the weights that there were, give or take what a step changes."""
-    path = np.array(one.path)
-    steps = np.abs(np.diff(path, axis=0)).max(axis=0)
-    low, high = path.min(axis=0) - 3 * steps - 0.02, path.max(axis=0) + 3 * steps + 0.02
-    if any(((average < low) | (average > high)).any() for average in one.averages):
+def _averages_in_range(runs: Sequence[Any]) -> list[str]:
+    """Moving averages are among the weights that there were on any rank, give or take what a step changes."""
+    path = np.array([one.path for one in runs])
+    steps = np.abs(np.diff(path, axis=1)).max(axis=(0, 1))
+    low, high = path.min(axis=(0, 1)) - 2 * steps - 0.02, path.max(axis=(0, 1)) + 2 * steps + 0.02
+    averages = [average for one in runs for average in one.averages]
+    if any(((average < low) | (average > high)).any() for average in averages):
         return ["a moving average is not among the weights that there were"]
     return []
 

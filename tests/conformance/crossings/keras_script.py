@@ -95,10 +95,10 @@ class Net(keras.Model):
 
     def call(self, inputs: Any, training: bool = False, with_gain: bool = True) -> Any:
         """Map (n, 3) to (n, 2)."""
-        hidden = self.first(inputs)
+        hidden = tf.tanh(self.first(inputs))
         hidden = hidden if self.norm is None else self.norm(hidden, training=training)
         hidden = hidden if self.drop is None else self.drop(hidden, training=training)
-        return self.second(self.scale(tf.tanh(hidden), with_gain=with_gain))
+        return self.second(self.scale(hidden, with_gain=with_gain))
 
 
 CONSTRAINTS: Mapping[str, Callable[[], Any]] = {
@@ -156,6 +156,8 @@ class Run:
     def train(self) -> Run:
         """Run the whole script."""
         self.make_optimizer()
+        if self.ours and self.arm.holdable:
+            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
         self.path.append(self.weights())
         self.constants = [np.array(raw(v)) for v in self.constant_variables()]
         for step in range(self.steps):
@@ -218,7 +220,7 @@ class Run:
         gradients = tape.gradient(loss, variables)
         if self.cell["gradients"] == "transform" and not (self.ours and self.arm.eager):
             gradients = clip(gradients)
-        if not self.ours and self.arm.eager and not self.arm.tiny:
+        if not self.ours and self.arm.eager:  # (where gradients travel none is a gradient of 0, as in Horovod)
             gradients = [tf.zeros_like(v) if g is None else g for g, v in zip(gradients, variables, strict=True)]
         if self.ours and self.arm.wrapper == "LeaderOptimizer":
             self.opt.record_loss(loss)
@@ -351,8 +353,6 @@ class Run:
             for variable, value in zip(self.opt.variables, state.values(), strict=True):
                 variable.assign(value)
         self.trace()
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
 
     def all_variables(self) -> list[Any]:
         """Return what is trained, or is frozen for some steps."""

@@ -155,8 +155,10 @@ class Cell:
 
 def steps_of(cell: Cell) -> int:
     """Return how many steps a cell's script takes: more where something may pile up."""
-    settles = cell["rate"] in FALLS and ARMS[cell.arm].own and not ARMS[cell.arm].eager
-    return 4 * STEPS if settles or cell["training"] == "unused-on-a-rank" else STEPS
+    arm = ARMS[cell.arm]
+    corrects = arm.own and (arm.algorithm == "exact-diffusion" or arm.options.get("quasi_global", False))
+    piles_up = cell["rate"] in FALLS or cell["training"] == "unused-on-a-rank"
+    return 4 * STEPS if corrects and piles_up else STEPS
 
 
 def drop_of(cell: Cell) -> int:

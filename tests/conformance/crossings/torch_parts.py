@@ -21,22 +21,20 @@ LIMIT = 0.4
 MASK = torch.triu(torch.full((4, 4), float("-inf")), 1)
 
 
-class Counting(torch.optim.SGD):
-    """SGD that counts its steps in a parameter group, as schedule-free optimizers do, and slows down by the count."""
+class Counting(torch.optim.Optimizer):
+    """Gradient descent that counts its steps in a parameter group, as schedule-free optimizers do, and slows down."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group["k"] = 0
+        super().__init__(params, {"lr": lr, "k": 0})
 
-    def step(self, closure: Any = None) -> Any:
-        """Take a step of SGD at a rate that falls with the count."""
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step at a rate that falls with the count."""
         for group in self.param_groups:
             group["k"] += 1
-            group["lr"] /= 1.0 + 0.1 * group["k"]
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] *= 1.0 + 0.1 * group["k"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / (1.0 + 0.1 * group["k"]))
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -171,8 +169,9 @@ class Reading(Part):
         self.seen: Array | None = None
         run.opt.register_step_pre_hook(lambda *_: self.read(run))
 
-    def before(self, run: Run) -> None:
+    def step(self, run: Run) -> bool:
         self.seen = run.weights()
+        return False
 
     def read(self, run: Run) -> None:
         """Compare; of several rounds in a step the first."""
@@ -227,7 +226,7 @@ class Lookahead(Part):
     """Slow weights that the fast ones are set to every third round, in a step post hook."""
 
     def prepare(self, run: Run) -> None:
-        self.slow = [p.detach().clone() for p in run.net.first.parameters()]
+        self.slow = run.net.first.weight.detach().clone()
         self.rounds = 0
 
     def begin(self, run: Run) -> None:
@@ -238,9 +237,8 @@ class Lookahead(Part):
         """Reset the fast weights."""
         self.rounds += 1
         if self.rounds % 3 == 0:
-            for slow, parameter in zip(self.slow, run.net.first.parameters(), strict=True):
-                slow.lerp_(parameter, 0.5)
-                parameter.copy_(slow)
+            self.slow.lerp_(run.net.first.weight, 0.5)
+            run.net.first.weight.copy_(self.slow)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -288,7 +286,7 @@ class ShownAndWritten(Shown):
     """The same, with weights read and written between."""
 
     def between(self, run: Run) -> None:
-        if not run.arm.mixes and not np.allclose(run.weights(), run.path[-1], rtol=1e-5, atol=1e-6):
+        if not run.arm.mixes and not np.allclose(run.weights(), run.seen, rtol=1e-5, atol=1e-6):
             run.report("weights between synchronize() and step() are the weights: others")
         shrink(run)
 
@@ -310,8 +308,7 @@ class TransformThatTouches(Part):
 @torch.no_grad()
 def shrink(run: Run) -> None:
     """Shrink some weights."""
-    for parameter in run.net.first.parameters():
-        parameter.mul_(0.97)
+    run.net.first.weight.mul_(0.97)
 
 
 @torch.no_grad()
@@ -634,7 +631,8 @@ IDLE: Mapping[str, Mapping[str, str]] = {
 def equivalent(cell: Cell) -> Cell:
     """Return a cell whose ranks' weights are the same: without what changes none, or with the same change elsewhere."""
     levels = {factor: IDLE.get(factor, {}).get(level, level) for factor, level in cell.levels.items()}
-    if levels.get("gradients") in ("transform-write", "synchronize-write") and cell["weights"] == "none":
+    writes = levels.get("gradients") in ("transform-write", "synchronize-write")
+    if writes and cell["weights"] == "none" and ARMS[cell.arm].eager:
         levels |= {"gradients": "none", "weights": "decay-before"}
     return Cell(cell.binding, cell.arm, {factor: levels[factor] for factor in LEVELS if factor in levels})
 
@@ -655,4 +653,13 @@ def allowed(levels: Mapping[str, str]) -> bool:
             return False  # (each rank's batch norm sees its own batch)
         if training == "unused-on-a-rank" and not (arm.own and arm.ranks > 1):
             return False
+    if buffers == "expanded" and (
+        levels.get("averages") in ("hook", "loop", "swapped") or levels.get("middle") in ("resume", "cut")
+    ):
+        return False  # (torch itself cannot write it)
+    weights, gradients = levels.get("weights"), levels.get("gradients")
+    if weights == "unit-norm" and levels.get("averages") == "lookahead":
+        return False  # (whose averages have another norm)
+    if weights == "reading" and gradients in ("synchronize-write", "transform-write"):
+        return False  # (who writes weights before the hook)
     return not (optimizer == "counting" and levels.get("rate") == "one-cycle")  # (no momentum to cycle)

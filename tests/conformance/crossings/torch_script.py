@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, with_gain: bool = True) -> torch.Tensor:
         """Map (n, 3) to (n, 2)."""
-        hidden = torch.tanh(self.norm(self.first(x)))
+        hidden = self.norm(torch.tanh(self.first(x)))  # (behind the first bias, which norms would cancel)
         result: torch.Tensor = self.second(hidden * self.gain if with_gain else hidden)
         return result
 
@@ -77,6 +77,7 @@ class Run:
 
     Attributes:
         t: the step's index.
+        seen: the weights that the last loss was computed with.
         path: the weights before the first step and after each.
         averages: a part's moving averages at the end.
         drained: bytes of weights, statistics and buffers after each drain.
@@ -90,6 +91,7 @@ class Run:
             kinds[level]() for factor, level in cell.levels.items() if level in (kinds := {**LEVELS[factor], **REFUSED})
         ]
         self.path: list[Array] = []
+        self.seen = np.zeros(0)
         self.averages: list[Array] = []
         self.drained: list[bytes] = []
         self.rates: list[tuple[float, ...]] = []
@@ -109,6 +111,8 @@ class Run:
         for part in self.parts:
             part.prepare(self)
         self.make_optimizer()
+        if self.ours and self.arm.holdable:
+            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
         self.path.append(self.weights())
         self.constants = [buffer.clone() for buffer in self.constant_buffers()]
         for step in range(self.steps):
@@ -144,12 +148,13 @@ class Run:
         for part in self.parts:
             part.before(self)
         self.look()
+        self.seen = self.weights()
         loss = self.loss()
         loss.backward()
         if self.arm.wrapper == "LeaderOptimizer" and self.ours:
             self.opt.record_loss(loss)
-        if not self.ours and self.arm.eager and not self.arm.tiny:
-            for parameter in self.net.parameters():  # (a bucket holds them all: without a gradient is a gradient of 0)
+        if not self.ours and self.arm.eager:
+            for parameter in self.net.parameters():  # (where gradients travel none is a gradient of 0, as in Horovod)
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
         if not any(part.step(self) for part in self.parts):
@@ -194,8 +199,6 @@ class Run:
         self.opt = self.wrapped(plain) if self.ours else plain
         for part in self.parts:
             part.begin(self)
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
 
     def elsewhere(self, name: str) -> bool:
         """Return whether a parameter is another optimizer's."""
@@ -258,7 +261,7 @@ class Run:
             self.opt.drain()
         group = self.opt.param_groups[0]
         if "k" in group and self.cell["middle"] in ("none", "drain"):
-            applied = self.opt.stats().rounds_applied if self.arm.eager else self.t + 1
+            applied = self.opt.stats().rounds_applied if self.arm.eager else len(self.rates)
             if group["k"] != applied:
                 self.report(f"an optimizer counts its updates: {group['k']} of {applied}")
         self.statistics += [(own, self.average_of_ranks()[0]) for own in before]

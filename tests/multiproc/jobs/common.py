@@ -78,6 +78,11 @@ class Baton:
     def __init__(self, name: str) -> None:
         self._file = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / f"baton.{name}"
 
+    @property
+    def laid(self) -> bool:
+        """Whether it is laid."""
+        return self._file.exists()
+
     def lay(self) -> None:
         """Let those go on that wait."""
         self._file.touch()

@@ -9,8 +9,8 @@ from typing import Any
 from tests.conformance.leader_reference import NEVER_OLD, Following, several
 
 STEPS = 24
-ASLEEP, PULLS = 48, 1
-"""Steps that the others take while a rank sleeps."""
+PATIENCE = 60.0
+"""Seconds that ranks go on stepping for one that waits to be pulled."""
 
 
 def pairs(size: int) -> tuple[tuple[int, ...], ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 from common import Baton, Part, Report
-from leader_table import ASLEEP, PULLS, STEPS, cases, pairs
+from leader_table import PATIENCE, STEPS, cases, pairs
 
 from tests.conformance.leader_reference import Following
 
@@ -52,31 +53,32 @@ def _plain(entry: tuple[Any, ...]) -> list[Any]:
 
 
 def asleep(report: Report, rank: int, size: int, make: Make) -> None:
-    """Rank 1 sleeps between its first and its second step until the others have taken ``ASLEEP``; the pulls go on.
+    """Rank 1 takes no step between its first and its second until it has seen a pull that rank 0 has led.
 
-    Rank 0, whose loss is the lowest, has said so before the others go on, and it stays known however fast they are.
+    Meanwhile the others step, until rank 1 says that it has: so nothing depends on who is quicker. Rank 0 has the lowest
+    loss, which is in its mean loss for as long as they step.
     """
-    options = {"algorithm": "lsgd", "global_period": 2, "loss_window": size * ASLEEP}
+    options = {"algorithm": "lsgd", "global_period": 2, "loss_window": 10**6}
     trainer = make(told=lambda x, rank, step: float(rank), group=size, **options)
-    batons = [Baton(f"asleep.{other}") for other in range(size)]
-    first = Baton("asleep.first")
+    woken, done = Baton("asleep.woken"), [Baton(f"asleep.{other}") for other in range(size)]
     trainer.step(rank, 1)
-    if rank == 0:
-        first.lay()
-    first.wait()
     optimizer = trainer.optimizer
+    pulls, step = 0, 2
     if rank == 1:
-        for other in range(size):
-            if other != rank:
-                batons[other].wait()
         worker = optimizer._async.worker_now()
-        worker.engine.wait(lambda: worker.executor.record.pulls >= PULLS)
-    pulls = optimizer.stats().pulls
-    for step in range(2, ASLEEP + 1):
+        worker.engine.wait(lambda: 0 in optimizer.stats().led)
+        pulls = optimizer.stats().pulls
+        woken.lay()
         trainer.step(rank, step)
+    else:
+        deadline = time.monotonic() + PATIENCE
+        while not woken.laid and time.monotonic() < deadline:
+            trainer.step(rank, step)
+            step += 1
     waits = optimizer.stats().wait_s
-    if rank != 1:
-        batons[rank].lay()
+    done[rank].lay()
+    for other in done:
+        other.wait()
     optimizer.drain()
     report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
 
