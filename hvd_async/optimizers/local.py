@@ -191,18 +191,18 @@ class LocalDriver(Driver):
                 if before is not None:
                     before *= weight
             mixed = worker.mix(after if before is None else before, after)
-        self._in_step, self._ended = False, self._begun
-        self._own_steps += 1
         return StepEnd(mixed, merged)
 
     def publish(self, weights: Vector) -> None:
-        """Send what later steps of other ranks mix in, after constraints and post-step hooks.
+        """Send what later steps of other ranks mix in, after constraints and post-step hooks. The step ends with it.
 
         Args:
             weights: the model's at the end of the step, shape (n,); not to be changed any more.
         """
         with self.updating():
             self.worker.publish(weights)
+        self._in_step, self._ended = False, self._begun
+        self._own_steps += 1
 
     def merged_statistics(self, own: Vector | None) -> Vector | None:
         """Return the batch-norm statistics to go on with; None: this rank's own."""

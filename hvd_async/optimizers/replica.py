@@ -6,8 +6,11 @@ It reads, writes and describes; it decides nothing, waits for nobody by itself a
 from __future__ import annotations
 
 import abc
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -17,8 +20,16 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.process_sets import RankGroup
 
-DRAINS_CALLER = 9
-"""``stacklevel`` of a warning from ``finish``: the line of the user's that has called ``drain()``."""
+PACKAGE = str(Path(__file__).parents[1])
+
+
+def users_line() -> int:
+    """Return the ``stacklevel`` with which a warning of the caller names the line outside of this package that led to
+    it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 STALE = (

@@ -16,7 +16,7 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import DRAINS_CALLER
+from hvd_async.optimizers.replica import users_line
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
@@ -219,7 +219,7 @@ class GradientReplica(eager.GradientReplica):
                 warnings.warn(
                     f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "
                     f"(backward_passes_per_step) stay on this rank and go on with its next ones",
-                    stacklevel=DRAINS_CALLER,
+                    stacklevel=users_line(),
                 )
 
     def record_samples(self, samples: int) -> None:

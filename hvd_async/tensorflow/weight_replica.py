@@ -17,7 +17,7 @@ from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import DRAINS_CALLER
+from hvd_async.optimizers.replica import users_line
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.gradient_feed import is_finite
@@ -337,5 +337,5 @@ class WeightReplica(replica.WeightReplica):
             warnings.warn(
                 f"drain(): {done} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) stay "
                 f"on this rank and go on with its next ones",
-                stacklevel=DRAINS_CALLER,
+                stacklevel=users_line(),
             )

@@ -15,7 +15,7 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import DRAINS_CALLER
+from hvd_async.optimizers.replica import users_line
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Hyper
@@ -332,17 +332,17 @@ class GradientReplica(eager.GradientReplica):
             warnings.warn(
                 f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
                 f"{worker.mend}, which had most: {INSTEAD} of every rank",
-                stacklevel=DRAINS_CALLER,
+                stacklevel=users_line(),
             )
         elif left and self.one_by_one and self.round_transform is None:
             told = f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}"
-            warnings.warn(told, stacklevel=DRAINS_CALLER)
+            warnings.warn(told, stacklevel=users_line())
         passed = 0 if self.overlap is None else self.overlap.passed
         if flush and passed:
             warnings.warn(
                 f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
                 f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
-                stacklevel=DRAINS_CALLER,
+                stacklevel=users_line(),
             )
         if self.overlap is not None and not passed:
             self.overlap.disarm()  # the next backward pass may be anyone's, until zero_grad() is called again

@@ -31,9 +31,9 @@ def spy(opt: Any) -> list[Event]:
         events.append(("told", float(loss)))
         return tell(loss)
 
-    def begun() -> Any:
+    def begun(**given: Any) -> Any:
         events.append(("begun", float(sum(kind == "told" for kind, _ in events))))
-        return begin()
+        return begin(**given)
 
     vars(ours._async).update(record_loss=told, begin_step=begun)
     return events
