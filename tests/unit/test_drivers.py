@@ -172,6 +172,7 @@ def test_a_step_has_two_halves():
     assert end.weights.tolist() == [10.5, 11.0]  # (mixed as the weights times the push-sum weight)
     assert end.statistics is None
     assert optimizer.rounds == 4
+    driver.publish(end.weights)
     driver.begin_step()  # (the one before it has ended)
 
 
@@ -233,6 +234,7 @@ def test_losses_are_handed_over_when_a_step_begins():
     driver.begin_step(9.0)
     end = driver.end_step(None, weights.read(), weights.statistics())
     assert end.statistics.tolist() == [6.0, 2.0]
+    driver.publish(end.weights)
     driver.begin_step(2.0)
     assert driver.worker.losses == [1.0, 2.0]
 

@@ -55,8 +55,8 @@ def _plain(entry: tuple[Any, ...]) -> list[Any]:
 def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     """Rank 1 takes no step between its first and its second until it has seen a pull that rank 0 has led.
 
-    Meanwhile the others step until rank 1 says that it has, so nothing depends on who is quicker. Rank 0 has the lowest
-    loss, which is in its mean loss for as long as they step.
+    Meanwhile the others step, until rank 1 says that it has: so nothing depends on who is quicker. Rank 0 has the
+    lowest loss, which is in its mean loss for as long as they step.
     """
     options = {"algorithm": "lsgd", "global_period": 2, "loss_window": 10**6}
     trainer = make(told=lambda x, rank, step: float(rank), group=size, **options)

@@ -8,20 +8,24 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from common import Report
+from common import Baton, Report
 from torch_common import Batches, mlp
 
 import hvd_async.torch as hvd
 
 SLOW, STEPS, SECONDS = 2, 70, 0.02
-"""The slow rank; steps of a phase; seconds that it sleeps in each."""
+"""The slow rank; steps of a phase; seconds that it computes longer in each."""
 
 
-def train(optimizer, model, batches, after=lambda: None) -> None:
-    """Take STEPS steps; the slow rank computes longer."""
-    for _ in range(STEPS):
+def train(name, optimizer, model, batches, after=lambda: None) -> None:
+    """Take STEPS steps; the slow rank computes on for a while when the others have come to their step."""
+    for step in range(STEPS):
         batches.backward(model)
+        ready = [Baton(f"{name}.{step}.{rank}") for rank in range(hvd.size())]
+        ready[hvd.rank()].lay()
         if hvd.rank() == SLOW:
+            for other in ready:
+                other.wait()
             time.sleep(SECONDS)
         optimizer.step()
         after()
@@ -40,7 +44,7 @@ def main() -> None:
         prometheus_port=0, all_ranks=True,
     )  # fmt: skip
     began = time.perf_counter()
-    train(optimizer, model, batches)
+    train("eager", optimizer, model, batches)
     seconds = time.perf_counter() - began
     monitor.sample()
     served = None
@@ -57,8 +61,8 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), algorithm="dpsgd", topology="ring"
     )
     with hvd.Monitor(gossip, every=10) as monitor:
-        for _ in range(2):
-            train(gossip, model, batches, monitor.step)
+        for phase in range(2):
+            train(f"gossip{phase}", gossip, model, batches, monitor.step)
             monitor.compare(hvd.allgather_object(monitor.report()))
     report.put("gossip", waited=gossip.stats().wait_s)
     hvd.shutdown()
