@@ -91,7 +91,11 @@ def run(cell: Cell, make: Callable[[Cell, int | None], Any]) -> tuple[Any, Seque
     def work(rank: int) -> Any:
         one = make(cell, rank)
         one.done = done
-        return one.train()
+        try:
+            return one.train()
+        finally:
+            for event in done:  # (also of a rank that has failed: nobody waits for it)
+                event.set()
 
     return plain, Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
 
