@@ -23,7 +23,7 @@ class Buffer(abc.ABC):
     """A tensor or variable of the model that no optimizer trains, on one rank.
 
     Attributes:
-        name: for people.
+        name: as messages show it.
         key: identifies it among a rank's buffers; the same on all ranks.
         kind: its shape and dtype in one string.
         is_statistic: whether it is a running mean or variance of batch norm, which ranks average.

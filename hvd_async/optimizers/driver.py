@@ -222,7 +222,7 @@ class Driver(abc.ABC):
             worker.in_consensus = False
 
     def check_outside_consensus(self, what: str) -> None:
-        """Raise ReplicaStateError if the model holds the consensus now; ``what`` is the call, for people."""
+        """Raise ReplicaStateError if the model holds the consensus now; ``what`` names the call."""
         if self.worker is not None:
             self.worker.check_outside_consensus(what)
 

@@ -99,6 +99,6 @@ def _problem(ready: dict[int, CollectiveReady], elsewhere: Set[int]) -> str | No
         f"replicas differ after {first.what}: {ranks_text(ranks)} from rank {lowest}, first in {name!r}. Weights or "
         f"optimizer state were changed on some ranks alone: call load_state_dict() and the like on every rank, or on "
         f"rank 0 before hvd.broadcast_parameters() and hvd.broadcast_optimizer_state() (torch), or "
-        f"hvd.broadcast_variables() (TensorFlow); calling these now mends it. Or sums in round_transform= depend "
-        f"on the number of threads, which must be the same on all ranks then"
+        f"hvd.broadcast_variables() (TensorFlow); call these now to make replicas equal. Another cause is a "
+        f"round_transform= whose sums depend on the number of threads: set the same number on all ranks"
     )

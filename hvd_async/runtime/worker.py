@@ -141,14 +141,14 @@ class Worker(abc.ABC):
         """Refuse a call inside ``consensus()``; nothing has changed then.
 
         Args:
-            what: the call, for people.
+            what: the call, for the message.
 
         Raises:
             ReplicaStateError: the model holds the consensus.
         """
         if self.in_consensus:
             raise ReplicaStateError(
-                f"{self.label}: {what} inside consensus(), where the model holds what stands for all ranks and not "
+                f"{self.label}: {what} inside consensus(), where the model holds the consensus of all ranks and not "
                 f"this rank's weights. Leave the `with` block first."
             )
 

@@ -17,7 +17,7 @@ from hvd_async.optimizers import agreement
 from hvd_async.optimizers.agreement import Array, Buffers, unique_keys
 
 Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-"""As ``model.named_buffers()`` yields them."""
+"""Names and buffers, from ``model.named_buffers()`` for example."""
 STATISTICS = ("running_mean", "running_var")
 """Names that torch's batch norm, and what is modelled on it, gives its running statistics."""
 

@@ -127,7 +127,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             replica.skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Make so many backward passes a step from now on, on all ranks, as in Horovod."""
+        """Set the number of backward passes per step from now on, on all ranks, as in Horovod."""
         self._async.replica.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:

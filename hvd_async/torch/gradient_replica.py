@@ -113,7 +113,7 @@ class GradientReplica(eager.GradientReplica):
         self.counters = set(settings["counters"])
 
     def set_passes(self, passes: int) -> None:
-        """Make so many backward passes a step."""
+        """Set the number of backward passes per step."""
         self.passes = passes
         if self.overlap is not None:
             self.overlap.passes = passes

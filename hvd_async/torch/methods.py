@@ -31,7 +31,7 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Let the model hold what stands for all ranks, for evaluation and export: see ``OptimizerMethods``."""
+        """Return a context in which the model holds the consensus of all ranks: see ``OptimizerMethods``."""
         with EnteredOutside(super().consensus()):
             yield
 
