@@ -134,9 +134,7 @@ class Lifecycle:
             channel, self._controls, engine.hosts = rendezvous(collectives, self._families)
             return channel
 
-        # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
-        atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)
+        self._exit_before_horovod()
         exit_status.watch()
         if not self._hooked:
             self._hooked = True
@@ -144,6 +142,16 @@ class Lifecycle:
         self._engine = engine = Engine(collectives, connect)
         engine.elastic = self.elastic
         engine.start()
+
+    def initialized(self) -> None:
+        """Horovod was initialized, perhaps once more in a job that is under way."""
+        if self._engine is not None:
+            self._exit_before_horovod()
+
+    def _exit_before_horovod(self) -> None:
+        # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _after_fork(self) -> None:
         """(In a forked child.) No thread of the engine's is here, and the other ranks are the parent's business."""

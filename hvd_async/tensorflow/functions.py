@@ -149,6 +149,7 @@ def init(*arguments: Any, **options: Any) -> None:
         ValueError: as Horovod's.
     """
     elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
+    LIFECYCLE.initialized()
 
 
 def shutdown() -> None:

@@ -201,7 +201,7 @@ class GradientReplica(eager.GradientReplica):
     def read_double(self) -> Array:
         return flat_double(self.optimizer._trainable_variables)
 
-    def buffers(self) -> Buffers | None:
+    def buffers(self) -> Buffers:
         return buffers_of(self.model)
 
     def apply(self, round_: ReducedRound) -> None:

@@ -78,11 +78,14 @@ def _beside_weights(model: Any) -> list[Any]:
     ]
 
 
-def buffers_of(model: Any) -> Buffers | None:
-    """Return what a model holds beside its weights, by its place; None if there is no model."""
-    if model is None:
-        return None
-    return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(_beside_weights(model))], lambda array: array)
+def buffers_of(model: Any) -> Buffers:
+    """Return what a model holds beside its weights, by its place.
+
+    Without a model there is nothing, and the rank still takes part in the comparison: another may know its model, which
+    Keras' callbacks tell the optimizer while it trains.
+    """
+    variables = [] if model is None else _beside_weights(model)
+    return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(variables)], lambda array: array)
 
 
 def keep_buffers(model: Any) -> Callable[[], None]:

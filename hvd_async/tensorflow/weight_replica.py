@@ -293,7 +293,7 @@ class WeightReplica(replica.WeightReplica):
         """
         self.velocities().add(correction, indices)
 
-    def buffers(self) -> Buffers | None:
+    def buffers(self) -> Buffers:
         return buffers_of(self.model)
 
     def keep_buffers(self) -> Callable[[], None]:

@@ -158,6 +158,7 @@ def init(*arguments: Any, **options: Any) -> None:
         ValueError: as Horovod's.
     """
     elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
+    LIFECYCLE.initialized()
 
 
 def shutdown() -> None:
