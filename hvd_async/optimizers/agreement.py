@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.worker import Worker
 
 Array = np.ndarray[Any, Any]
@@ -164,10 +165,10 @@ def _average(worker: Worker, buffers: Buffers, statistics: Sequence[Buffer]) -> 
 
 
 def _warn(names: Sequence[str], problem: str) -> None:
-    """Warn that so-named buffers have a problem, once a process."""
+    """Warn that buffers have a problem."""
     if names:
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(f"buffers {listed} {problem}", stacklevel=3)
+        warnings.warn(f"buffers {listed} {problem}", stacklevel=users_line())
 
 
 def consensus_distance(worker: Worker, weights: Vector) -> float:

@@ -314,6 +314,7 @@ class Driver(abc.ABC):
     def end(self, flush: bool) -> int:
         """Drain (``flush``) or cut, with all optimizers of the process set; returns the rank that was done last."""
         refuse_nested_drain()
+        self.check_outside_consensus("drain(), cut() or what begins with one")
         worker: Worker = self.worker_now()
         worker.engine.drain(flush, worker.process_set_id)
         return worker.last_done
@@ -321,6 +322,7 @@ class Driver(abc.ABC):
     def drain_all(self, flush: bool = True) -> int:
         """Drain or cut all optimizers of the process, of all process sets; returns the rank that was done last."""
         refuse_nested_drain()
+        self.check_outside_consensus("drain() or what begins with one")
         self.check_usable()
         worker: Worker = self.register()
         worker.engine.drain(flush)  # (not before the ranks have met over this one: they may wait for another first)

@@ -127,6 +127,8 @@ class LocalDriver(Driver):
         self.restored: Any = None
         self.begun = False
         self._in_step = False
+        self._set_aside: Vector | None = None
+        """This rank's weights, while the model holds the consensus."""
         """Whether a step has begun and its weights were not mixed yet."""
         self._begun = self._ended = 0
         """Steps whose update is in the weights, and those that were mixed."""
@@ -178,7 +180,7 @@ class LocalDriver(Driver):
             statistics: as of ``WeightReplica.statistics``.
 
         Raises:
-            FloatingPointError: a weight is NaN or infinite; nothing was sent.
+            FloatingPointError: a weight is NaN or infinite; it was not sent.
         """
         worker: WeightWorker = self.worker
         with self.updating():
@@ -200,6 +202,8 @@ class LocalDriver(Driver):
             weights: the model's at the end of the step, shape (n,); not to be changed any more.
         """
         with self.updating():
+            if self.worker.defers_sends and not self.replica.is_finite(weights):
+                raise FloatingPointError(self.replica.describe_nonfinite())
             self.worker.publish(weights)
         self._in_step, self._ended = False, self._begun
         self._own_steps += 1
@@ -253,12 +257,14 @@ class LocalDriver(Driver):
         try:
             self.replica.write(self.replica.constrained(worker.consensus(own * worker.weight)))
             self.unify_buffers()
+            self._set_aside = own
             with self.marked_consensus():
                 yield
         except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
             forgotten = True
             raise
         finally:
+            own, self._set_aside = own if self._set_aside is None else self._set_aside, None
             if not forgotten:
                 self.replica.write(own)
                 put_back()
@@ -311,6 +317,9 @@ class LocalDriver(Driver):
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain (``flush``) or a cut."""
+        if self._set_aside is not None:  # (a cut with which another optimizer's consensus() begins)
+            self._set_aside = worker.gather(self._set_aside, flush)
+            return
         if flush:
             self.replica.warn_before_drain()
         weights = worker.gather(self.replica.read(), flush)

@@ -6,11 +6,8 @@ It reads, writes and describes; it decides nothing, waits for nobody by itself a
 from __future__ import annotations
 
 import abc
-import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
@@ -19,18 +16,6 @@ from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.process_sets import RankGroup
-
-PACKAGE = str(Path(__file__).parents[1])
-
-
-def users_line() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller names the line outside of this package that led to
-    it."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
-        frame, level = frame.f_back, level + 1
-    return level
-
 
 STALE = (
     "this step was traced, as a tf.function, before ranks were lost or joined, and is of no use among those of now: "
@@ -76,6 +61,10 @@ class Replica(abc.ABC):
     def open_passes(self) -> int:
         """Backward passes of a step that has not ended, whose gradients would not outlive a change of the ranks."""
         return 0
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return state of the optimizer beside the wrapped one's own, by its key in ``state_dict()``."""
+        return {}
 
     def bind(self, engine: Engine) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Let the engine's work on vectors follow this thread's, from now on."""

@@ -29,8 +29,8 @@ class Participant(Protocol):
     def delete(self) -> None:
         """The optimizer was deleted (any thread)."""
 
-    def check_finished(self) -> None:
-        """Raise, if this rank cannot be done now (training thread)."""
+    def check_finished(self, flush: bool) -> None:
+        """Raise, if this rank cannot finish now, with a drain (``flush``) or a cut (training thread)."""
 
     def announce_finished(self, flush: bool) -> None:
         """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
@@ -73,7 +73,7 @@ def drain(engine: DrainingEngine, live: list[Participant], flush: bool, leaving:
     """
     if not leaving:
         for participant in live:
-            participant.check_finished()
+            participant.check_finished(flush)
     for participant in live:
         participant.announce_finished(flush)
     left = list(live)

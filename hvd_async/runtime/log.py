@@ -8,10 +8,13 @@ full, lines wait in a thread of their own, and training goes on.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
+import sys
 import threading
 from collections import deque
+from pathlib import Path
 
 MOST_LINES = 1000
 """That wait for a reader; further ones are counted and dropped."""
@@ -21,6 +24,7 @@ PATIENCE = 0.2
 """Seconds that a line may take to be written before whoever had it goes on."""
 GOODBYE = 1.0
 """Seconds that a process waits at its end for its last lines to be written."""
+PACKAGE = str(Path(__file__).parents[1])
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
@@ -112,3 +116,12 @@ atexit.register(flush_notices)
 def warn(text: str) -> None:
     """Write ``hvd_async: text`` to the process's stderr."""
     _writer.put(f"hvd_async: {printable(text)}\n".encode())
+
+
+def users_line() -> int:
+    """Return the ``stacklevel`` with which a warning of the caller names the line outside of this package that led to
+    it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -159,13 +159,17 @@ class Worker(abc.ABC):
                 f"{self.label}: a drain() or cut() was broken off: call it again before the next step"
             )
 
-    def check_finished(self) -> None:
-        """Raise, if this rank cannot be done now.
+    def check_finished(self, flush: bool) -> None:
+        """Raise, if this optimizer cannot finish now.
+
+        Args:
+            flush: drain; else cut, which is harmless inside ``consensus()``: another optimizer's may begin with one.
 
         Raises:
-            ReplicaStateError: it is inside ``consensus()``.
+            ReplicaStateError: a drain inside ``consensus()``.
         """
-        self.check_outside_consensus("drain(), cut() or what begins with one")
+        if flush:
+            self.check_outside_consensus("drain() or what begins with one")
 
     def announce_finished(self, flush: bool) -> None:
         """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""
@@ -175,7 +179,7 @@ class Worker(abc.ABC):
 
     def drain(self, flush: bool = True) -> None:
         """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""
-        self.check_finished()
+        self.check_finished(flush)
         self.announce_finished(flush)
         while not self.apply_available():
             self._await(lambda: self.has_available)

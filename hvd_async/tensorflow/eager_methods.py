@@ -89,6 +89,12 @@ class EagerMethods(methods.EagerMethods):
         with self._async.replica.extrapolation.around_update(trainable_variables):
             self._wrapped_class._backend_update_step(self, grads, trainable_variables, learning_rate)
 
+    def load_own_variables(self: Any, store: Any) -> None:
+        """Keras calls this in ``load_weights()`` and ``load_model()``: leads of other weights are of no use."""
+        self._wrapped_class.load_own_variables(self, store)
+        if self._async.replica.extrapolation is not None:
+            self._async.replica.extrapolation.forget_leads()
+
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:
             # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.

@@ -121,16 +121,23 @@ class _Exchange(elastic.Exchange):
         return [raw(variable) for variable in optimizer._trainable_variables]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return self.tensors_of(root, self._state(optimizer), name)
+        with_leads = self.object_of(root, bool(optimizer._async.replica.leads), f"{name}.leads")
+        return self.tensors_of(root, self._state(optimizer, with_leads), name)
 
     def put_state(self, optimizer: Any, state: Any) -> None:
-        self.put(self._state(optimizer), state)
+        with_leads = len(state) > len(optimizer.variables)
+        self.put(self._state(optimizer, with_leads), state)
 
     @staticmethod
-    def _state(optimizer: Any) -> list[Any]:
+    def _state(optimizer: Any, with_leads: bool) -> list[Any]:
+        """Return the wrapped optimizer's variables and, where the source has any, the leads of its updates."""
         replica = optimizer._async.replica
         replica.prepare()
-        return [raw(variable) for variable in optimizer.variables] + list(replica.leads)
+        if with_leads:
+            replica.extrapolation.make_leads()
+        elif replica.leads:
+            replica.extrapolation.forget_leads()
+        return [raw(variable) for variable in optimizer.variables] + (list(replica.leads) if with_leads else [])
 
     def hyperparameters(self, optimizer: Any) -> Any:
         return None if scheduled(optimizer) else float(raw(optimizer.learning_rate))

@@ -21,7 +21,7 @@ class Extrapolation:
 
     Args:
         optimizer: ours, built.
-        rounds: rounds to look ahead; 0 ends what leads there are.
+        rounds: rounds to look ahead; 0: updates stay as they are.
         before: the extrapolation of the same optimizer among other ranks, whose leads go on; None at first.
 
     Attributes:
@@ -30,11 +30,26 @@ class Extrapolation:
 
     def __init__(self, optimizer: Any, rounds: float, before: Extrapolation | None = None) -> None:
         self._optimizer, self._rounds = optimizer, rounds
-        variables = [raw(v) for v in optimizer._trainable_variables]
-        self.leads: list[tf.Variable] = [] if before is None else before.leads
-        if not self.leads and self._factor():
-            self.leads = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables]
-        self._lead_of = {id(v): lead for v, lead in zip(variables, self.leads, strict=False)}
+        self.leads: list[tf.Variable] = before.leads if before is not None and rounds else []
+        if self.wants_leads():
+            self.make_leads()
+
+    def wants_leads(self) -> bool:
+        """Tell whether updates are extrapolated with the optimizer's momentum of now."""
+        return self._factor() != 0
+
+    def make_leads(self) -> None:
+        """Make sure that there are leads, of 0 if there were none. Not in a graph."""
+        if not self.leads:
+            self.leads = [tf.Variable(tf.zeros_like(raw(v)), trainable=False) for v in self._variables()]
+
+    def forget_leads(self) -> None:
+        """Start from zero: the weights are others now."""
+        for lead in self.leads:
+            lead.assign(tf.zeros_like(lead))
+
+    def _variables(self) -> list[Any]:
+        return list(self._optimizer._trainable_variables)
 
     def _factor(self) -> float:
         if isinstance(self._optimizer, SCHEDULE_FREE):
@@ -44,7 +59,8 @@ class Extrapolation:
     @contextlib.contextmanager
     def around_update(self, moved: Sequence[Any]) -> Iterator[None]:
         """Extend the update of variables, of which the ops are made inside; before constraints and averages."""
-        pairs = [(raw(v), self._lead_of[id(raw(v))]) for v in moved if id(raw(v)) in self._lead_of]
+        lead_of = {id(raw(v)): lead for v, lead in zip(self._variables(), self.leads, strict=bool(self.leads))}
+        pairs = [(raw(v), lead_of[id(raw(v))]) for v in moved] if self.leads else []
         before = [tf.identity(variable) for variable, _ in pairs]
         yield
         for (variable, lead), start in zip(pairs, before, strict=True):

@@ -16,8 +16,8 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import users_line
 from hvd_async.runtime.compatibility import STATE
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
@@ -104,6 +104,8 @@ class GradientReplica(eager.GradientReplica):
             assert self.layout is not None
             assert self.extrapolation is not None
             if self.update is None or self.update.stale():
+                if self.extrapolation.wants_leads():
+                    self.extrapolation.make_leads()
                 self.update = Update(
                     optimizer,
                     self.layout,

@@ -36,7 +36,7 @@ class WeightMethods(methods.OptimizerMethods):
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
             ReplicaStateError: an earlier step was broken off here.
-            FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
+            FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
         """
         grads = list(grads)
         if grads:

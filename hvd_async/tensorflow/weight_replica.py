@@ -17,7 +17,7 @@ from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import users_line
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.gradient_feed import is_finite
@@ -233,9 +233,10 @@ class WeightReplica(replica.WeightReplica):
 
     def describe_nonfinite(self) -> str:
         bad = [v for v in self.optimizer._trainable_variables if not is_finite(raw(v).numpy().reshape(-1))]
+        named = f" ({', '.join(map(signature, bad[:5]))})" if bad else ", by a constraint"
         return (
-            f"this rank's step has made weights NaN or infinite ({', '.join(map(signature, bad[:5]))}), which would "
-            f"spread to all ranks; nothing was sent. Lower the learning rate, clip gradients, or wrap a "
+            f"this rank's step has made weights NaN or infinite{named}, which would spread to all ranks; they were not "
+            f"sent. Lower the learning rate, clip gradients, or wrap a "
             f"keras.optimizers.LossScaleOptimizer"
         )
 

@@ -13,6 +13,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.extrapolation import LEADS
 from hvd_async.torch.gradient_replica import GradientReplica
 from hvd_async.torch.methods import OptimizerMethods
 
@@ -139,8 +140,9 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         Raises:
             ReplicaStateError: gradients are on their way.
         """
-        layout = self._async.replica.layout
-        return {**super().state_dict(), "hvd_async": {**self._async.share(layout.nbytes), "orders": layout.orders}}
+        replica = self._async.replica
+        share = {**self._async.share(replica.layout.nbytes), "orders": replica.layout.orders}
+        return {**super().state_dict(), "hvd_async": share, **replica.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
@@ -150,13 +152,14 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             ReplicaStateError: gradients of this run are on their way.
         """
         state_dict = dict(state_dict)
-        share = state_dict.pop("hvd_async", None)
+        share, leads = state_dict.pop("hvd_async", None), state_dict.pop(LEADS, None)
         if share is not None:
             if self._async.worker is None:
                 self._async.replica.lay_out()
             layout = self._async.replica.layout
             self._async.take_share(layout.placed(share), layout.nbytes)
         super().load_state_dict(state_dict)
+        self._async.replica.extrapolation.load(self, leads)
 
 
 @contextlib.contextmanager

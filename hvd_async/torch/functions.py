@@ -103,7 +103,7 @@ def receive_state(
         name: of the collectives.
         object_of, tensors_of: return a rank's value, and its tensors; collectives.
     """
-    state = optimizer._wrapped_class.state_dict(optimizer)
+    state = {**optimizer._wrapped_class.state_dict(optimizer), **optimizer._async.replica.extra_state()}
     tensors: list[torch.Tensor] = []
 
     def hollow(value: Any) -> Any:

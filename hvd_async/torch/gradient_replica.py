@@ -15,9 +15,9 @@ from hvd_async.algorithms.eager.worker import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.optimizers.replica import users_line
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import hyperparameters, streams
@@ -79,7 +79,7 @@ class GradientReplica(eager.GradientReplica):
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
         self.counters: set[str] = set()
-        self._extrapolation = Extrapolation()
+        self.extrapolation = Extrapolation()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on."""
@@ -102,8 +102,12 @@ class GradientReplica(eager.GradientReplica):
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
+        self.extrapolation.leads = before.extrapolation.leads
         for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
             parameter.grad = None
+
+    def extra_state(self) -> dict[str, Any]:
+        return self.extrapolation.saved(self.optimizer)
 
     def settings_in_force(self) -> dict[str, Any]:
         return {"backward_passes_per_step": self.passes, "counters": sorted(self.counters)}
@@ -148,7 +152,7 @@ class GradientReplica(eager.GradientReplica):
         self.lay_out()  # groups may have been added since the wrapper was made
         wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
         made = config(self.layout.nbytes)
-        self._extrapolation.rounds = made.weight_prediction
+        self.extrapolation.rounds = made.weight_prediction
         return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
 
     # -- gradients out ----------------------------------------------------------------------------------------
@@ -281,7 +285,7 @@ class GradientReplica(eager.GradientReplica):
         hooks.run_pre_hooks()
         with (
             hyperparameters.noting_counters(optimizer.param_groups, self.counters),
-            self._extrapolation.around_update(optimizer),
+            self.extrapolation.around_update(optimizer),
         ):
             hooks.run_update(optimizer._wrapped_class)
         hooks.run_post_hooks()
@@ -308,10 +312,11 @@ class GradientReplica(eager.GradientReplica):
             f"optimizer {optimizer._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
             f"factors {self.before} and {self.after}"
         )
+        leads = self.extrapolation.leads
         held = [
             (f"{STATE}{key} of {name}", checksum(value))
             for p, name in zip(parameters, names, strict=True)
-            for key, value in optimizer.state.get(p, {}).items()
+            for key, value in [*optimizer.state.get(p, {}).items(), ("the lead", leads.get(p))]
             if isinstance(value, torch.Tensor)
         ]
         return (
@@ -356,7 +361,8 @@ class GradientReplica(eager.GradientReplica):
         """Take over a rank's weights and optimizer state. A collective."""
         parameters, state = self.parameters, self.optimizer.state
         held = [v for p in parameters for v in state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        take_over(worker, [*parameters, *held], rank)
+        leads = [self.extrapolation.leads[p] for p in parameters if p in self.extrapolation.leads]
+        take_over(worker, [*parameters, *held, *leads], rank)
 
 
 def _is_finite(gradient: torch.Tensor | None) -> bool:

@@ -87,7 +87,7 @@ class WeightMethods(OptimizerMethods):
         Raises:
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
             ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
-            FloatingPointError: the step has made a weight NaN or infinite; nothing was sent.
+            FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
         refuse_a_step_for_state()

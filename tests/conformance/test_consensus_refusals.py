@@ -63,12 +63,11 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
 
 
 @pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
-@pytest.mark.parametrize(("wrapper", "options"), [("GossipOptimizer", {"algorithm": "sgp"}), ("EagerOptimizer", {})])
-def test_another_optimizers_drain_is_refused_too(made, wrapper, options):
+def test_another_optimizers_drain_is_refused_too(made):
     """It would drain the one whose model holds the consensus."""
 
     def work(rank: int) -> list[float]:
-        one, other = (made(wrapper, options, rank) for _ in range(2))
+        one, other = (made("GossipOptimizer", {"algorithm": "sgp"}, rank) for _ in range(2))
         for trainer in (one, other):
             trainer.step()
         with one.opt.consensus():
@@ -81,6 +80,44 @@ def test_another_optimizers_drain_is_refused_too(made, wrapper, options):
 
     first, second = Cluster(2).run(work)
     assert first == second
+
+
+NESTED = [
+    *(({"algorithm": name}, {"algorithm": name}) for name in ("sgp", "dpsgd", "adpsgd", "local", "diloco")),
+    (None, {"algorithm": "sgp"}),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
+@pytest.mark.parametrize(("first", "second"), NESTED, ids=str)
+def test_two_models_hold_their_consensus_at_once(made, first, second):
+    """As when a GAN is evaluated; afterwards each has its own weights again, and training goes on."""
+
+    def make(options: Any, rank: int) -> Any:
+        return made("EagerOptimizer", {}, rank) if options is None else made("GossipOptimizer", options, rank)
+
+    def work(rank: int) -> list[list[float]]:
+        one, other = make(first, rank), make(second, rank)
+        for _ in range(3):
+            one.step()
+            other.step()
+        one.opt.cut()
+        own = [one.weights(), other.weights()]
+        with one.opt.consensus():
+            held = one.weights()
+            with other.opt.consensus():
+                np.testing.assert_array_equal(one.weights(), held)
+                seen = [held.tolist(), other.weights().tolist()]
+        for trainer, options, before in zip((one, other), (first, second), own, strict=True):
+            if options is not None:
+                np.testing.assert_array_equal(trainer.weights(), before)
+            trainer.step()
+        one.opt.drain()
+        return [*seen, one.weights().tolist(), other.weights().tolist()]
+
+    ranks = Cluster(2).run(work)
+    assert ranks[0] == ranks[1]
 
 
 @pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])

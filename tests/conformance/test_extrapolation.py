@@ -381,6 +381,60 @@ def test_how_far_momentum_carries():
     assert momentum_of({"lr": 0.1}) == momentum_of({"betas": []}) == 0
 
 
+def test_the_state_of_a_torch_optimizer_holds_its_own_entries_alone():
+    """Tools that walk it, Horovod's broadcast among them, meet what the wrapped class has put there."""
+
+    def train(rank):
+        one = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
+        for step in range(3):
+            one.take(np.full(3, 1.0 + step))
+        one.opt.drain()
+        plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=MOMENTUM.lr, momentum=MOMENTUM.momentum)
+        plain.load_state_dict(one.opt.state_dict())
+        return [list(state) for opt in (one.opt, plain) for state in opt.state.values()]
+
+    assert Cluster(2).run(train) == [[["momentum_buffer"]] * 2] * 2
+
+
+def test_keras_extrapolates_from_when_there_is_momentum():
+    def train(rank):
+        moved = []
+        for ahead in (2, 0):
+            one = KERAS.vectors(
+                [1], lambda _: keras.optimizers.Adam(0.1, beta_1=0.0), quorum=2, weight_prediction=ahead
+            )
+            one.take(1.0)
+            one.opt.drain()
+            one.opt.beta_1, before = 0.5, one.weights()
+            one.take(2.0)
+            moved.append(one.weights() - before)
+        return moved
+
+    for extrapolated, plain in Cluster(2).run(train):
+        np.testing.assert_allclose(extrapolated, plain * (1 + factor(0.5, 2)), rtol=1e-5)
+
+
+def test_keras_starts_from_zero_where_it_loads_other_weights():
+    """By Keras' own way, which knows no leads: nothing of those of the weights before is taken off the loaded ones."""
+
+    def train(rank):
+        one, store = KERAS.vectors([1], MOMENTUM, quorum=2, weight_prediction=2), {}
+        one.take(1.0)
+        one.opt.drain()
+        one.opt.save_own_variables(store)
+        saved = one.weights()
+        one.take(float("1e30"))
+        one.opt.drain()
+        one.assign(0, saved)
+        one.opt.load_own_variables(store)
+        one.take(2.0)
+        return one.weights() - saved
+
+    update = MOMENTUM.momentum * -MOMENTUM.lr - MOMENTUM.lr * 2.0
+    for moved in Cluster(2).run(train):
+        np.testing.assert_allclose(moved, [update * (1 + factor(MOMENTUM.momentum, 2))], atol=1e-6)
+
+
 class Calls(TorchDispatchMode):
     """Counts ATen calls, but for views."""
 

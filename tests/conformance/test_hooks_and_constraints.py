@@ -273,3 +273,47 @@ def test_exact_diffusion_converges_to_the_constrained_minimum():
     assert (expected == 0).any()
     for found in Cluster(4).run(work):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+class NaNAtLast(keras.constraints.Constraint):
+    """Makes a rank's weights NaN when it is called for the last time."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.left = rank, STEPS
+
+    def __call__(self, w: Any) -> Any:
+        self.left -= 1
+        return w * float("nan") if self.rank == 0 and not self.left else w
+
+
+@pytest.mark.parametrize("binding", ["torch", "keras"])
+@by_options(SGP, OSGP, {"algorithm": "dpsgd"}, {"algorithm": "adpsgd"}, {"algorithm": "local"})
+def test_nan_from_a_hook_or_a_constraint_is_raised_and_reaches_no_other_rank(options, binding):
+    """In the last step before a drain."""
+    seen = {}
+
+    def work(rank: int) -> None:
+        if binding == "torch":
+            weight, opt = torch_rank(options)
+            steps = iter(range(STEPS))
+
+            def poison(*_: Any) -> None:
+                if next(steps) == STEPS - 1 and rank == 0:
+                    weight.data.fill_(float("nan"))
+
+            opt.register_step_post_hook(poison)
+            seen[rank] = lambda: weight.detach().numpy()
+            train(rank, weight, opt)
+        else:
+            v = keras.Variable(np.full(1, 0.5, "float32"), name="w")
+            v.constraint = NaNAtLast(rank)
+            opt = wrapped(hvd_keras, keras.optimizers.SGD(0.1), options)
+            opt.build([v])
+            seen[rank] = lambda: np.asarray(v)
+            for step in range(STEPS):
+                opt.apply([tf.constant([gradient(rank, step)], tf.float32)], [v])
+        opt.drain()
+
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        Cluster(2).run(work)
+    assert np.isfinite(seen[1]()).all()

@@ -110,6 +110,8 @@ class Worker:
 
     def check_step(self) -> None: ...
 
+    def check_outside_consensus(self, what: str) -> None: ...
+
     def mix(self, before: Any, after: Any) -> Any:
         return after + 10
 

@@ -248,14 +248,15 @@ class EagerWorker(Worker):
 
     # -- draining (training thread) ---------------------------------------------------------------------------
 
-    def check_finished(self) -> None:
-        """Raise, if this rank cannot be done now.
+    def check_finished(self, flush: bool) -> None:
+        """Raise, if this rank cannot finish now.
+
+        Inside ``consensus()`` it can: that begins with a drain, so one of another optimizer has nothing to do here.
 
         Raises:
             ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
                 broken off half-way.
         """
-        super().check_finished()
         self.whole.check()
         if self._hand_over.handed:
             raise ReplicaStateError(

@@ -146,9 +146,9 @@ class LeaderWorker(Worker):
             self._check_loss()
         self._strengths.at(self.steps + 1)
 
-    def check_finished(self) -> None:
+    def check_finished(self, flush: bool) -> None:
         """Raise, if this rank cannot finish now: a leader is chosen at ends too."""
-        super().check_finished()
+        super().check_finished(flush)
         self._check_loss()
 
     def announce_finished(self, flush: bool) -> None:
