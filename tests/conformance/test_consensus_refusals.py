@@ -92,7 +92,7 @@ NESTED = [
 @pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
 @pytest.mark.parametrize(("first", "second"), NESTED, ids=str)
 def test_two_models_hold_their_consensus_at_once(made, first, second):
-    """As when a GAN is evaluated; afterwards each has its own weights again, and training goes on."""
+    """A GAN is evaluated so. Afterwards each model has its own weights again, and training continues."""
 
     def make(options: Any, rank: int) -> Any:
         return made("EagerOptimizer", {}, rank) if options is None else made("GossipOptimizer", options, rank)

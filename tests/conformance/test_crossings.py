@@ -1,4 +1,4 @@
-"""What crosses what: one covering array of optimizers and of what else touches a model, in all bindings.
+"""Crossings: one covering array of optimizers and of other features that touch a model, in all bindings.
 
 Each cell is a training script, run by our optimizers on ranks that are threads, and by the plain optimizer in one
 process. ``crossings/judge.py`` says what must hold. Where the algorithm allows: weights, averages and rates are the
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_clipped_on_its_way_is_refused(name):
 @pytest.mark.parametrize("call", ["drain", "step"])
 @pytest.mark.parametrize("name", ARMS)
 def test_the_model_is_left_alone_in_consensus(name, call):
-    """There it holds what stands for all ranks, and goes back to the rank's own afterwards."""
+    """There it holds the consensus, and the rank's own weights afterwards."""
 
     def work(rank: int) -> bool:
         run = torch_script.Run(Cell("torch", name), rank)

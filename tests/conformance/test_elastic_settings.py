@@ -131,7 +131,7 @@ def _over_a_board(monkeypatch):
 
 
 def trained(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Return the jobs of so many ranks, which train; then the ranks change."""
+    """Return the results of jobs of ``n`` ranks, whose membership then changes."""
     Exchange.board = Board(size)
 
     def begun(rank: int) -> Any:
@@ -146,7 +146,7 @@ def trained(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def among_others(size: int, jobs: list[Any], make: Callable[[], Any], work: Callable[[int, Any], Any]) -> list[Any]:
-    """Go on with so many ranks: survivors, and new ones."""
+    """Continue with ``n`` ranks: survivors and new ones."""
     Exchange.board = Board(size)
 
     def go_on(rank: int) -> Any:

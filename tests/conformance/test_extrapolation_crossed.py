@@ -154,7 +154,7 @@ def test_an_overflow_under_a_grad_scaler_changes_no_lead(tapes):
 
 @pytest.mark.parametrize("every", [None, 2])
 def test_keras_moving_averages_are_of_the_weights(every):
-    """Also where they overwrite the weights every so many steps, which is no part of an update."""
+    """Also where they overwrite the weights every ``n`` steps, which is no part of an update."""
 
     def averaged(variables: Any) -> Any:
         return keras.optimizers.SGD(

@@ -113,7 +113,7 @@ def test_hooks_see_the_models_weights_once_a_step(options):
 
 
 def test_what_a_pre_hook_writes_are_the_weights():
-    """As if it were written between the steps, to the same push-sum weights."""
+    """The result is that of a write between the steps, to the same push-sum weights."""
 
     def work(rank: int, hooked: bool) -> Any:
         weight, opt = torch_rank(SGP)

@@ -32,7 +32,7 @@ def rank_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
-    """What each rank's logs are after the callback, ranks being threads."""
+    """Return each rank's logs after the callback; ranks are threads."""
     barrier, sent = threading.Barrier(len(logs), timeout=30.0), [None] * len(logs)
     place = threading.local()
 
@@ -102,7 +102,7 @@ def test_metrics_are_averaged_element_by_element_and_what_is_no_number_stays(mon
 
 
 def test_fit_goes_on_with_a_metric_of_each_class(monkeypatch):
-    """As F1Score(average=None) is."""
+    """A metric with a value for each class, like F1Score(average=None)."""
     monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: [own, own])
     with scripted_engine(1):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])

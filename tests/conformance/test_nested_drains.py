@@ -23,7 +23,7 @@ WORDS = r"signal handler or a hook.*set a flag"
 
 
 class TorchScalar:
-    """As ``keras_ranks.Scalar``."""
+    """The counterpart of ``keras_ranks.Scalar``."""
 
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(()))

@@ -228,7 +228,7 @@ def test_a_fall_of_the_rate_does_not_drive_ranks_apart(rank_of, nesterov, every,
 
 
 def test_ranks_whose_rates_fall_at_different_steps_still_find_the_minimum():
-    """As by a ReduceLROnPlateau of each rank's own: the correction of an edge is the same at both ends."""
+    """A ReduceLROnPlateau on each rank does that: the correction of an edge is the same at both ends."""
     _, _, best = quadratics()
     found = run(TorchRank, lambda rank, step: 0.3 if step < 60 + 15 * rank else 0.1, 400, **EXACT)
     np.testing.assert_allclose(found[:, -1], np.tile(best, (SIZE, 1)), rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""torch: optimizers that count in ``param_groups``. Each round counts once, whoever led it and however late it is."""
+"""torch: optimizers that count in ``param_groups``. Each round counts once, whichever rank led it and however late."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_pass_that_is_thrown_away_is_refused_with_two_ways_that_are_right(way)
 
 
 def test_weights_that_another_optimizer_has_moved_are_not_only_told_to_be_broadcast():
-    """As the halves of SAM do where they step a base optimizer that is not wrapped."""
+    """The halves of SAM do so where they step a base optimizer that is not wrapped."""
 
     def train(rank: int) -> None:
         model = conv_model()

@@ -1,4 +1,4 @@
-"""What must hold of a cell: the verdict on the runs of all ranks, by the plain run of the same script."""
+"""Verdict on a cell: the runs of all ranks, judged by the plain run of the same script."""
 
 from __future__ import annotations
 

@@ -470,7 +470,7 @@ class Early(Part):
 
 
 class Consensus(Part):
-    """An evaluation of what stands for all ranks, with the distance of the ranks from it."""
+    """An evaluation of the consensus, with the distance of the ranks from it."""
 
     mode: Callable[[], Any] = contextlib.nullcontext
 

@@ -26,7 +26,7 @@ BATCH = 6
 
 
 class Norm(torch.nn.BatchNorm1d):
-    """Batch norm that puts new tensors in place of its statistics, as functional code does."""
+    """Batch norm that replaces its statistics by new tensors, as functional code does."""
 
     reassigns = False
 

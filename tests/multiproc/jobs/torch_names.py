@@ -112,7 +112,7 @@ class AnyKind(torch.nn.Module):
 
 
 def any_kind(report: Report) -> None:
-    """What ranks take from rank 0 is of every dtype: by name, and in an elastic job's ``sync()``."""
+    """Ranks take tensors of every dtype from rank 0: by name, and in an elastic job's ``sync()``."""
     rank = hvd.rank()
 
     def made() -> tuple[AnyKind, Any]:
