@@ -56,7 +56,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
             with pytest.raises(ReplicaStateError, match="lacks buckets"):
                 one.step(rows, HYPER)
         with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
-            one.check_finished()
+            one.check_finished(True)
         rounds: list[ReducedRound] = []
         one.step({0: vector(1)}, HYPER, rounds.append)
         assert [round_.counts for round_ in rounds] == [(2, 2)]

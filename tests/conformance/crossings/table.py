@@ -23,6 +23,8 @@ HELD = ((0, 1), (-1, -1))
 """Before which step the last rank of an arm waits, and which step of rank 0 it waits for."""
 FROZEN = range(4, 9)
 """Steps in which a parameter is frozen, of a script that freezes one."""
+MOVED_BY_ENDS = ("adpsgd", "local", "slowmo", "diloco", "noloco")
+"""Algorithms whose ends, which run no hooks, bring what other ranks sent before their hooks."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.conformance.crossings.table import ARMS, FROZEN, MIDDLE, STEPS, Arm, Cell, drop_of
+from tests.conformance.crossings.table import ARMS, FROZEN, MIDDLE, MOVED_BY_ENDS, STEPS, Arm, Cell, drop_of
 from tests.conformance.reference import Array
 
 if TYPE_CHECKING:
@@ -106,10 +106,18 @@ class Clamp(Part):
         with torch.no_grad():
             run.net.first.weight.clamp_(-LIMIT, LIMIT)
 
-    def check(self, run: Run) -> None:
+    def verify(self, run: Run) -> None:
+        """Report weights that are not what ``apply`` makes them."""
         most = float(run.net.first.weight.detach().abs().max())
         if most > LIMIT * 1.005:
             run.report(f"weights are clamped to {LIMIT}: they are {most:.3g}")
+
+    def after(self, run: Run) -> None:
+        self.verify(run)
+
+    def check(self, run: Run) -> None:
+        if not run.arm.name.startswith(MOVED_BY_ENDS):
+            self.verify(run)
 
 
 class ClampBetween(Clamp):
@@ -129,7 +137,7 @@ class UnitNorm(Clamp):
         with torch.no_grad():
             run.net.first.weight.div_(run.net.first.weight.norm(dim=1, keepdim=True))
 
-    def check(self, run: Run) -> None:
+    def verify(self, run: Run) -> None:
         if run.t == 0 or run.arm.mixes or len(run.path) < 2:
             return
         far = float((run.net.first.weight.detach().double().norm(dim=1) - 1.0).abs().max())
@@ -140,9 +148,6 @@ class UnitNorm(Clamp):
 class Prune(Clamp):
     """A pruning mask in a step post hook."""
 
-    MOVED_BY_ENDS = ("adpsgd", "local", "slowmo", "diloco", "noloco")
-    """Algorithms whose ends, which run no hooks, bring what other ranks sent before their hooks."""
-
     def prepare(self, run: Run) -> None:
         self.apply(run)
 
@@ -150,14 +155,10 @@ class Prune(Clamp):
         with torch.no_grad():
             run.net.first.weight[::2, 0] = 0.0
 
-    def after(self, run: Run) -> None:
+    def verify(self, run: Run) -> None:
         most = float(run.net.first.weight[::2, 0].detach().abs().max())
         if most > 1e-6:
             run.report(f"pruned weights are 0: they are {most:.3g}")
-
-    def check(self, run: Run) -> None:
-        if not run.arm.name.startswith(self.MOVED_BY_ENDS):
-            self.after(run)
 
 
 class DecayBefore(Part):
