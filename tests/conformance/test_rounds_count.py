@@ -1,4 +1,4 @@
-"""``optimizer.rounds``: it grows with the steps of every algorithm, so that a loop until so many rounds ends."""
+"""``optimizer.rounds`` grows with the steps of every algorithm, so that a loop until round ``n`` ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_left_alone_gets_to_its_rounds(made, wrapper, options):
 @both
 @pytest.mark.parametrize("algorithm", ["local", "sgp"])
 def test_averages_of_drains_are_rounds(made, algorithm):
-    """With a drain before each average is due, a loop until so many rounds ends as well."""
+    """With a drain before each average is due, a loop until round ``n`` ends as well."""
 
     def work(rank: int) -> int:
         trainer = made("GossipOptimizer", {"algorithm": algorithm, "average_every": 8}, rank)
