@@ -151,7 +151,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _checked(given: Pairs) -> list[tuple[str, torch.Tensor]]:
-    pairs = list(given)
+    pairs = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             f"named_buffers must be pairs (name, tensor), or a function that returns them, got {pairs[:1]!r}. Pass "

@@ -246,6 +246,7 @@ def test_a_buffer_with_another_shape_on_a_rank_is_left_alone_and_named(wrapper):
         assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 2), ([1.5] * 3, [2.0] * 3)]
 
 
-def test_named_buffers_that_are_no_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"named_buffers must be pairs .* got \['mean'\]. Pass model.named_buffers"):
-        hvd.EagerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), named_buffers=["mean"])
+@pytest.mark.parametrize(("given", "told"), [(["mean"], "'mean'"), (5, "5")])
+def test_named_buffers_that_are_no_pairs_are_refused(given, told):
+    with pytest.raises(ValueError, match=rf"named_buffers must be pairs .* got \[{told}\]. Pass model.named_buffers"):
+        hvd.EagerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), named_buffers=given)
