@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.testing import Cluster
+from hvd_async.torch import functions
 from tests.conformance.cases import CASES, Case, Schedule, Script
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, tapes, with_late_rank  # noqa: F401  a fixture
 from tests.conformance.eager_ranks import KERAS, MOMENTUM, NAMES, NAN, TINY, TORCH, all_modes, both
@@ -394,6 +395,28 @@ def test_the_state_of_a_torch_optimizer_holds_its_own_entries_alone():
         return [list(state) for opt in (one.opt, plain) for state in opt.state.values()]
 
     assert Cluster(2).run(train) == [[["momentum_buffer"]] * 2] * 2
+
+
+def test_leads_are_sent_with_the_state_of_a_torch_optimizer(monkeypatch):
+    """To ranks that take it by ``broadcast_optimizer_state()`` or join an elastic job."""
+    monkeypatch.setattr(functions.hvd, "rank", lambda: 0)
+
+    def train(rank):
+        one = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
+        one.take(np.full(3, 1.0))
+        one.opt.drain()
+        sent = functions.receive_state(
+            one.opt, 0, "state", lambda _, value, name: value, lambda _, tensors, name: tensors
+        )
+        other = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
+        other.assign(0, one.weights())
+        other.opt.load_state_dict(sent)
+        for trainer in (one, other):
+            trainer.take(np.full(3, 2.0))
+            trainer.opt.drain()
+        return one.weights().tobytes(), other.weights().tobytes()
+
+    assert len({weights for pair in Cluster(2).run(train) for weights in pair}) == 1
 
 
 def test_keras_extrapolates_from_when_there_is_momentum():
