@@ -106,11 +106,13 @@ def test_replicas_are_identical_at_the_end(cases):
 
 
 def test_each_gradient_of_a_survivor_is_applied_once(cases):
-    """(``drain()`` compares what was produced and applied since the last reset; here it is over all of them.)"""
+    """(``drain()`` compares what was produced and applied since the last reset; here it is over all of them.) A rank
+    that goes on with the batch of one that was ahead has no gradients of the batches between."""
     for case in cases:
         if case["case"][0] in EAGER:
             for seen in survivors(case):
-                assert seen["produced"] == seen["batch"], case["case"]
+                assert seen["produced"] == seen["steps_counted"], case["case"]
+                assert seen["applied"] >= seen["produced"], case["case"]
 
 
 def test_synchronous_rounds_are_those_of_the_ranks_that_there_were(cases):
