@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -166,26 +165,27 @@ def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, Callable[[],
     (Pairs do not say whose they are. Of several modules that hold one tensor one that has its name is taken.)
     """
     last_parts = {id(tensor): name.rpartition(".")[2] for name, tensor in pairs}
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
-    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)) if pairs else ()
-    for module in modules:
-        for name, tensor in (vars(module).get("_buffers") or {}).items():
+    found: dict[int, Callable[[], torch.Tensor | None]] = {}
+    for buffers in _dicts_of_buffers([tensor for _, tensor in pairs]):
+        for name, tensor in buffers.items():
             key = id(tensor)
-            if key in last_parts and (key not in found or found[key][0] != last_parts[key] == name):
-                found[key] = name, module
-    tensors = {id(tensor): tensor for _, tensor in pairs}
-    return {key: _holder(name, weakref.ref(module), tensors[key]) for key, (name, module) in found.items()}
+            if key in last_parts and (key not in found or last_parts[key] == name):
+                found[key] = partial(buffers.get, name)
+    return found
+
+
+def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor | None]]:
+    """Return ``_buffers`` of all modules that hold any of these tensors.
+
+    (A list of all objects, as ``gc.get_objects`` makes it, would not do: a tuple that another thread is about to fill
+    must not be held by anybody else, or it fails with a SystemError.)
+    """
+    dicts = [one for one in gc.get_referrers(*tensors) if isinstance(one, dict)] if tensors else []
+    owners = gc.get_referrers(*dicts) if dicts else []
+    attributes = [vars(one) if isinstance(one, torch.nn.Module) else one for one in owners]
+    in_modules = {id(one.get("_buffers")) for one in attributes if isinstance(one, dict)}
+    return [one for one in dicts if id(one) in in_modules]
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _holder(
-    name: str, reference: weakref.ref[torch.nn.Module], tensor: torch.Tensor
-) -> Callable[[], torch.Tensor | None]:
-    def find() -> Any:
-        module = reference()
-        return tensor if module is None else module._buffers.get(name)
-
-    return find

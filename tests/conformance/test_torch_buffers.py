@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
+from hvd_async.torch.buffers import NamedBuffers
 from tests.conformance.leader_drive import wait_for_pulls
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -250,3 +253,30 @@ def test_a_buffer_with_another_shape_on_a_rank_is_left_alone_and_named(wrapper):
 def test_named_buffers_that_are_no_pairs_are_refused(given, told):
     with pytest.raises(ValueError, match=rf"named_buffers must be pairs .* got \[{told}\]. Pass model.named_buffers"):
         hvd.EagerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), named_buffers=given)
+
+
+def test_buffers_are_looked_up_while_other_threads_make_tuples():
+    """A tuple that is being filled must not be held by anybody else, or CPython gives up on it with a SystemError."""
+    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(8)))
+    done, errors, before = threading.Event(), [], sys.getswitchinterval()
+
+    def make() -> None:
+        try:
+            while not done.is_set():
+                tuple(number for number in range(50))
+        except SystemError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            NamedBuffers(model.named_buffers())
+    finally:
+        done.set()
+        sys.setswitchinterval(before)
+        for thread in threads:
+            thread.join(60)
+    assert not errors
