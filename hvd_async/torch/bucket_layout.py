@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -29,14 +28,15 @@ class Bucket:
         self.parameters = list(parameters)
         self.elements = sum(p.numel() for p in parameters)
         self.device, self.dtype = kind(parameters[0])
-        ends = itertools.accumulate((p.numel() for p in parameters), initial=0)
-        self._places = [(p.shape, strides(p), end) for p, end in zip(parameters, ends, strict=False)]
+        self._sizes = [p.numel() for p in parameters]
+        self._forms = [None if p.dim() == 1 else (p.shape, strides(p)) for p in parameters]
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
         then plain ones, and optimizers take gradients and parameters together."""
-        start = vector.storage_offset()
-        return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
+        *pieces, _ = torch.split_with_sizes(vector, [*self._sizes, vector.numel() - self.elements])
+        pairs = zip(pieces, self._forms, strict=True)
+        return [piece if form is None else piece.as_strided(*form) for piece, form in pairs]
 
 
 class Layout:
@@ -76,6 +76,8 @@ class Layout:
         """Bytes of each bucket's vector."""
         self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
         """The vectors'."""
+        self._tails = [torch.tensor(tail.of(), dtype=b.dtype, device=b.device) for b in self.buckets]
+        """The tail of each bucket's gradient, where samples do not count."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
 
     def __len__(self) -> int:
@@ -113,36 +115,35 @@ class Layout:
         """
         bucket = self.buckets[index]
         flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
-        views, gradients = [], []
+        tail, factor = flat[bucket.elements :], scale if samples is None else scale * samples
+        # (without samples the tail is always the same: one of the copies)
+        views, gradients = ([tail], [self._tails[index]]) if samples is None else ([], [])
         for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
             gradient = parameter.grad
             if gradient is None:
                 part.zero_()
-                continue
-            if gradient.is_sparse:
+            elif gradient.is_sparse:
                 part.copy_(gradient.to_dense())
-                continue
-            views.append(part)
-            gradients.append(gradient)
+            else:
+                views.append(part)
+                gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
         if samples == 0:
             flat.zero_()
-        elif samples is not None:
-            scale = scale * samples
-        if isinstance(scale, torch.Tensor) or scale != 1.0:
-            flat.mul_(scale)
-        self._count(flat[bucket.elements :], samples)
+        elif isinstance(factor, torch.Tensor) or factor != 1.0:
+            flat[: bucket.elements].mul_(factor)
+        if samples is not None:
+            self._count(tail, samples)
         return flat
 
-    def _count(self, tail: torch.Tensor, samples: int | None) -> None:
+    def _count(self, tail: torch.Tensor, samples: int) -> None:
         """Fill a tail, as ``Tail.of`` says. (Setting an item copies from the host, and waits for the stream.)"""
         tail.zero_()
         tail.narrow(0, self._tail.slot, 1).fill_(1.0)
-        if samples is not None:
-            places = torch.arange(SAMPLE_DIGITS, device=tail.device)
-            own = tail.narrow(0, self._tail.slots + self._tail.slot * SAMPLE_DIGITS, SAMPLE_DIGITS)
-            own.copy_(torch.bitwise_right_shift(samples, places).bitwise_and_(1))
+        places = torch.arange(SAMPLE_DIGITS, device=tail.device)
+        own = tail.narrow(0, self._tail.slots + self._tail.slot * SAMPLE_DIGITS, SAMPLE_DIGITS)
+        own.copy_(torch.bitwise_right_shift(samples, places).bitwise_and_(1))
 
     @torch.no_grad()
     def set_gradients(self, round_: ReducedRound, scale: float, frozen: set[int], sparse: bool = False) -> None:
@@ -155,13 +156,17 @@ class Layout:
         """
         for index, (vector, bucket) in enumerate(zip(round_.sums, self.buckets, strict=True)):
             weight = round_.weight(index)
-            if weight and scale * weight != 1.0:
+            if weight == 0:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+                continue
+            if scale * weight != 1.0:
                 vector[: bucket.elements].mul_(scale * weight)
             for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
                 average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
                 if sparse:
                     average = average.to_sparse(1)
-                parameter.grad = None if id(parameter) in frozen or weight == 0 else average
+                parameter.grad = None if id(parameter) in frozen else average
 
 
 def differentiable(parameter: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -231,7 +232,7 @@ class GradientReplica(eager.GradientReplica):
             return record_ready(vector)
         # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
         # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
-        if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
+        if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)
         if self._nonfinite == "raise":
             every = self._names(self.layout.parameters)

@@ -20,9 +20,11 @@ FIRST_STEPS = 10
 """Steps with early buckets in which all of these are compared."""
 EVERY = 4
 """Afterwards one bucket is, in every so manieth step."""
-LANES = 4096
+LANES = 1 << 16
+"""Numbers that have a weight of their own: enough for the rows of a bucket of 32 MiB."""
 ROW = 64
-"""Words that are added up before anything is weighted: those beside each other are, and then it costs a third."""
+"""Words that are added up before anything is weighted: those beside each other are, and then it costs little more than
+to read them."""
 
 
 class _Handed(NamedTuple):
@@ -51,7 +53,8 @@ class Watch:
     def handed(self, bucket: int, vector: torch.Tensor) -> None:
         """A bucket is about to leave, as this vector."""
         gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
-        sparse = any(g is not None and g.is_sparse for g in gradients)  # (made dense, its bits need not be the same)
+        # (made dense, its bits need not be the same)
+        sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
         turn, off_turn = divmod(self._steps, EVERY)
         due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
         print_ = None if sparse else fingerprint(vector, due)
@@ -90,7 +93,7 @@ class Watch:
 
     def _moved(self, bucket: int, one: _Handed) -> bool:
         now = [p.grad for p in self._layout.buckets[bucket].parameters]
-        return any(a is not b for a, b in zip(now, one.gradients, strict=True)) or _versions(now) != one.versions
+        return list(map(id, now)) != list(map(id, one.gradients)) or _versions(now) != one.versions
 
 
 def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
@@ -111,23 +114,27 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
     Returns:
         Shape (), int64, on the vector's device; nobody has waited for it.
     """
-    width = vector.element_size()
-    whole, odd = vector.split([vector.numel() * width // 8 * 8 // width, vector.numel() * width % 8 // width])
-    words = whole.view(torch.int64)
-    in_rows, rest = words.split([words.numel() // ROW * ROW, words.numel() % ROW])
-    total = _weighted(in_rows.view(-1, ROW).sum(1)) + _weighted(rest) + _weighted(odd.view(torch.uint8))
+    half = vector.numel() * vector.element_size() % 8 // vector.element_size()
+    words = vector[: vector.numel() - half].view(torch.int64)
+    whole_rows = words.numel() // ROW * ROW
+    parts = [words[:whole_rows].view(-1, ROW).sum(1)] if whole_rows else []
+    if whole_rows < words.numel():
+        parts.append(words[whole_rows:])
+    if half:
+        parts.append(vector[-1:].view(torch.int32))
+    total = _weighted(torch.cat(parts) if len(parts) > 1 else parts[0])
     return total + 3 * _weighted(words >> 32) if thorough or vector.dtype == torch.float64 else total
 
 
-def _weighted(words: torch.Tensor) -> torch.Tensor:
-    """The sum of words, each times an odd number for its place in ``LANES``."""
-    weights, rows = _weights(words.device), words.numel() // LANES * LANES
-    lanes, rest = words[:rows].view(-1, LANES).sum(0), words[rows:]
-    return (lanes * weights).sum() + (rest * weights[: rest.numel()]).sum()
+def _weighted(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum of whole numbers, each times an odd number for its place in ``LANES``."""
+    if (whole := numbers.numel() // LANES * LANES) > LANES:
+        numbers = torch.cat([numbers[:whole].view(-1, LANES).sum(0), numbers[whole:]])
+    return (numbers * _weights(numbers.device)[: numbers.numel()]).sum()
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Shape (LANES,), the same in every process."""
-    drawn = torch.randint(-(2**62), 2**62, (LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
+    """Shape (2 ``LANES``,), the same in every process."""
+    drawn = torch.randint(-(2**62), 2**62, (2 * LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
     return (drawn | 1).to(device)

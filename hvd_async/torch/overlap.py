@@ -22,6 +22,8 @@ from hvd_async.torch.bucket_layout import Layout
 class Overlap:
     """The hooks of one optimizer.
 
+    A hook runs for each parameter in each backward pass, so all it does is count, in lists that it holds itself.
+
     Args:
         layout: of its buckets.
         passes: backward passes of a step.
@@ -30,21 +32,42 @@ class Overlap:
     """
 
     def __init__(self, layout: Layout, passes: int, early: bool, hand_over: Callable[[int], None]) -> None:
-        self._layout, self.passes, self._early = layout, passes, early
+        self._layout, self._passes, self._early = layout, passes, early
         self._hand_over = weakref.WeakMethod(hand_over)
-        self._hooks: dict[int, Any] = {}
+        self._parameters = layout.parameters
+        self._bucket = [layout.bucket_of[id(p)] for p in self._parameters]
+        self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+        """Places of the parameters that have a hook."""
         self._armed = False
-        self._missing: list[int] = []
-        self._expected: set[int] = set()
-        """Parameters (ids) whose gradients ``_missing`` counts."""
-        self._passed: dict[int, int] = {}
-        self._handed: set[int] = set()
-        """Buckets of this step that the hooks have handed over."""
+        self._trainable: list[bool] | None = None
+        """``requires_grad`` of each parameter at the last ``arm``."""
+        self._all_due: list[int] = []
+        self._all_missing: list[int] = []
+        self._passed = [0] * len(self._parameters)
+        """Backward passes since ``arm`` that have brought each parameter's gradient."""
+        self._due = [0] * len(self._parameters)
+        """The pass in which each parameter's gradient is whole; 0 if nothing waits for it."""
+        self._missing = [0] * len(layout)
+        """Parameters of each bucket whose gradients are not whole."""
+        self._handed = [False] * len(layout)
+        """Whether the hooks have handed a bucket of this step over."""
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of a step."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        self._all_due = [passes if due else 0 for due in self._all_due]
+        self._due[:] = [passes if due else 0 for due in self._due]
 
     @property
     def passed(self) -> int:
         """Backward passes since ``zero_grad()`` whose gradients no step has taken."""
-        return max(self._passed.values(), default=0) if self._armed else 0
+        return max(self._passed, default=0) if self._armed else 0
 
     def arm(self, handed: Collection[int]) -> None:
         """``zero_grad()`` was called: what backward brings from now on is the next step's.
@@ -62,62 +85,89 @@ class Overlap:
                 "gradient by torch.autograd.grad(), or call model.zero_grad() instead, before each pass of the step: "
                 "then gradients leave in step()"
             )
-        for parameter in self._layout.parameters:
-            if parameter.requires_grad and id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = None  # (whatever interrupts this, it must not be hooked twice)
-                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(_weakly(self))
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            self._prepare(trainable)
         self._armed = True
-        self._handed.clear()
-        self._expected = {id(p) for p in self._layout.parameters if p.requires_grad}
-        self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._layout.buckets]
-        self._passed.clear()
+        self._passed[:] = [0] * len(self._passed)
+        self._due[:] = self._all_due
+        self._missing[:] = self._all_missing
+
+    def _prepare(self, trainable: list[bool]) -> None:
+        """Hook the parameters that can have a gradient, and note what ``arm`` is to expect while they stay the same."""
+        self._trainable = trainable
+        self._all_due = [self._passes if self._early and one else 0 for one in trainable]
+        self._all_missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._layout.buckets]
+        for place, one in enumerate(trainable):
+            if one and place not in self._hooked:
+                self._hooked.add(place)  # (whatever interrupts this, it must not be hooked twice)
+                self._handles.append(self._parameters[place].register_post_accumulate_grad_hook(self._hook(place)))
+
+    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter; it does not keep the optimizer alive."""
+        passed, due, missing, handed = self._passed, self._due, self._missing, self._handed
+        bucket, reference = self._bucket[place], weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            passed[place] = now = passed[place] + 1
+            if handed[bucket]:
+                if (alive := reference()) is not None:
+                    alive._came_late()
+            elif now == due[place]:
+                missing[bucket] -= 1
+                if missing[bucket] == 0 and (alive := reference()) is not None:
+                    alive._is_whole(bucket)
+
+        return hook
 
     def disarm(self) -> None:
         """``step()`` was called, or a drain or cut has ended: what backward brings is not this optimizer's."""
         self._armed = False
+        self._due[:] = [0] * len(self._due)
+        self._handed[:] = [False] * len(self._handed)
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
-            if hook is not None:
-                hook.remove()
-        self._hooks.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self._trainable = None
 
-    def ready(self, parameter: torch.Tensor) -> None:
-        """A backward pass has brought this parameter's gradient.
+    def _is_whole(self, bucket: int) -> None:
+        """A backward pass has brought the last gradient of a bucket. One that was unfrozen since ``arm`` may be still to
+        come: then the bucket leaves in ``step()``."""
+        hand_over, trainable = self._hand_over(), self._trainable
+        if hand_over is None or trainable is None:
+            return
+        joined = any(
+            p.requires_grad and not was and of == bucket
+            for p, was, of in zip(self._parameters, trainable, self._bucket, strict=True)
+        )
+        if not joined:
+            hand_over(bucket)
+            self._handed[bucket] = True
+
+    def _came_late(self) -> None:
+        """A backward pass has brought a gradient of a bucket that is on its way.
 
         Raises:
             ReplicaStateError: there are more passes than was said.
         """
-        hand_over = self._hand_over()
-        if not self._armed or hand_over is None:
+        if self._hand_over() is None:
             return
-        bucket = self._layout.bucket_of[id(parameter)]
-        passed = self._passed[id(parameter)] = self._passed.get(id(parameter), 0) + 1
-        if not self._early:
-            return
-        if bucket in self._handed:
-            if _in_reentrant_checkpoint():
-                raise ReplicaStateError(
-                    "reentrant checkpointing brings the gradient of a module that is used more than once in several "
-                    "parts, and the first is on its way already: call torch.utils.checkpoint.checkpoint() with "
-                    "use_reentrant=False"
-                )
+        if _in_reentrant_checkpoint():
             raise ReplicaStateError(
-                f"more than {self.passes} backward pass(es) before step(): the gradients of the first are on their way "
-                f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients; to throw a pass "
-                f"away, take its gradient by torch.autograd.grad(), or clear gradients by model.zero_grad() instead of "
-                f"the optimizer's"
+                "reentrant checkpointing brings the gradient of a module that is used more than once in several "
+                "parts, and the first is on its way already: call torch.utils.checkpoint.checkpoint() with "
+                "use_reentrant=False"
             )
-        if passed == self.passes and id(parameter) in self._expected:
-            self._missing[bucket] -= 1
-            if self._missing[bucket] == 0 and self._none_joined(bucket):
-                hand_over(bucket)
-                self._handed.add(bucket)
-
-    def _none_joined(self, bucket: int) -> bool:
-        """Whether no parameter was unfrozen since ``arm``, whose gradient may still be to come."""
-        return all(id(p) in self._expected for p in self._layout.buckets[bucket].parameters if p.requires_grad)
+        raise ReplicaStateError(
+            f"more than {self._passes} backward pass(es) before step(): the gradients of the first are on their way "
+            f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients; to throw a pass "
+            f"away, take its gradient by torch.autograd.grad(), or clear gradients by model.zero_grad() instead of "
+            f"the optimizer's"
+        )
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -128,15 +178,3 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _weakly(overlap: Overlap) -> Callable[[torch.Tensor], None]:
-    """A hook that does not keep the optimizer alive."""
-    reference = weakref.ref(overlap)
-
-    def hook(parameter: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.ready(parameter)
-
-    return hook
