@@ -217,6 +217,8 @@ class Engine:
     def check(self) -> None:
         """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
         failure = self.failure
+        if failure is None and not self._left.is_set():
+            return
         self.told = self.told or failure is not None
         if self.stopped:
             raise EngineError("the engine has been stopped: shutdown() was called, or every rank has left")

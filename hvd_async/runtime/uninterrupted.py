@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 
 from hvd_async.errors import ReplicaStateError
 
@@ -25,16 +24,25 @@ class Uninterrupted:
         """Whether ``check`` would not raise."""
         return self.broken is None and self._begun is None
 
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Around something that must come to its end. ``what`` says what has happened if it does not."""
+    def __call__(self, what: str) -> Uninterrupted:
+        """Return a context around something that must come to its end, and begin it.
+
+        Args:
+            what: what has happened if it does not.
+        """
         self.begin(what)
-        try:
-            yield
-        except BaseException as error:
+        return self
+
+    def __enter__(self) -> None:
+        """Nothing is left to do: it has begun."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._begun = None
+        else:
             self.fail(error)
-            raise
-        self.end()
 
     def begin(self, what: str) -> None:
         """Begin, where it is no block of code; ``end`` follows."""

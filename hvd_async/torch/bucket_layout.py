@@ -29,14 +29,15 @@ class Bucket:
         self.elements = sum(p.numel() for p in parameters)
         self.device, self.dtype = kind(parameters[0])
         self._sizes = [p.numel() for p in parameters]
-        self._forms = [None if p.dim() == 1 else (p.shape, strides(p)) for p in parameters]
+        self._forms = [(place, p.shape, strides(p)) for place, p in enumerate(parameters) if p.dim() != 1]
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
         then plain ones, and optimizers take gradients and parameters together."""
-        *pieces, _ = torch.split_with_sizes(vector, [*self._sizes, vector.numel() - self.elements])
-        pairs = zip(pieces, self._forms, strict=True)
-        return [piece if form is None else piece.as_strided(*form) for piece, form in pairs]
+        *parts, _ = torch.split_with_sizes(vector, [*self._sizes, vector.numel() - self.elements])
+        for place, shape, strides in self._forms:
+            parts[place] = parts[place].as_strided(shape, strides)
+        return parts
 
 
 class Layout:
@@ -101,7 +102,6 @@ class Layout:
         pairs = zip(vectors, self.buckets, strict=False)
         return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
 
-    @torch.no_grad()
     def vector(self, index: int, scale: float | torch.Tensor, samples: int | None = None) -> torch.Tensor:
         """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
 
@@ -116,19 +116,21 @@ class Layout:
         bucket = self.buckets[index]
         flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
         tail, factor = flat[bucket.elements :], scale if samples is None else scale * samples
-        # (without samples the tail is always the same: one of the copies)
-        views, gradients = ([tail], [self._tails[index]]) if samples is None else ([], [])
-        for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                part.zero_()
-            elif gradient.is_sparse:
-                part.copy_(gradient.to_dense())
-            else:
-                views.append(part)
-                gradients.append(gradient)
-        if views:
-            torch._foreach_copy_(views, gradients)
+        parts, gradients = bucket.parts(flat), [p.grad for p in bucket.parameters]
+        if True in [gradient is None or gradient.is_sparse for gradient in gradients]:
+            pairs = list(zip(parts, gradients, strict=True))
+            for part, gradient in pairs:
+                if gradient is None:
+                    part.zero_()
+                elif gradient.is_sparse:
+                    part.copy_(gradient.to_dense())
+            dense = [(part, gradient) for part, gradient in pairs if gradient is not None and not gradient.is_sparse]
+            parts, gradients = [part for part, _ in dense], [gradient for _, gradient in dense]
+        if samples is None:  # (then the tail is always the same: one of the copies)
+            parts.append(tail)
+            gradients.append(self._tails[index])
+        if parts:
+            torch._foreach_copy_(parts, gradients)
         if samples == 0:
             flat.zero_()
         elif isinstance(factor, torch.Tensor) or factor != 1.0:
@@ -145,7 +147,6 @@ class Layout:
         own = tail.narrow(0, self._tail.slots + self._tail.slot * SAMPLE_DIGITS, SAMPLE_DIGITS)
         own.copy_(torch.bitwise_right_shift(samples, places).bitwise_and_(1))
 
-    @torch.no_grad()
     def set_gradients(self, round_: ReducedRound, scale: float, frozen: set[int], sparse: bool = False) -> None:
         """Point each ``p.grad`` into a round's sums x ``scale`` and the round's weight (done in place); those of
         ``frozen`` (ids), and of buckets that carried no gradient, or none with samples, become None: momentum and decay
@@ -164,9 +165,10 @@ class Layout:
                 vector[: bucket.elements].mul_(scale * weight)
             for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
                 average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
-                if sparse:
-                    average = average.to_sparse(1)
-                parameter.grad = None if id(parameter) in frozen else average
+                parameter.grad = average.to_sparse(1) if sparse else average
+        for parameter in self.parameters if frozen else ():
+            if id(parameter) in frozen:
+                parameter.grad = None
 
 
 def differentiable(parameter: torch.Tensor) -> bool:

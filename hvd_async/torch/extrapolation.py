@@ -60,17 +60,19 @@ class Extrapolation:
         """Extend the update that is made inside, by a step without hooks, with the hyperparameters in force."""
         if not self.rounds:
             self.leads.clear()
-        moved = self._moved(optimizer)
+        with torch.no_grad():
+            moved = self._moved(optimizer)
         yield
-        for each in moved:
-            self._extend(optimizer, each)
+        if moved:
+            with torch.no_grad():
+                for each in moved:
+                    self._extend(optimizer, each)
 
-    @torch.no_grad()
     def _moved(self, optimizer: torch.optim.Optimizer) -> list[_Moved]:
         alike: defaultdict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
-            ahead = factor(momentum_of(group), self.rounds)
-            for p in group["params"]:
+            ahead = factor(momentum_of(group), self.rounds) if self.rounds else 0.0
+            for p in group["params"] if ahead or self.leads else ():
                 if p.grad is not None and (ahead or p in self.leads):
                     alike[ahead, p.device, p.dtype].append(p)
         moved = []
@@ -80,7 +82,6 @@ class Extrapolation:
             moved.append(_Moved(ahead, parameters, before))
         return moved
 
-    @torch.no_grad()
     def _extend(self, optimizer: torch.optim.Optimizer, moved: _Moved) -> None:
         # (an optimizer that has no state for a parameter has no momentum that could carry it)
         pairs = [(p, one) for p, one in zip(moved.parameters, moved.before, strict=True) if optimizer.state.get(p)]

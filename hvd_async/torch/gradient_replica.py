@@ -99,7 +99,7 @@ class GradientReplica(eager.GradientReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        streams.bind_training_stream(engine, self.parameters)
+        streams.bind_training_stream(engine, self.layout.parameters)
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
@@ -158,6 +158,7 @@ class GradientReplica(eager.GradientReplica):
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def left(
         self, worker: EagerWorker, grad_scale: torch.Tensor | None, overflow: bool
     ) -> dict[int, torch.Tensor | None]:
@@ -176,7 +177,8 @@ class GradientReplica(eager.GradientReplica):
             worker.whole.broken = str(error)  # half of the step is on its way
             raise
         scale = self.before if grad_scale is None else self.before / grad_scale
-        left = [index for index in range(len(self.layout)) if index not in worker.gone]
+        gone = worker.gone
+        left = [index for index in range(len(self.layout)) if index not in gone]
         spoilt = overflow and samples != 0  # (a scaler takes the mean of nothing, NaN, for an overflow)
         return {i: None if spoilt else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
 
@@ -216,10 +218,13 @@ class GradientReplica(eager.GradientReplica):
 
     def _bucket_ready(self, index: int) -> None:
         """A backward hook: all gradients of a bucket are there."""
-        worker = self.optimizer._async.worker
+        if torch.is_grad_enabled():  # (a backward pass with create_graph=True)
+            with torch.no_grad():
+                self._bucket_ready(index)
+            return
         vector = self.layout.vector(index, self.before, self._samples(self.passes))
         self.watch.handed(index, vector)
-        worker.hand_over(index, self._finite(index, vector))
+        self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
 
     def _finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
         """Return a bucket's vector, or None if other ranks must not see it: NaN, an infinity.
@@ -247,14 +252,15 @@ class GradientReplica(eager.GradientReplica):
         optimizer = self.optimizer
         frozen = hyperparameters.frozen(optimizer.param_groups, round_.hyper)
         sparse = issubclass(optimizer._wrapped_class, torch.optim.SparseAdam)
-        self.layout.set_gradients(round_, self.after, frozen, sparse)
+        with torch.no_grad():
+            self.layout.set_gradients(round_, self.after, frozen, sparse)
 
     def apply(self, round_: ReducedRound) -> None:
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         self.unshown += 1
         if round_.gradients == 0:
             return  # nothing in it; momentum and decay must not move the weights
-        parameters = self.parameters
+        parameters = self.layout.parameters
         own = [p.grad for p in parameters]
         try:
             self.show(round_)

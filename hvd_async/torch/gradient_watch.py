@@ -25,6 +25,8 @@ LANES = 1 << 16
 ROW = 64
 """Words that are added up before anything is weighted: those beside each other are, and then it costs little more than
 to read them."""
+SMALL = 1 << 12
+"""Words that are weighted one by one: a kernel fewer is worth more."""
 
 
 class _Handed(NamedTuple):
@@ -100,7 +102,6 @@ def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
     return [0 if gradient is None else gradient._version for gradient in gradients]
 
 
-@torch.no_grad()
 def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
     """A number of 64 bits that goes by the vector's bits: the sum of its words, those of each row of 64 times an odd
     number for the row's place. Whole numbers add up to the same in any order, on any number of threads.
@@ -114,15 +115,13 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
     Returns:
         Shape (), int64, on the vector's device; nobody has waited for it.
     """
-    half = vector.numel() * vector.element_size() % 8 // vector.element_size()
-    words = vector[: vector.numel() - half].view(torch.int64)
-    whole_rows = words.numel() // ROW * ROW
-    parts = [words[:whole_rows].view(-1, ROW).sum(1)] if whole_rows else []
-    if whole_rows < words.numel():
-        parts.append(words[whole_rows:])
+    half = vector.dtype == torch.float32 and vector.numel() % 2
+    words = (vector[:-1] if half else vector).view(torch.int64)
+    rows = words.numel() // ROW if words.numel() > SMALL else 0
+    parts = [words[: rows * ROW].view(-1, ROW).sum(1), words[rows * ROW :]] if rows else [words]
     if half:
         parts.append(vector[-1:].view(torch.int32))
-    total = _weighted(torch.cat(parts) if len(parts) > 1 else parts[0])
+    total = _weighted(torch.cat(parts) if len(parts) > 1 else words)
     return total + 3 * _weighted(words >> 32) if thorough or vector.dtype == torch.float64 else total
 
 

@@ -44,6 +44,8 @@ class Overlap:
         """``requires_grad`` of each parameter at the last ``arm``."""
         self._all_due: list[int] = []
         self._all_missing: list[int] = []
+        self._frozen: list[list[torch.Tensor]] = [[] for _ in layout.buckets]
+        """Parameters of each bucket that were frozen at the last ``arm``."""
         self._passed = [0] * len(self._parameters)
         """Backward passes since ``arm`` that have brought each parameter's gradient."""
         self._due = [0] * len(self._parameters)
@@ -97,7 +99,11 @@ class Overlap:
         """Hook the parameters that can have a gradient, and note what ``arm`` is to expect while they stay the same."""
         self._trainable = trainable
         self._all_due = [self._passes if self._early and one else 0 for one in trainable]
-        self._all_missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._layout.buckets]
+        self._frozen = [[p for p in bucket.parameters if not p.requires_grad] for bucket in self._layout.buckets]
+        self._all_missing = [
+            len(bucket.parameters) - len(frozen)
+            for bucket, frozen in zip(self._layout.buckets, self._frozen, strict=True)
+        ]
         for place, one in enumerate(trainable):
             if one and place not in self._hooked:
                 self._hooked.add(place)  # (whatever interrupts this, it must not be hooked twice)
@@ -137,14 +143,8 @@ class Overlap:
     def _is_whole(self, bucket: int) -> None:
         """A backward pass has brought the last gradient of a bucket. One that was unfrozen since ``arm`` may be still to
         come: then the bucket leaves in ``step()``."""
-        hand_over, trainable = self._hand_over(), self._trainable
-        if hand_over is None or trainable is None:
-            return
-        joined = any(
-            p.requires_grad and not was and of == bucket
-            for p, was, of in zip(self._parameters, trainable, self._bucket, strict=True)
-        )
-        if not joined:
+        hand_over = self._hand_over()
+        if hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
             hand_over(bucket)
             self._handed[bucket] = True
 

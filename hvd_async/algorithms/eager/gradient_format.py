@@ -229,7 +229,7 @@ class ReducedRound:
     @property
     def gradients(self) -> int:
         """How many it carried in the bucket that carried most; 0 if it must not be applied."""
-        return max(self.counts) if any(self.weight(bucket) for bucket in range(len(self.counts))) else 0
+        return max(self.counts) if any(self.weights or self.counts) else 0
 
     def weight(self, bucket: int) -> float:
         """Return by what a bucket's gradients are to be multiplied; 0 if they must not be applied."""

@@ -120,8 +120,9 @@ class EagerWorker(Worker):
         self._check_drained()
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have the engine thread run this; ``remains`` takes the gradients of one that has ended."""
-        (self.engine.notify if self.engine.elastic else self.engine.call_soon)(action)
+        """Have the engine thread run this, if it has not ended since ``_check_able``: then whoever waits for it is told,
+        and ``remains`` takes the gradients."""
+        self.engine.notify(action)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
