@@ -30,6 +30,8 @@ class Bucket:
         self.device, self.dtype = kind(parameters[0])
         self._sizes = [p.numel() for p in parameters]
         self._forms = [(place, p.shape, strides(p)) for place, p in enumerate(parameters) if p.dim() != 1]
+        self._joined = not any(memory_order(p) or p.dtype != self.dtype for p in parameters)
+        """Whether a vector is all gradients one after the other, as they are."""
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
@@ -38,6 +40,25 @@ class Bucket:
         for place, shape, strides in self._forms:
             parts[place] = parts[place].as_strided(shape, strides)
         return parts
+
+    def copy_gradients(self, vector: torch.Tensor, tail: torch.Tensor) -> None:
+        """Fill a vector with each ``p.grad``, 0 where there is none, and a tail."""
+        gradients = [p.grad for p in self.parameters]
+        lacking = [gradient is None or gradient.is_sparse for gradient in gradients]
+        if self._joined and True not in lacking:
+            for place, *_ in self._forms:
+                gradients[place] = gradients[place].reshape(-1)
+            torch.cat([*gradients, tail], out=vector)
+            return
+        parts = self.parts(vector)
+        for part, gradient in zip(parts, gradients, strict=True):
+            if gradient is None:
+                part.zero_()
+            elif gradient.is_sparse:
+                part.copy_(gradient.to_dense())
+        dense = [pair for pair, lacks in zip(zip(parts, gradients, strict=True), lacking, strict=True) if not lacks]
+        dense.append((vector[self.elements :], tail))
+        torch._foreach_copy_([part for part, _ in dense], [gradient for _, gradient in dense])
 
 
 class Layout:
@@ -115,28 +136,14 @@ class Layout:
         """
         bucket = self.buckets[index]
         flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
-        tail, factor = flat[bucket.elements :], scale if samples is None else scale * samples
-        parts, gradients = bucket.parts(flat), [p.grad for p in bucket.parameters]
-        if True in [gradient is None or gradient.is_sparse for gradient in gradients]:
-            pairs = list(zip(parts, gradients, strict=True))
-            for part, gradient in pairs:
-                if gradient is None:
-                    part.zero_()
-                elif gradient.is_sparse:
-                    part.copy_(gradient.to_dense())
-            dense = [(part, gradient) for part, gradient in pairs if gradient is not None and not gradient.is_sparse]
-            parts, gradients = [part for part, _ in dense], [gradient for _, gradient in dense]
-        if samples is None:  # (then the tail is always the same: one of the copies)
-            parts.append(tail)
-            gradients.append(self._tails[index])
-        if parts:
-            torch._foreach_copy_(parts, gradients)
+        bucket.copy_gradients(flat, self._tails[index])
+        factor = scale if samples is None else scale * samples
         if samples == 0:
             flat.zero_()
         elif isinstance(factor, torch.Tensor) or factor != 1.0:
             flat[: bucket.elements].mul_(factor)
         if samples is not None:
-            self._count(tail, samples)
+            self._count(flat[bucket.elements :], samples)
         return flat
 
     def _count(self, tail: torch.Tensor, samples: int) -> None:

@@ -8,6 +8,7 @@ one pass; it is compared where a version has moved, in the first steps, and of o
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ LANES = 1 << 16
 ROW = 64
 """Words that are added up before anything is weighted: those beside each other are, and then it costs little more than
 to read them."""
-SMALL = 1 << 12
-"""Words that are weighted one by one: a kernel fewer is worth more."""
+SMALL = 1 << 13
+"""A vector of so many elements has each weighted by itself: a kernel fewer is worth more."""
 
 
 class _Handed(NamedTuple):
@@ -95,7 +96,7 @@ class Watch:
 
     def _moved(self, bucket: int, one: _Handed) -> bool:
         now = [p.grad for p in self._layout.buckets[bucket].parameters]
-        return list(map(id, now)) != list(map(id, one.gradients)) or _versions(now) != one.versions
+        return any(map(operator.is_not, now, one.gradients)) or _versions(now) != one.versions
 
 
 def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
@@ -115,14 +116,17 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
     Returns:
         Shape (), int64, on the vector's device; nobody has waited for it.
     """
-    half = vector.dtype == torch.float32 and vector.numel() % 2
-    words = (vector[:-1] if half else vector).view(torch.int64)
-    rows = words.numel() // ROW if words.numel() > SMALL else 0
-    parts = [words[: rows * ROW].view(-1, ROW).sum(1), words[rows * ROW :]] if rows else [words]
-    if half:
-        parts.append(vector[-1:].view(torch.int32))
-    total = _weighted(torch.cat(parts) if len(parts) > 1 else words)
-    return total + 3 * _weighted(words >> 32) if thorough or vector.dtype == torch.float64 else total
+    wide = vector.dtype == torch.float64
+    if vector.numel() <= SMALL:
+        words = vector.view(torch.int64 if wide else torch.int32)
+        total = _weighted(words)
+    else:
+        half = 0 if wide else vector.numel() % 2
+        words = vector[: vector.numel() - half].view(torch.int64)
+        whole = words.numel() // ROW * ROW
+        odd = vector[vector.numel() - half :].view(torch.int32)
+        total = _weighted(torch.cat([words[:whole].view(-1, ROW).sum(1), words[whole:], odd]))
+    return total + 3 * _weighted(words >> 32) if wide or (thorough and vector.numel() > SMALL) else total
 
 
 def _weighted(numbers: torch.Tensor) -> torch.Tensor:
