@@ -10,6 +10,7 @@ import torch
 
 from hvd_async.algorithms.eager.bucketing import by_number, by_size
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, ReducedRound, Tail
+from hvd_async.torch import streams
 from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import record_ready
 
@@ -212,7 +213,7 @@ class Zeros:
         """A bucket's. On a CPU it takes no memory: private pages that are never written to are all the same one."""
         if index not in self._made:
             nbytes, device, dtype = self._kinds[index]
-            if device.type == "cpu":
+            if not streams.gpu.has_allocator(device):
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._made[index] = torch.frombuffer(memory, dtype=dtype)
             else:

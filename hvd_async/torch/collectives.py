@@ -159,9 +159,9 @@ class _Staged:
         self._handle: Handle | None = None
         self._result: tuple[Any, ...] | None = None
         with streams.on_engine_stream_after(tensor):
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = streams.gpu.pinned(tensor.shape, tensor.dtype)
             self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+            self._copied = streams.gpu.current_stream(self._device).record_event()
 
     def done(self) -> bool:
         if not self._copied.query():
@@ -180,7 +180,7 @@ class _Staged:
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             there.copy_(tensor, non_blocking=True)
             self._host = tensor  # (it must stay until it has been copied)
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+            self._copied = streams.gpu.current_stream(self._device).record_event()
         return (there, *counts)
 
     def result(self) -> Any:
@@ -228,13 +228,14 @@ class HorovodCollectives:
         kind: type[_HorovodHandle] = _HorovodHandle,
     ) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""
-        polls = POLLS_OF_GPU if tensor.is_cuda else POLLS
+        on_gpu = streams.gpu.holds(tensor)
+        polls = POLLS_OF_GPU if on_gpu else POLLS
 
         def begin(there: torch.Tensor) -> Handle:
             return kind(start(there), name.rpartition(".")[0], self._durations, polls)
 
-        self._cuda = tensor.device if tensor.is_cuda else self._cuda
-        if tensor.is_cuda and not self._nccl:
+        self._cuda = tensor.device if on_gpu else self._cuda
+        if on_gpu and not self._nccl:
             return _Staged(tensor, begin)
         with streams.on_engine_stream_after(tensor):
             return begin(tensor)

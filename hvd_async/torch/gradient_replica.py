@@ -232,7 +232,7 @@ class GradientReplica(eager.GradientReplica):
         Raises:
             FloatingPointError: as None, if the user asked for it.
         """
-        if vector.is_cuda and self._nonfinite == "skip" and self._config["quorum"] == "all":
+        if streams.gpu.holds(vector) and self._nonfinite == "skip" and self._config["quorum"] == "all":
             self.checks.empty_unless_finite(index, vector)
             return record_ready(vector)
         # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)

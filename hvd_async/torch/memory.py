@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvd_async.runtime.memory import ReusedBlocks
+from hvd_async.torch import streams
 
 
 class ReusedMemory(ReusedBlocks):
@@ -13,6 +14,6 @@ class ReusedMemory(ReusedBlocks):
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return a tensor of so many bytes, uint8, with whatever was there before."""
-        if device.type != "cpu":
+        if streams.gpu.has_allocator(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return torch.from_numpy(self.take(nbytes))

@@ -9,8 +9,8 @@ import torch
 from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
 from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes, rows_of
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.torch import streams
 from hvd_async.torch.memory import ReusedMemory
-from hvd_async.torch.streams import copy_to_host
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -113,16 +113,16 @@ class RowFormat:
             for row, (data, _) in zip(packed[: len(messages)], messages, strict=True):
                 row[: len(data)].copy_(data)
         headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
-        if self._device.type == "cuda":  # (a copy from other memory would wait for all that the stream has to do)
-            headers = headers.pin_memory()
+        if streams.gpu.holds(packed):  # (a copy from other memory would wait for all that the stream has to do)
+            headers = streams.gpu.pin(headers)
         packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
         return packed
 
     def unpack(self, row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[: self._nbytes], copy_to_host(row[-HEADER.size :]).numpy().tobytes()
+        return row[: self._nbytes], streams.copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
     def room(self) -> torch.Tensor | None:
-        if not self._received or self._device.type != "cpu":
+        if not self._received or streams.gpu.has_allocator(self._device):
             return None
         return self._memory.empty(self._received * self._stride, self._device).view(self._received, self._stride)
 

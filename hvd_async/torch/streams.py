@@ -5,13 +5,17 @@ But a collective must not wait for all that the training thread has queued since
 submitted from a stream of the engine's own, that waits for the vector's event alone (``record_ready``,
 ``on_engine_stream_after``); and what a collective has brought is read from there too (``copy_to_host``). On a CPU all
 of this does nothing.
+
+Everything that a step asks of a GPU goes through ``gpu``, which tests replace.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,33 +28,85 @@ READY = "_hvd_async_ready"
 EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
 """Whether Horovod says that a collective on a GPU is done when it is queued: its results are then in the order of the
 default stream."""
-_own: dict[torch.device, Any] = {}
 _followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionary()
 """To which streams each engine's kernels go."""
 
 
-def _own_stream(device: torch.device) -> Any:
-    """The engine's own stream on a device."""
-    if device not in _own:
-        _own[device] = torch.cuda.Stream(device)
-    return _own[device]
+class Gpu:
+    """A GPU as the torch bindings use it: ``torch.cuda``, and the tensors on it.
+
+    Streams and events are those of ``torch.cuda``; of them ``record_event``, ``wait_event``, ``wait_stream``, ``query``
+    and ``synchronize`` are called.
+    """
+
+    holds: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cuda")
+    """Whether a tensor is on a GPU. (In C, since it is asked for each bucket on a CPU too.)"""
+
+    def __init__(self) -> None:
+        self._engine_streams: dict[torch.device, Any] = {}
+
+    def has_allocator(self, device: torch.device) -> bool:
+        """Return whether torch keeps freed memory of the device itself."""
+        return device.type != "cpu"
+
+    def engine_stream(self, device: torch.device) -> Any:
+        """Return the engine's own stream."""
+        if device not in self._engine_streams:
+            self._engine_streams[device] = torch.cuda.Stream(device)
+        return self._engine_streams[device]
+
+    def current_stream(self, device: torch.device) -> Any:
+        """Return the stream that this thread's kernels go to."""
+        return torch.cuda.current_stream(device)
+
+    def default_stream(self, device: torch.device) -> Any:
+        """Return the stream that a thread's kernels go to unless it chooses another."""
+        return torch.cuda.default_stream(device)
+
+    def set_stream(self, stream: Any) -> None:
+        """Send this thread's kernels to ``stream`` from now on."""
+        torch.cuda.set_stream(stream)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which this thread's kernels go to ``stream``."""
+        return torch.cuda.stream(stream)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of a freed tensor until ``stream`` has done what it holds by then."""
+        tensor.record_stream(stream)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in pinned memory of the host: copies to and from it need no wait."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor on the CPU in pinned memory."""
+        return tensor.pin_memory()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the CPU; waits for this thread's stream."""
+        return tensor.cpu()
+
+
+gpu = Gpu()
+_NOTHING = contextlib.nullcontext()
 
 
 def record_ready(vector: torch.Tensor) -> torch.Tensor:
     """Say that the vector is computed by what this thread's stream holds so far; returns it."""
-    if vector.is_cuda:
-        _mark(vector, torch.cuda.current_stream(vector.device).record_event())
+    if gpu.holds(vector):
+        _mark(vector, gpu.current_stream(vector.device).record_event())
     return vector
 
 
 def record_received(tensor: torch.Tensor) -> torch.Tensor:
     """Say that a collective has brought this tensor, for this thread's stream to go on with; returns it."""
-    if tensor.is_cuda:
-        current = torch.cuda.current_stream(tensor.device)
-        event = torch.cuda.default_stream(tensor.device).record_event() if EARLY else None
+    if gpu.holds(tensor):
+        current = gpu.current_stream(tensor.device)
+        event = gpu.default_stream(tensor.device).record_event() if EARLY else None
         if event is not None:
             current.wait_event(event)
-        tensor.record_stream(current)
+        gpu.record_stream(tensor, current)
         _mark(tensor, event)
     return tensor
 
@@ -59,50 +115,51 @@ def _mark(tensor: torch.Tensor, event: Any) -> None:
     setattr(tensor, READY, (event, tensor._version))
 
 
+def on_engine_stream_after(vector: torch.Tensor) -> AbstractContextManager[None]:
+    """``on_engine_stream`` for kernels that read a vector: they wait for it alone, if it was not changed since. On a
+    CPU the context does nothing."""
+    return _on_engine_stream_after(vector) if gpu.holds(vector) else _NOTHING
+
+
 @contextlib.contextmanager
-def on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
-    """``on_engine_stream`` for kernels that read a vector: they wait for it alone, if it was not changed since."""
-    if vector.is_cuda:
-        own = _own_stream(vector.device)
-        event, version = getattr(vector, READY, (None, None))
-        if version != vector._version:
-            own.wait_stream(torch.cuda.current_stream(vector.device))
-        elif event is not None:
-            own.wait_event(event)
-        vector.record_stream(own)
+def _on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
+    own = gpu.engine_stream(vector.device)
+    event, version = getattr(vector, READY, (None, None))
+    if version != vector._version:
+        own.wait_stream(gpu.current_stream(vector.device))
+    elif event is not None:
+        own.wait_event(event)
+    gpu.record_stream(vector, own)
     with on_engine_stream(vector.device):
         yield
 
 
 @contextlib.contextmanager
 def on_engine_stream(device: torch.device) -> Iterator[None]:
-    """In it kernels go to the engine's own stream, and wait for nothing else. Afterwards this thread's stream waits for
-    them; ``use_here`` what they have made."""
-    if device.type != "cuda":
+    """In it kernels go to the engine's own stream of a GPU, and wait for nothing else. Afterwards this thread's stream
+    waits for them; ``use_here`` what they have made."""
+    own = gpu.engine_stream(device)
+    with gpu.on(own):
         yield
-        return
-    own = _own_stream(device)
-    with torch.cuda.stream(own):
-        yield
-    torch.cuda.current_stream(device).wait_stream(own)
+    gpu.current_stream(device).wait_stream(own)
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:
     """This thread's stream goes on with a tensor that was made on another one; returns it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if gpu.holds(tensor):
+        gpu.record_stream(tensor, gpu.current_stream(tensor.device))
     return tensor
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU of something small that a collective has brought; waits for that alone."""
-    if not tensor.is_cuda:
+    if not gpu.holds(tensor):
         return tensor
-    own = _own_stream(tensor.device)
+    own = gpu.engine_stream(tensor.device)
     if EARLY:
-        own.wait_stream(torch.cuda.default_stream(tensor.device))
-    with torch.cuda.stream(own):
-        return tensor.cpu()
+        own.wait_stream(gpu.default_stream(tensor.device))
+    with gpu.on(own):
+        return gpu.to_host(tensor)
 
 
 class Later:
@@ -113,9 +170,9 @@ class Later:
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        self._there = torch.empty((), dtype=number.dtype, pin_memory=True)
+        self._there = gpu.pinned((), number.dtype)
         self._there.copy_(number.reshape(()), non_blocking=True)
-        self._copied = torch.cuda.current_stream(number.device).record_event()
+        self._copied = gpu.current_stream(number.device).record_event()
 
     def __float__(self) -> float:
         self._copied.synchronize()
@@ -124,11 +181,11 @@ class Later:
 
 def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
     """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on."""
-    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    devices = sorted({tensor.device for tensor in tensors if gpu.holds(tensor)}, key=str)
     if not devices:
         return
     known = _followed.setdefault(engine, {})
-    streams = {device: torch.cuda.current_stream(device) for device in devices}
+    streams = {device: gpu.current_stream(device) for device in devices}
     others = [stream for device, stream in streams.items() if known.get(device) != stream]
     if others:
         known.update(streams)
@@ -137,5 +194,5 @@ def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> Non
 
 def _follow(streams: Sequence[Any]) -> None:
     for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))  # (what this thread has left on the one before)
-        torch.cuda.set_stream(stream)
+        stream.wait_stream(gpu.current_stream(stream.device))  # (what this thread has left on the one before)
+        gpu.set_stream(stream)

@@ -270,7 +270,7 @@ class WeightReplica(replica.WeightReplica):
         if loss.numel() != 1:
             raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
         loss = loss.detach().reshape(())
-        return streams.Later(loss) if loss.is_cuda else loss
+        return streams.Later(loss) if streams.gpu.holds(loss) else loss
 
     @contextlib.contextmanager
     def learning_rates_times(self, factor: float) -> Iterator[None]:
