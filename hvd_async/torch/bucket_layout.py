@@ -45,21 +45,21 @@ class Bucket:
     def copy_gradients(self, vector: torch.Tensor, tail: torch.Tensor) -> None:
         """Fill a vector with each ``p.grad``, 0 where there is none, and a tail."""
         gradients = [p.grad for p in self.parameters]
-        lacking = [gradient is None or gradient.is_sparse for gradient in gradients]
-        if self._joined and True not in lacking:
+        dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+        if self._joined and len(dense) == len(gradients):
             for place, *_ in self._forms:
-                gradients[place] = gradients[place].reshape(-1)
-            torch.cat([*gradients, tail], out=vector)
+                dense[place] = dense[place].reshape(-1)
+            torch.cat([*dense, tail], out=vector)
             return
-        parts = self.parts(vector)
-        for part, gradient in zip(parts, gradients, strict=True):
+        there = [vector[self.elements :]]
+        for part, gradient in zip(self.parts(vector), gradients, strict=True):
             if gradient is None:
                 part.zero_()
             elif gradient.is_sparse:
                 part.copy_(gradient.to_dense())
-        dense = [pair for pair, lacks in zip(zip(parts, gradients, strict=True), lacking, strict=True) if not lacks]
-        dense.append((vector[self.elements :], tail))
-        torch._foreach_copy_([part for part, _ in dense], [gradient for _, gradient in dense])
+            else:
+                there.append(part)
+        torch._foreach_copy_(there, [tail, *dense])
 
 
 class Layout:

@@ -99,7 +99,8 @@ class GradientReplica(eager.GradientReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        streams.bind_training_stream(engine, self.layout.parameters)
+        if streams.bind_training_stream(engine, self.layout.parameters):
+            hyperparameters.begin_to_read(self.optimizer.param_groups)
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())

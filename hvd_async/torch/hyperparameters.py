@@ -12,18 +12,42 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_async.runtime.messages import Hyper
+from hvd_async.torch import streams
 
 
 def _number(value: Any) -> bool | int | float | None:
     """``value`` as a plain number if it is one (NumPy's and one-element tensors too), else None."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None
+    if isinstance(value, torch.Tensor) and streams.gpu.holds(value):
+        return float(_on_its_way(value))
     plain = value.item() if hasattr(value, "item") else value
     return plain if isinstance(plain, int | float) else None
 
 
+def _on_its_way(number: torch.Tensor) -> streams.Later:
+    """Return what one element on a GPU holds now; it is copied only where it was written since the last time."""
+    version, value = _read.get(number, (None, None))
+    if value is None or version != number._version:
+        value = streams.Later(number)
+        _read[number] = number._version, value
+    return value
+
+
+def begin_to_read(groups: list[dict[str, Any]]) -> None:
+    """Begin to copy hyperparameters that are on a GPU to the host, so that ``read`` need not wait for the work that is
+    queued from now on."""
+    for group in groups:
+        for key, value in group.items():
+            if key != "params" and isinstance(value, torch.Tensor) and value.numel() == 1 and streams.gpu.holds(value):
+                _on_its_way(value)
+
+
+_read = WeakTensorKeyDictionary()
+"""What was read of tensors on a GPU: (its version counter then, the value)."""
 FROZEN = "frozen parameters"
 """The key of a group's frozen parameters, by their number in it; no optimizer's option has a space in its name."""
 

@@ -141,8 +141,8 @@ class Overlap:
         self._trainable = None
 
     def _is_whole(self, bucket: int) -> None:
-        """A backward pass has brought the last gradient of a bucket. One that was unfrozen since ``arm`` may be still to
-        come: then the bucket leaves in ``step()``."""
+        """A backward pass has brought the last gradient of a bucket. (That of a parameter which was unfrozen since
+        ``arm`` may still be to come: then the bucket leaves in ``step()``.)"""
         hand_over = self._hand_over()
         if hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
             hand_over(bucket)

@@ -30,6 +30,8 @@ EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
 default stream."""
 _followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionary()
 """To which streams each engine's kernels go."""
+_pinned_numbers: dict[torch.dtype, list[torch.Tensor]] = {}
+"""Places for ``Later`` that are free: to allocate one takes longer than all else about it."""
 
 
 class Gpu:
@@ -170,26 +172,36 @@ class Later:
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        self._there = gpu.pinned((), number.dtype)
+        self._free = _pinned_numbers.setdefault(number.dtype, [])
+        try:
+            self._there = self._free.pop()  # (another thread may have been quicker)
+        except IndexError:
+            self._there = gpu.pinned((), number.dtype)
         self._there.copy_(number.reshape(()), non_blocking=True)
         self._copied = gpu.current_stream(number.device).record_event()
+        self._value: float | None = None
 
     def __float__(self) -> float:
-        self._copied.synchronize()
-        return float(self._there)
+        if self._value is None:
+            self._copied.synchronize()
+            self._value = float(self._there)
+            self._free.append(self._there)
+        return self._value
 
 
-def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on."""
+def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> bool:
+    """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on; return
+    whether any is on a GPU."""
     devices = sorted({tensor.device for tensor in tensors if gpu.holds(tensor)}, key=str)
     if not devices:
-        return
+        return False
     known = _followed.setdefault(engine, {})
     streams = {device: gpu.current_stream(device) for device in devices}
     others = [stream for device, stream in streams.items() if known.get(device) != stream]
     if others:
         known.update(streams)
         engine.call_soon(lambda: _follow(others))
+    return True
 
 
 def _follow(streams: Sequence[Any]) -> None:
