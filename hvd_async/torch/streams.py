@@ -132,6 +132,8 @@ def _on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
     elif event is not None:
         own.wait_event(event)
     gpu.record_stream(vector, own)
+    if EARLY:  # (Horovod lets go of it before NCCL has read it; by then the default stream waits for that)
+        gpu.record_stream(vector, gpu.default_stream(vector.device))
     with on_engine_stream(vector.device):
         yield
 
