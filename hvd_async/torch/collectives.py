@@ -212,7 +212,7 @@ class HorovodCollectives:
         self._cuda: torch.device | None = None
         """This rank's GPU, once one of its tensors was there: the engine's thread has a current device of its own."""
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
-        self._nccl = bool(hvd.nccl_built()) and not staged
+        self._nccl = streams.gpu.has_nccl and not staged
 
     def start(self, wake: Callable[[], None]) -> None:
         """Nothing to do: handles are polled."""

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import horovod.torch as hvd
 import torch
 
 from hvd_async.runtime.engine import Engine
@@ -51,10 +52,19 @@ class Gpu:
         """Return whether torch keeps freed memory of the device itself."""
         return device.type != "cpu"
 
+    @property
+    def has_nccl(self) -> bool:
+        """Whether Horovod takes tensors where they are, by NCCL."""
+        return bool(hvd.nccl_built())
+
+    def new_stream(self, device: torch.device) -> Any:
+        """Return a new stream of the device."""
+        return torch.cuda.Stream(device)
+
     def engine_stream(self, device: torch.device) -> Any:
         """Return the engine's own stream."""
         if device not in self._engine_streams:
-            self._engine_streams[device] = torch.cuda.Stream(device)
+            self._engine_streams[device] = self.new_stream(device)
         return self._engine_streams[device]
 
     def current_stream(self, device: torch.device) -> Any:

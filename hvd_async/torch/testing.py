@@ -1,0 +1,114 @@
+"""A GPU for machines without one: CPU tensors count as tensors on it, streams and events order nothing.
+
+For tests, and for counting what a step on a GPU costs the host. Kernels run at once, on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hvd_async.torch import streams
+
+
+class Event:
+    """An event of a fake stream, which has happened when it is recorded."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._gpu.host_waits("Event.synchronize")
+
+
+class Stream:
+    """A stream whose kernels run at once."""
+
+    def __init__(self, gpu: FakeGpu, device: torch.device) -> None:
+        self._gpu, self.device = gpu, device
+
+    def record_event(self) -> Event:
+        return Event(self._gpu)
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, other: Any) -> None:
+        self.wait_event(other.record_event())
+
+
+class FakeGpu(streams.Gpu):
+    """Takes the place of ``streams.gpu``, inside ``installed()``. Every tensor is on it.
+
+    Attributes:
+        waits: how often the host waited, by the name of the thread and of what waited: copies to the host and events.
+            (The reads of single numbers, ``.item()`` and the like, are ``aten::_local_scalar_dense`` of a
+            ``TorchDispatchMode``.)
+    """
+
+    has_nccl = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self._current = threading.local()
+        self._default: Any = Stream(self, torch.device("cpu"))
+        self.holds = lambda tensor: True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In it this is the GPU of the process. Enter it before optimizers are made."""
+        before, streams.gpu = streams.gpu, self
+        try:
+            yield
+        finally:
+            streams.gpu = before
+
+    def host_waits(self, what: str) -> None:
+        """Count a wait of this thread."""
+        self.waits[threading.current_thread().name, what] += 1
+
+    def has_allocator(self, device: torch.device) -> bool:
+        return True
+
+    def new_stream(self, device: torch.device) -> Any:
+        return Stream(self, device)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return getattr(self._current, "stream", None) or self.default_stream(device)
+
+    def default_stream(self, device: torch.device) -> Any:
+        return self._default
+
+    def set_stream(self, stream: Any) -> None:
+        self._current.stream = stream
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before = getattr(self._current, "stream", None)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Nothing to keep."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.host_waits("to_host")
+        return tensor.clone()
