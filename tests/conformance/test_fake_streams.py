@@ -1,0 +1,450 @@
+"""torch on a GPU, without one: CPU tensors on fake streams, judged by torch's CUDA sanitizer (``races``)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import hvd_async.torch as hvd
+from hvd_async.torch import collectives, compression, streams
+from tests.conformance.races import CPU, RacyGpu, racy_cluster
+from tests.conformance.torch_ranks import TINY, batch, conv_model
+
+STEPS = 4
+
+
+class Mode(NamedTuple):
+    """An optimizer of ours around SGD with momentum."""
+
+    wrapper: Callable[..., Any]
+    options: dict[str, Any]
+
+    def train(self, gpu: RacyGpu, rank: int, steps: int = STEPS) -> list[Counter[tuple[str, str]]]:
+        """Train a small model and drain; return the waits of each step."""
+        model = conv_model()
+        gpu.adopt(*model.parameters())
+        optimizer = self.wrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **self.options)
+        waits = []
+        for step in range(steps):
+            images, labels = batch(rank, step)
+            gpu.adopt(images, labels)
+            before = Counter(gpu.waits)
+            optimizer.zero_grad()
+            if self.options.get("weighting"):
+                optimizer.record_samples(len(images))
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            if self.wrapper is hvd.LeaderOptimizer:
+                optimizer.record_loss(loss)
+            loss.backward()
+            optimizer.step()
+            waits.append(gpu.waits - before)
+        optimizer.drain()
+        return waits
+
+
+def eager(**options: Any) -> Mode:
+    return Mode(hvd.EagerOptimizer, {"bucket_cap_mb": TINY, **options})
+
+
+def gossip(**options: Any) -> Mode:
+    return Mode(hvd.GossipOptimizer, options)
+
+
+def leader(**options: Any) -> Mode:
+    return Mode(hvd.LeaderOptimizer, options)
+
+
+FP16, BF16, INT8 = hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8
+MODES = {
+    "all": eager(quorum="all"),
+    "solo": eager(quorum="solo"),
+    "majority": eager(quorum="majority"),
+    "all, fp16": eager(quorum="all", compression=FP16),
+    "all, bf16": eager(quorum="all", compression=BF16),
+    "solo, fp16, samples": eager(quorum="solo", compression=FP16, weighting="samples"),
+    "solo, bf16": eager(quorum="solo", compression=BF16),
+    "sgp": gossip(algorithm="sgp"),
+    "osgp": gossip(algorithm="osgp"),
+    "dpsgd": gossip(algorithm="dpsgd"),
+    "adpsgd": gossip(algorithm="adpsgd"),
+    "local": gossip(algorithm="local", average_every=2),
+    "slowmo": gossip(algorithm="slowmo", average_every=2),
+    "diloco": gossip(algorithm="diloco", average_every=2),
+    "sgp, fp16": gossip(algorithm="sgp", compression=FP16),
+    "dpsgd, int8": gossip(algorithm="dpsgd", compression=INT8),
+    "adpsgd, bf16": gossip(algorithm="adpsgd", compression=BF16),
+    "local, bf16": gossip(algorithm="local", average_every=2, compression=BF16),
+    "diloco, int8": gossip(algorithm="diloco", average_every=2, compression=INT8),
+    "lsgd": leader(algorithm="lsgd", group=1, global_period=2),
+    "easgd": leader(algorithm="easgd", global_period=2),
+}
+
+
+class Setting(NamedTuple):
+    """How a GPU is used.
+
+    Attributes:
+        queued: Horovod calls a collective done when it is queued.
+        staged: tensors travel by way of the CPU.
+        own_stream: the training thread uses another stream than the default one.
+    """
+
+    queued: bool = False
+    staged: bool = False
+    own_stream: bool = False
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "queued": Setting(queued=True, own_stream=True),
+    "queued, default stream": Setting(queued=True),
+    "staged": Setting(staged=True),
+    "own stream": Setting(own_stream=True),
+}
+
+
+def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"]) -> tuple[RacyGpu, Any]:
+    """Train on so many ranks; return the GPU that has judged it, and what ``train`` returned."""
+    patch.setattr(streams, "EARLY", setting.queued)
+    patch.setenv("HVD_ASYNC_STAGE", str(int(setting.staged)))
+
+    def train(rank: int) -> Any:
+        with gpu.thread_of(rank):
+            own = gpu.on(gpu.stream("user's")) if setting.own_stream else contextlib.nullcontext()
+            with own:
+                return mode.train(gpu, rank)
+
+    with racy_cluster(ranks, patch) as (gpu, cluster):
+        waits = cluster.run(train)
+        gpu.collect()
+    return gpu, waits
+
+
+# -- the modes ----------------------------------------------------------------------------------------------------
+
+CASES = [f"{mode}: {setting}" for mode in MODES for setting in ("plain", "queued")]
+CASES += [f"{mode}: staged" for mode in ("all, fp16", "solo, bf16", "sgp", "adpsgd", "lsgd")]
+CASES += [f"{mode}: own stream" for mode in ("solo, fp16, samples", "sgp")]
+CASES += [f"{mode}: queued, default stream" for mode in ("solo, fp16, samples", "sgp")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_on_shared_memory_are_in_order(case, monkeypatch):
+    mode, setting = case.split(": ")
+    gpu, _ = run(MODES[mode], 2, monkeypatch, SETTINGS[setting])
+    assert not gpu.errors
+
+
+@pytest.mark.parametrize("mode", ["all", "solo", "all, fp16", "solo, fp16, samples"])
+def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
+    gpu, _ = run(MODES[mode], 1, monkeypatch)
+    assert gpu.waits_for_all == 0
+
+
+# -- the host's waits ---------------------------------------------------------------------------------------------
+
+BUCKETS = PARAMETERS = 4
+"""Of the model, whose buckets hold one parameter each."""
+WAITS = {  # in two steps: on the training thread, on autograd's, and on the engine's
+    "all": (2 * BUCKETS, 0, 2 * BUCKETS),
+    "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
+    "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
+    "sgp": (2, 0, 0),
+    "osgp": (2, 0, 0),
+    "dpsgd": (2, 0, 0),
+    "adpsgd": (2, 0, 0),
+    "local": (2, 0, 0),
+    "slowmo": (2 + PARAMETERS, 0, 0),
+    "diloco": (2 + PARAMETERS, 0, 0),
+    "lsgd": (2 + 2, 0, 0),
+    "easgd": (2 + 2, 0, 1),
+}
+"""With one rank, which gets no messages; an average, a pull towards the center every other step."""
+
+
+def waited(waits: Counter[tuple[str, str]], rank: int, thread: str) -> int:
+    return sum(n for (name, _), n in waits.items() if name == f"rank {rank}'s {thread} thread")
+
+
+@pytest.mark.parametrize("mode", WAITS)
+def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
+    gpu, ((*_, before, last),) = run(MODES[mode], 1, monkeypatch)
+    assert not gpu.errors
+    training, autograd, engine = WAITS[mode]
+    assert waited(before + last, 0, "training") == training
+    assert waited(before + last, 0, "autograd") == autograd
+    assert waited(gpu.waits, 0, "engine") == engine * STEPS // 2, "in all steps: it works beside them"
+
+
+@pytest.mark.parametrize("mode", [mode for mode in WAITS if mode != "lsgd"])  # (a leader's pulls come by chance)
+def test_training_waits_as_often_on_two_ranks(mode, monkeypatch):
+    _, results = run(MODES[mode], 2, monkeypatch)
+    for rank, (*_, before, last) in enumerate(results):
+        training, autograd, _ = WAITS[mode]
+        assert waited(before + last, rank, "training") == training
+        assert waited(before + last, rank, "autograd") == autograd
+
+
+@pytest.mark.parametrize("mode", ["sgp", "osgp", "dpsgd, int8"])
+def test_the_engine_waits_once_a_message(mode, monkeypatch):
+    gpu, _ = run(MODES[mode], 2, monkeypatch)
+    for rank in range(2):
+        assert STEPS <= waited(gpu.waits, rank, "engine") <= STEPS + 1, "a drain may bring one more"
+
+
+# -- planted faults -----------------------------------------------------------------------------------------------
+
+
+def plant(patch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str) -> None:
+    """Change one place in a function's source, wherever the function has been imported."""
+    function = inspect.unwrap(function)
+    source, scope = textwrap.dedent(inspect.getsource(function)), dict[str, Any]()
+    assert source.count(old) == 1, f"{old!r} is not in {function.__qualname__} once"
+    exec(compile(source.replace(old, new), "planted", "exec"), function.__globals__, scope)
+    patch.setattr(function, "__code__", inspect.unwrap(scope[function.__name__]).__code__)
+
+
+class Engine:
+    """An engine's thread, whose turn it is whenever something is posted."""
+
+    def __init__(self, gpu: RacyGpu) -> None:
+        self._gpu, self._stream = gpu, gpu.default_stream(CPU)
+
+    def call_soon(self, action: Callable[[], Any]) -> None:
+        with self._gpu.on(self._stream):
+            action()
+            self._stream = self._gpu.current_stream(CPU)
+
+
+Scenario = Callable[[RacyGpu], None]
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(3, device=CPU)
+
+
+def a_vector_is_read_beside_training(gpu: RacyGpu) -> None:
+    vector = streams.record_ready(ones())
+    with streams.on_engine_stream_after(vector):
+        double = vector * 2
+    streams.use_here(double).sum()
+
+
+def a_vector_is_changed_before_it_is_read(gpu: RacyGpu) -> None:
+    vector = streams.record_ready(ones())
+    vector += 1
+    with streams.on_engine_stream_after(vector):
+        vector.sum()
+
+
+def a_vector_is_freed_whose_stream_was_left(gpu: RacyGpu) -> None:
+    with gpu.on(gpu.stream("first")):
+        vector = streams.record_ready(ones())
+    with streams.on_engine_stream_after(vector):
+        vector.sum()
+
+
+def a_result_is_freed_that_was_made_elsewhere(gpu: RacyGpu) -> None:
+    result = ones()
+    gpu.default_stream(CPU).record_event().query()  # (its collective is seen to be done)
+    with gpu.on(gpu.stream("user's")):
+        streams.record_received(result).sum()
+
+
+def a_number_is_read_later(gpu: RacyGpu) -> None:
+    float(streams.Later(ones().sum()))
+
+
+def the_engine_works_after_training(gpu: RacyGpu) -> None:
+    engine = Engine(gpu)
+    with gpu.on(gpu.stream("user's")):
+        vector = ones()
+        streams.bind_training_stream(engine, [vector])
+        engine.call_soon(vector.sum)
+
+
+def training_goes_to_another_stream(gpu: RacyGpu) -> None:
+    engine, vector = Engine(gpu), ones()
+    for name in ("first", "second"):
+        stream = gpu.stream(name)
+        stream.wait_stream(gpu.default_stream(CPU))
+        with gpu.on(stream):
+            streams.bind_training_stream(engine, [vector])
+        engine.call_soon(lambda: vector.add_(1))
+
+
+class Fault(NamedTuple):
+    """One call that is left out, and what shows it.
+
+    Attributes:
+        shows: a scenario, or a mode, its ranks and their setting.
+        finds: part of the complaint.
+    """
+
+    function: Callable[..., Any]
+    old: str
+    new: str
+    shows: Scenario | tuple[str, int, str]
+    finds: str
+
+
+RACE, FREED, EARLY = "race: ", "freed too early", "pinned memory too early"
+WAITS_FOR_ALL = "waits for all"
+EVENT = "gpu.current_stream(vector.device).record_event()"
+FAULTS = [
+    Fault(streams.record_ready, f"_mark(vector, {EVENT})", "pass", ("all", 1, "plain"), WAITS_FOR_ALL),
+    Fault(streams.record_received, "current.wait_event(event)", "pass", ("lsgd", 1, "queued"), RACE),
+    Fault(
+        streams.record_received,
+        "gpu.default_stream(tensor.device).record_event() if EARLY else None",
+        "None",
+        ("all, fp16", 1, "queued"),
+        RACE,
+    ),
+    Fault(
+        streams.record_received,
+        "gpu.record_stream(tensor, current)",
+        "pass",
+        a_result_is_freed_that_was_made_elsewhere,
+        FREED,
+    ),
+    Fault(streams.record_received, "_mark(tensor, event)", "pass", ("all, fp16", 1, "queued"), RACE),
+    Fault(
+        streams._on_engine_stream_after,
+        "own.wait_stream(gpu.current_stream(vector.device))",
+        "pass",
+        a_vector_is_changed_before_it_is_read,
+        RACE,
+    ),
+    Fault(
+        streams._on_engine_stream_after,
+        "version != vector._version",
+        "version is None",
+        a_vector_is_changed_before_it_is_read,
+        RACE,
+    ),
+    Fault(streams._on_engine_stream_after, "own.wait_event(event)", "pass", a_vector_is_read_beside_training, RACE),
+    Fault(
+        streams._on_engine_stream_after,
+        "gpu.record_stream(vector, own)",
+        "pass",
+        a_vector_is_freed_whose_stream_was_left,
+        FREED,
+    ),
+    Fault(
+        streams._on_engine_stream_after,
+        "gpu.record_stream(vector, gpu.default_stream(vector.device))",
+        "pass",
+        ("all, bf16", 1, "queued"),
+        FREED,
+    ),
+    Fault(
+        streams.on_engine_stream,
+        "gpu.current_stream(device).wait_stream(own)",
+        "pass",
+        a_vector_is_read_beside_training,
+        RACE,
+    ),
+    Fault(streams.on_engine_stream, "gpu.on(own)", "contextlib.nullcontext()", ("all", 1, "plain"), WAITS_FOR_ALL),
+    Fault(
+        streams.use_here,
+        "gpu.record_stream(tensor, gpu.current_stream(tensor.device))",
+        "pass",
+        a_vector_is_read_beside_training,
+        FREED,
+    ),
+    Fault(
+        streams.copy_to_host, "own.wait_stream(gpu.default_stream(tensor.device))", "pass", ("sgp", 2, "queued"), RACE
+    ),
+    Fault(streams.Later.__float__, "self._copied.synchronize()", "pass", a_number_is_read_later, EARLY),
+    Fault(
+        streams.bind_training_stream,
+        "engine.call_soon(lambda: _follow(others))",
+        "pass",
+        the_engine_works_after_training,
+        RACE,
+    ),
+    Fault(
+        streams._follow,
+        "stream.wait_stream(gpu.current_stream(stream.device))",
+        "pass",
+        training_goes_to_another_stream,
+        RACE,
+    ),
+    Fault(streams._follow, "gpu.set_stream(stream)", "pass", the_engine_works_after_training, RACE),
+    Fault(
+        collectives.HorovodCollectives._start,
+        "streams.on_engine_stream_after(tensor)",
+        "streams._NOTHING",
+        ("all", 1, "plain"),
+        WAITS_FOR_ALL,
+    ),
+    Fault(collectives._Staged.done, "if not self._copied.query():", "if False:", ("sgp", 2, "staged"), EARLY),
+    Fault(
+        collectives._Staged.__init__,
+        "streams.on_engine_stream_after(tensor)",
+        "streams.on_engine_stream(tensor.device)",
+        ("sgp", 1, "staged"),
+        RACE,
+    ),
+    Fault(
+        collectives._Staged.result,
+        "else streams.record_received(tensor)",
+        "else tensor",
+        ("sgp", 1, "staged"),
+        FREED,
+    ),
+    Fault(
+        compression.make_wire,
+        "with streams.on_engine_stream_after(vector):\n            cut",
+        "with streams.on_engine_stream(vector.device):\n            cut",
+        ("all, fp16", 1, "plain"),
+        RACE,
+    ),
+    Fault(
+        compression.make_wire,
+        "streams.record_ready(compressed)",
+        "compressed",
+        ("all, fp16", 1, "plain"),
+        WAITS_FOR_ALL,
+    ),
+    Fault(compression.make_wire, "streams.use_here(decompressed)", "decompressed", ("all, fp16", 1, "plain"), FREED),
+]
+
+
+def complaints(shows: Scenario | tuple[str, int, str], patch: pytest.MonkeyPatch) -> list[str]:
+    """Return what the detector says of a scenario, or of a mode."""
+    if isinstance(shows, tuple):
+        mode, ranks, setting = shows
+        gpu, _ = run(MODES[mode], ranks, patch, SETTINGS[setting])
+    else:
+        gpu = RacyGpu()
+        with gpu.installed(), gpu.thread_of(0):
+            shows(gpu)
+            gpu.collect()
+    return gpu.errors + [WAITS_FOR_ALL] * (gpu.waits_for_all > 0)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.function.__qualname__}: {fault.old}")
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    before = complaints(fault.shows, monkeypatch)
+    assert not [line for line in before if fault.finds in line]
+    plant(monkeypatch, fault.function, fault.old, fault.new)
+    after = complaints(fault.shows, monkeypatch)
+    assert [line for line in after if fault.finds in line], after
+
+
+def test_every_wait_of_streams_has_a_planted_fault():
+    source = inspect.getsource(streams).partition("gpu = Gpu()")[2]
+    waits = re.findall(r".*\.(?:wait_stream|wait_event|record_stream|synchronize|set_stream|call_soon)\(.*", source)
+    planted = {fault.old for fault in FAULTS}
+    assert [line for line in waits if not any(old in line for old in planted)] == []
+    assert len(waits) == 13
