@@ -5,22 +5,23 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
   cat <<USAGE
-usage: scripts/gpu_check.sh [--python PATH] [--from DIR] [--out DIR] [--only build,test,bench] [--limit MIN]
+usage: scripts/gpu_check.sh [--python PATH] [--from DIR] [--out DIR] [--only build,test,nccl,bench] [--limit MIN]
 
 Builds Horovod with NCCL for a torch that has CUDA, runs the tests that have tensors on GPUs (1 rank on NCCL; 4 ranks that
-share a GPU, by way of the CPU), then measures ResNet-50: images a second of plain torch, Horovod's optimizer and
-ours, and what of their steps waits for the device.
+share a GPU, by way of the CPU; 2 to 4 ranks that share it on NCCL, which takes each for a host of its own), then measures
+ResNet-50: images a second of plain torch, Horovod's optimizer and ours, and what of their steps waits for the device.
+Needs one GPU, and for the build nvcc and a C++ compiler.
 
   --python PATH  an interpreter with a CUDA build of torch (default: python3); what is missing goes into .venv-gpu,
                  which sees PATH's packages
   --from DIR     no network: take Horovod's source distribution, and wheels that are missing, from DIR
   --out DIR      where figures, pictures and traces go (default: gpu-results)
-  --only A,B     these parts of build, test, bench (default: all)
+  --only A,B     these parts of build, test, nccl, bench (default: all)
   --limit MIN    measure for so many minutes at the most, in each of three settings (default: 4)
 USAGE
 }
 
-python=python3 from=() index=() out=gpu-results only=build,test,bench limit=4
+python=python3 from=() index=() out=gpu-results only=build,test,nccl,bench limit=4
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python wants a path}; shift 2 ;;
@@ -56,13 +57,28 @@ if wanted build; then
 fi
 export PATH=$VENV/bin:$PATH
 failed=
+checks() { python -m pytest -q -p no:cacheprovider "$@" | tee -a "$out/tests.txt" || failed=1; }
+if wanted test || wanted nccl; then : >"$out/tests.txt"; fi
+several() { HVD_ASYNC_TEST_DEVICE=cuda checks -k "torch and not mpi" tests/multiproc/test_{equality,gossip,leaders,promises}.py; }
 if wanted test; then
   say "Tests on GPUs"
-  checks() { python -m pytest -q -p no:cacheprovider "$@" | tee -a "$out/tests.txt" || failed=1; }
-  : >"$out/tests.txt"
   checks -m gpu tests/conformance/test_torch_streams.py
-  export HVD_ASYNC_TEST_DEVICE=cuda
-  checks -k "torch and not mpi" tests/multiproc/test_{equality,gossip,leaders,promises}.py
+  several
+fi
+if wanted nccl; then
+  # For NCCL a rank with an NCCL_HOSTID of its own is a host of its own (the ranks set it), so it does not see that they
+  # share a GPU, and sockets are all that is left. They take turns on the GPU: this says what is right, not what is fast.
+  say "Several NCCL ranks on one GPU"
+  (
+    export NCCL_SOCKET_IFNAME=lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0
+    export NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_MAX_CTAS=4 NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_DEBUG=WARN
+    for ranks in 2 3; do
+      timeout 120 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" scripts/nccl_ranks.py nccl \
+        | tee -a "$out/tests.txt" || exit 1
+    done
+    HVD_ASYNC_TEST_NCCL=1 several
+    [ -z "$failed" ]
+  ) || failed=1
 fi
 if wanted bench; then
   for dtype in bf16 fp16; do

@@ -30,7 +30,9 @@ JOB_VARIABLE = "HVD_ASYNC_TEST_JOB"
 OUT_VARIABLE = "HVD_ASYNC_TEST_OUT"
 DEVICE_VARIABLE = "HVD_ASYNC_TEST_DEVICE"
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
-"""Where the torch jobs of gpu_check.sh have their tensors: one rank on NCCL, several by way of the CPU."""
+"""Where the torch jobs of gpu_check.sh have their tensors: one rank on NCCL, several by way of the CPU, or if
+``HVD_ASYNC_TEST_NCCL`` is set on NCCL too."""
+STAGED = DEVICE == "cuda" and "HVD_ASYNC_TEST_NCCL" not in os.environ
 GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
 
@@ -106,7 +108,8 @@ class _Folder:
             "TF_NUM_INTRAOP_THREADS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1"),
-            **({"HVD_ASYNC_STAGE": str(int(self.ranks > 1))} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
+            **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
+            "HVD_ASYNC_STAGE": str(int(STAGED and self.ranks > 1)),
             DEVICE_VARIABLE: DEVICE,
             "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: waiting busily would take twice as long
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
