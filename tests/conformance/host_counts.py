@@ -1,0 +1,148 @@
+"""What a step of each mode costs the host, with ranks as threads in lockstep; on the command line, of some modes:
+
+``python -m tests.conformance.host_counts all solo --ranks 1 2`` prints a table, with ``--names`` also what is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from scripts.benchmarks.jobs.shared.arm import Arm
+from scripts.benchmarks.jobs.shared.host_counts import (
+    BUCKET_MB,
+    ELEMENTS,
+    Calls,
+    HostCounts,
+    Operators,
+    SmallTensors,
+    count_steps,
+    each_count,
+    host_counts,
+    momentum_sgd,
+)
+from scripts.benchmarks.support.arms import PLAIN, eager
+from tests.conformance.lockstep import LockstepCluster
+
+MODES = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
+STEPS = 16
+"""Steps that are counted: a multiple of every period (averages, pulls, checks of one bucket in turn). As many steps
+before them are not counted: the first ones check more."""
+INPUTS = torch.ones(ELEMENTS)
+
+
+class Cost(NamedTuple):
+    """What a step costs a rank, on average over ``STEPS`` steps.
+
+    Attributes:
+        host: the training thread's counts.
+        messages: that its engine sends to the coordinator.
+        wakes: of its engine.
+        operators, calls: by name, of all steps together.
+    """
+
+    host: HostCounts
+    messages: float
+    wakes: float
+    operators: Counter[str]
+    calls: Counter[str]
+
+
+def loss(model: torch.nn.Module) -> torch.Tensor:
+    """The loss of every step."""
+    value: torch.Tensor = model(INPUTS)
+    return value
+
+
+def made(mode: str, rank: int, ranks: int) -> Arm:
+    """Return a model under a mode. Without a grace, which is a time that rounds wait."""
+    own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if eager(mode) else {}
+    own |= {"group": [list(range(ranks))]} if mode == "lsgd" else {}
+    model = SmallTensors()
+    return Arm(mode, model, SimpleNamespace(rank=rank, size=ranks), momentum_sgd(model), **own)  # type: ignore[arg-type]
+
+
+def plain() -> Cost:
+    """Return what a step of the plain optimizer costs."""
+    torch.set_num_threads(1)
+    arm = made(PLAIN, 0, 1)
+    for _ in range(STEPS):
+        arm.train(loss)
+    return _cost(count_steps(lambda: arm.train(loss), STEPS), 0, 0)
+
+
+def measure(mode: str, ranks: int) -> list[Cost]:
+    """Return what a step of a mode costs each rank."""
+    torch.set_num_threads(1)
+    cluster = LockstepCluster(ranks)
+
+    def work(rank: int) -> Cost:
+        arm = made(mode, rank, ranks)
+        arm.optimizer._async.worker_now()  # (to meet the other ranks is not part of a step)
+        channel = cluster.channels[rank]
+        cluster.begin(rank)
+
+        def step() -> None:
+            arm.train(loss)
+            cluster.pass_on(rank)
+
+        for _ in range(STEPS):
+            step()
+        sent, wakes = channel.sent, channel.wakes
+        found = count_steps(step, STEPS, lambda: Calls(cluster.hidden, cluster.wrappers))
+        cost = _cost(found, channel.sent - sent, channel.wakes - wakes)
+        cluster.end(rank)
+        arm.drain()
+        return cost
+
+    return cluster.run(work)
+
+
+def _cost(steps: list[tuple[Operators, Calls]], messages: int, wakes: int) -> Cost:
+    operators = sum((counter.calls for counter, _ in steps), Counter[str]())
+    calls = sum((counted.c for _, counted in steps), Counter[str]())
+    for _, counted in steps:
+        for code, count in counted.python.items():
+            calls[getattr(code, "co_qualname", code.co_name)] += count
+    mean = each_count(statistics.fmean, [host_counts(*one) for one in steps])
+    return Cost(mean, messages / (2 * STEPS), wakes / (2 * STEPS), operators, calls)
+
+
+def highest(costs: list[Cost]) -> tuple[HostCounts, float, float]:
+    """Return the highest of each count over the ranks, messages and wakes included."""
+    most = HostCounts(*(max(values) for values in zip(*(cost.host for cost in costs), strict=True)))
+    return most, max(cost.messages for cost in costs), max(cost.wakes for cost in costs)
+
+
+def main() -> None:
+    """Print the counts of some modes."""
+    parser = argparse.ArgumentParser(description="What a step costs the host, the plain optimizer's part taken off.")
+    parser.add_argument("modes", nargs="*", default=MODES, help=f"of {', '.join(MODES)}; not given: all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--names", type=int, metavar="N", default=0, help="also the N that are called most, by rank")
+    args = parser.parse_args()
+    base = plain()
+    print("mode      ranks   aten  python      c  waits  copies  messages  wakes")
+    for mode in args.modes:
+        for ranks in args.ranks:
+            if mode == "majority" and ranks == 1:
+                continue
+            costs = measure(mode, ranks)
+            (aten, python, c, waits, copies), messages, wakes = highest(costs)
+            over = (aten - base.host.aten_calls, python - base.host.python_calls, c - base.host.c_calls)
+            shown = " ".join(f"{value:7.1f}" for value in (*over, waits, copies, messages, wakes))
+            print(f"{mode:10} {ranks:4} {shown}", flush=True)
+            for rank, cost in enumerate(costs if args.names else []):
+                for what, more in (("operators", cost.operators - base.operators), ("calls", cost.calls - base.calls)):
+                    print(f"  rank {rank}, {what}:")
+                    for name, count in more.most_common(args.names):
+                        print(f"    {count / STEPS:8.1f} {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What one step may cost the host, counted: budgets for every mode, beside the plain optimizer on the same model.
+
+The model has as many parameters as ResNet-50, in six buckets, and computes next to nothing. Counts are the same on
+every machine, with Python 3.11 and torch 2.13. ``python -m tests.conformance.host_counts MODE`` prints them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from scripts.benchmarks.jobs.shared.host_counts import Calls, Operators, host_counts
+from tests.conformance.host_counts import highest, measure, plain
+
+
+class Budget(NamedTuple):
+    """The most that a step may cost, on average over ``STEPS`` steps, on the rank where it costs most.
+
+    Attributes:
+        aten: operators without views, over plain.
+        calls: Python and C functions that the training thread calls, over plain.
+        waits: of the training thread for a device, if the tensors were on one. (On CPUs a bucket is looked at for NaN
+            before it leaves.)
+        copies: of the gradients or weights.
+        messages: to the coordinator, when the engine is so fast that none brings two buckets.
+        wakes: of the engine, under the same condition.
+        target_aten, target_calls: where ``aten`` and ``calls`` are to go.
+    """
+
+    aten: float
+    calls: float
+    waits: float
+    copies: float
+    messages: float
+    wakes: float
+    target_aten: int
+    target_calls: int | None = None
+
+
+EAGER = 6 * 8
+"""Eight operators a bucket."""
+BUDGETS = {
+    ("all", 1): Budget(191, 6070, 7, 1.1, 7, 20, target_aten=EAGER, target_calls=1031),
+    ("all", 2): Budget(197, 6073, 7, 1.1, 7, 19, target_aten=EAGER, target_calls=1031),
+    ("solo", 1): Budget(191, 6070, 7, 1.1, 7, 20, target_aten=EAGER),
+    ("solo", 2): Budget(202, 8047, 7, 2.1, 7, 20, target_aten=EAGER + 12),
+    ("majority", 2): Budget(202, 8038, 7, 2.1, 7, 20, target_aten=EAGER + 12),
+    ("sgp", 1): Budget(8, 3413, 1, 2, 0, 0, target_aten=12),
+    ("sgp", 2): Budget(10, 3565, 1, 2, 3, 6, target_aten=12),
+    ("dpsgd", 1): Budget(8, 3423, 1, 2, 0, 0, target_aten=12),
+    ("dpsgd", 2): Budget(10, 3555, 1, 2, 3, 6, target_aten=12),
+    ("adpsgd", 1): Budget(11, 3389, 1, 2, 0, 1, target_aten=12),
+    ("adpsgd", 2): Budget(11, 3398, 1, 2, 1, 3, target_aten=12),
+    ("local", 1): Budget(10, 4190, 1, 2.5, 1, 1, target_aten=12),
+    ("local", 2): Budget(10, 4201, 1, 2.5, 1, 1, target_aten=12),
+    ("lsgd", 1): Budget(9, 3875, 2, 2, 2, 2, target_aten=12),
+    ("lsgd", 2): Budget(13, 3888, 3, 2, 2, 2, target_aten=12),
+    ("easgd", 1): Budget(10, 3815, 2, 2, 2, 2, target_aten=12),
+    ("easgd", 2): Budget(10, 3827, 2, 2, 2, 2, target_aten=12),
+}
+"""Of (mode, ranks)."""
+ENGINES = 0.25
+"""Messages and wake-ups that may come on top: a rank's engine also works while another rank trains, so when counting
+begins and ends some of its messages may fall on either side."""
+
+
+@pytest.fixture(scope="module")
+def base():
+    return plain().host
+
+
+@pytest.mark.parametrize(("mode", "ranks"), BUDGETS)
+def test_a_step_stays_within_its_budget(base, mode, ranks):
+    host, messages, wakes = highest(measure(mode, ranks))
+    budget = BUDGETS[mode, ranks]
+    calls = host.python_calls + host.c_calls - base.python_calls - base.c_calls
+    found = (host.aten_calls - base.aten_calls, calls, host.host_waits, host.copies, messages, wakes)
+    limits = (*budget[:4], budget.messages + ENGINES, budget.wakes + ENGINES)
+    over = [
+        f"{name}: {value:.2f}, budget {limit:g}"
+        for name, value, limit in zip(Budget._fields, found, limits, strict=False)
+        if value > limit
+    ]
+    assert not over, "; ".join(over)
+
+
+def test_counts_are_the_same_each_time():
+    first, again = (highest(measure("solo", 2))[0] for _ in range(2))
+    assert first == again
+
+
+def test_what_is_counted():
+    weights = torch.ones(2576)
+
+    def step():
+        weights.view(-1).add_(1)
+        weights.clone()
+        torch._foreach_copy_([weights[:1288]], [weights[1288:]])
+        [bool(weights[0] > 1), weights.tolist()]
+
+    with (operators := Operators()):
+        step()
+    (calls := Calls()).measure(step)
+    counts = host_counts(operators, calls)
+    assert operators.calls == {"aten::add_": 1, "aten::clone": 1, "aten::_foreach_copy_": 1, "aten::gt": 1} | {
+        "aten::_local_scalar_dense": 1
+    }
+    assert (counts.host_waits, counts.copies, counts.python_calls) == (2, 3, 1)
+    assert calls.c.keys() >= {"view", "add_", "clone", "_foreach_copy_", "tolist"}
+    assert calls.c["setprofile"] == 0
+
+
+def test_hidden_functions_and_wrappers_are_not_counted():
+    def inner():
+        return math.floor(1.5)
+
+    def outer():
+        return inner()
+
+    def step():
+        outer()
+        math.ceil(0.5)
+
+    for hidden, wrappers, python, c in (((), (), 3, 2), ((outer,), (), 1, 1), ((), (outer,), 2, 2)):
+        calls = Calls([one.__code__ for one in hidden], [one.__code__ for one in wrappers])
+        calls.measure(step)
+        assert (calls.python.total(), calls.c.total()) == (python, c)
