@@ -1,7 +1,8 @@
 """What one step may cost the host, counted: budgets for every mode, beside the plain optimizer on the same model.
 
 The model has as many parameters as ResNet-50, in six buckets, and computes next to nothing. Counts are the same on
-every machine, with Python 3.11 and torch 2.13. ``python -m tests.conformance.host_counts MODE`` prints them.
+every machine, with Python 3.11 and torch 2.13. ``python -m tests.conformance.host_counts MODE`` prints them,
+``python -m tests.conformance.keras_host_counts MODE`` those of Keras.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.jobs.shared.host_counts import Calls, Operators, host_counts
+from tests.conformance import keras_host_counts
 from tests.conformance.host_counts import highest, measure, plain
 
 
@@ -128,3 +130,47 @@ def test_hidden_functions_and_wrappers_are_not_counted():
         calls = Calls([one.__code__ for one in hidden], [one.__code__ for one in wrappers])
         calls.measure(step)
         assert (calls.python.total(), calls.c.total()) == (python, c)
+
+
+class KerasBudget(NamedTuple):
+    """The most that a training step of Keras may have in its graph, which has 40 variables in five buckets.
+
+    Attributes:
+        operators: over plain Keras', those of functions in the graph included. They are what tracing takes its time
+            for, and target_operators is 0.3 of plain Keras' 962.
+        crossings: from the graph into Python.
+        target_crossings: where ``crossings`` is to go: one a bucket, and one for the step's round.
+    """
+
+    operators: int
+    crossings: int
+    target_crossings: int
+    target_operators: int = 288
+
+
+KERAS_BUDGETS = {
+    ("all", 2): KerasBudget(320, 8, target_crossings=6),
+    ("solo", 1): KerasBudget(320, 8, target_crossings=6),
+    ("solo", 2): KerasBudget(760, 8, target_crossings=6),
+    ("majority", 2): KerasBudget(760, 8, target_crossings=6),
+    ("sgp", 2): KerasBudget(812, 2, target_crossings=2),
+    ("dpsgd", 2): KerasBudget(812, 2, target_crossings=2),
+    ("adpsgd", 2): KerasBudget(812, 2, target_crossings=2),
+    ("local", 2): KerasBudget(812, 2, target_crossings=2),
+    ("lsgd", 2): KerasBudget(818, 3, target_crossings=3),
+    ("easgd", 2): KerasBudget(818, 3, target_crossings=3),
+}
+"""Of (mode, ranks), with TensorFlow 2.21 and Keras 3."""
+
+
+@pytest.fixture(scope="module")
+def keras_base():
+    return keras_host_counts.plain()
+
+
+@pytest.mark.parametrize(("mode", "ranks"), KERAS_BUDGETS)
+def test_a_keras_step_stays_within_its_budget(keras_base, mode, ranks):
+    budget, cost = KERAS_BUDGETS[mode, ranks], keras_host_counts.measure(mode, ranks)
+    assert cost.operators.total() - keras_base.operators.total() <= budget.operators
+    assert cost.py_functions <= budget.crossings
+    assert cost.crossings <= budget.crossings
