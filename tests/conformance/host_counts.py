@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,22 +16,19 @@ from scripts.benchmarks.jobs.shared.arm import Arm
 from scripts.benchmarks.jobs.shared.host_counts import (
     BUCKET_MB,
     ELEMENTS,
+    STEPS,
     Calls,
     HostCounts,
     Operators,
     SmallTensors,
     count_steps,
-    each_count,
-    host_counts,
+    mean_counts,
     momentum_sgd,
 )
 from scripts.benchmarks.support.arms import PLAIN, eager
 from tests.conformance.lockstep import LockstepCluster
 
 MODES = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
-STEPS = 16
-"""Steps that are counted: a multiple of every period (averages, pulls, checks of one bucket in turn). As many steps
-before them are not counted: the first ones check more."""
 INPUTS = torch.ones(ELEMENTS)
 
 
@@ -73,7 +69,13 @@ def plain() -> Cost:
     arm = made(PLAIN, 0, 1)
     for _ in range(STEPS):
         arm.train(loss)
-    return _cost(count_steps(lambda: arm.train(loss), STEPS), 0, 0)
+    return _cost(
+        count_steps(
+            lambda: arm.train(loss),
+        ),
+        0,
+        0,
+    )
 
 
 def measure(mode: str, ranks: int) -> list[Cost]:
@@ -94,7 +96,7 @@ def measure(mode: str, ranks: int) -> list[Cost]:
         for _ in range(STEPS):
             step()
         sent, wakes = channel.sent, channel.wakes
-        found = count_steps(step, STEPS, lambda: Calls(cluster.hidden, cluster.wrappers))
+        found = count_steps(step, lambda: Calls(cluster.hidden, cluster.wrappers))
         cost = _cost(found, channel.sent - sent, channel.wakes - wakes)
         cluster.end(rank)
         arm.drain()
@@ -109,8 +111,7 @@ def _cost(steps: list[tuple[Operators, Calls]], messages: int, wakes: int) -> Co
     for _, counted in steps:
         for code, count in counted.python.items():
             calls[getattr(code, "co_qualname", code.co_name)] += count
-    mean = each_count(statistics.fmean, [host_counts(*one) for one in steps])
-    return Cost(mean, messages / (2 * STEPS), wakes / (2 * STEPS), operators, calls)
+    return Cost(mean_counts(steps), messages / (2 * STEPS), wakes / (2 * STEPS), operators, calls)
 
 
 def highest(costs: list[Cost]) -> tuple[HostCounts, float, float]:

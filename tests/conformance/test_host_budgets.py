@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from scripts.benchmarks.jobs.shared.host_counts import Calls, Operators, host_counts
+from scripts.benchmarks.jobs.shared.host_counts import Calls, Operators, mean_counts
 from tests.conformance import keras_host_counts
 from tests.conformance.host_counts import highest, measure, plain
 
@@ -106,7 +106,7 @@ def test_what_is_counted():
     with (operators := Operators()):
         step()
     (calls := Calls()).measure(step)
-    counts = host_counts(operators, calls)
+    counts = mean_counts([(operators, calls)])
     assert operators.calls == {"aten::add_": 1, "aten::clone": 1, "aten::_foreach_copy_": 1, "aten::gt": 1} | {
         "aten::_local_scalar_dense": 1
     }

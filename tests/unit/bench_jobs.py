@@ -45,6 +45,7 @@ OPTIONS = {
     "deaths": "--arms solo,dpsgd --repetitions 3",
     "nemesis": "--first 10 --schedules 10",
     "advice": "--arms all,adpsgd --jobs slow,straggler --steps 40 --repetitions 2",
+    "host": "--arms horovod,ddp,all,solo,sgp --steps 5 --repetitions 2",
     "gpu": "--arms plain,horovod,all,solo,sgp,lsgd",
     "profile": "--arms horovod,solo,dpsgd --steps 5 --repetitions 2",
 }
@@ -140,6 +141,24 @@ def profile(block: Block, rank: int, size: int, well: bool) -> Own:
     if block["arm"] not in ("plain", "horovod"):
         used |= {"engine": [1.0 + rank, 12.0], "Horovod, framework": [5.0, 80.0], "ZeroMQ": [0.5, 3.0]}
     return {"used": used, "copy_ms": 2.0}
+
+
+def host(block: Block, rank: int, size: int, well: bool) -> Own:
+    """Steps of many small tensors: each arm costs the host what the plain optimizer does, and more."""
+    arm, plain, worse = block["arm"], block["arm"] == "plain", 1 if well else 10
+    more = {"plain": 0.0, "all": 0.5, "solo": 0.6}.get(arm, 0.25) * worse + 0.125 * block["repetition"] * (not plain)
+    own: Own = {"training_ms": 2.0 + more + rank, "other_ms": 0.5 if plain else worse - 0.25}
+    own["buckets"] = 6 if arm in ("all", "solo") else None
+    if block["framework"] == "tensorflow":
+        tracing = {"plain": 500.0}.get(arm, 600.0 * worse)
+        return own | {"first_ms": tracing, "operators": 962 + 100 * (not plain), "crossings": 0.0 if plain else 8.0}
+    calls = {"plain": 491, "all": 539, "solo": 539 + 12 * (size > 1)}.get(arm, 503) + (not well and not plain) * 90
+    return own | {
+        "aten_calls": calls,
+        "python_calls": 1769 + 1000 * worse * (not plain),
+        "host_waits": 1,
+        "copies": 2.0,
+    }
 
 
 def memory(block: Block, rank: int, size: int, well: bool) -> Own:
@@ -347,6 +366,8 @@ ROWS: dict[str, Callable[[Block, int, int, bool], Own]] = {
     "timed_keras": timed,
     "accuracy": accuracy,
     "activation": activation,
+    "host": host,
+    "host_keras": host,
     "profile": profile,
     "profile_keras": profile,
     "memory": memory,

@@ -150,6 +150,7 @@ REFUSED = {
     "elastic --arms auto": "no arm 'auto' in this case",
     "elastic --framework tensorflow": "does not work on Keras 3",
     "advice --arms all,horovod": "there is no mode 'horovod'",
+    "host --arms all,auto": "no arm 'auto' in this case",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
     "pull_cost --parts wire,air": "no arm 'air' in this case",
 }

@@ -14,6 +14,7 @@ from . import (
     exchange_cost,
     gpu,
     hetero,
+    host,
     late_gradients,
     memory,
     nemesis,
@@ -37,7 +38,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
     late_gradients,
     *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak),
-    *(elastic, deaths, nemesis, scale, advice, gpu, profile),
+    *(elastic, deaths, nemesis, scale, advice, host, gpu, profile),
 )
 CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 """By name, in the order in which ``all`` runs them."""

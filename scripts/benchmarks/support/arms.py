@@ -30,6 +30,8 @@ PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "t
 """Rivals' packages, by their names in Python."""
 PLAIN = "plain"
 """torch's optimizer, not wrapped: of one rank."""
+DDP_NO_OP = "ddp-no-op"
+"""DDP with a communication hook that does nothing: what its reducer alone costs."""
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
 REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.fromkeys((*LOCAL_RIVALS, *LEADERS), ())

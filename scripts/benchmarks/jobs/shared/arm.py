@@ -72,6 +72,7 @@ class Arm:
 
     Attributes:
         gossip: what an arm that gossips does, else None.
+        sleeps: whether to wait for Horovod's collectives asleep also where each rank has a core.
         waited: seconds that this rank's training thread has waited for others, in all. (DDP and decent-dp wait in the
             backward pass, local SGD in the optimizer's step; their computation counts too.)
     """
@@ -85,6 +86,7 @@ class Arm:
         self.ours, self._base = base not in (*RIVALS, PLAIN), base
         self.optimizer: Any = optimizer
         reduced = getattr(hvd.Compression, compression) if self.ours or base == "horovod" else None
+        self.sleeps = False
         self._job, self._waited, self._buffers = job, 0.0, dict(model.named_buffers())
         self._ends = contextlib.ExitStack()
         if base == "horovod":
@@ -120,7 +122,7 @@ class Arm:
             self._waited += time.perf_counter() - started
         if self._base == "horovod":
             started = time.perf_counter()
-            if share_cores(self._job.size):
+            if self.sleeps or share_cores(self._job.size):
                 sleep_until_done(handle for handle, _ in self.optimizer._handles.values())
             self.optimizer.synchronize()
             self._waited += time.perf_counter() - started

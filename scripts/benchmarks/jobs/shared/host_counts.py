@@ -7,6 +7,7 @@ them, and the case ``host`` shows them beside times.
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,9 @@ PARAMETERS, ELEMENTS = 161, 8
 """Parameters of ``SmallTensors``, as many as ResNet-50 has, and elements of each."""
 BUCKET_MB = PARAMETERS * ELEMENTS * 4 / 5 / 2**20
 """``bucket_cap_mb`` for five or six buckets."""
+STEPS = 16
+"""Steps that are counted: a multiple of every period (averages, pulls, checks of one bucket in turn). As many steps
+before them are not counted: the first ones check more."""
 VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::empty", "aten::new_empty")
 """Beginnings of the names of operators that launch nothing, beside those that torch itself knows as views."""
 WAITS = frozenset(f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"))
@@ -131,7 +135,7 @@ class Calls:
 
 
 class HostCounts(NamedTuple):
-    """What a step costs the training thread.
+    """What a step costs the training thread on average.
 
     Attributes:
         aten_calls: operators without views.
@@ -147,11 +151,9 @@ class HostCounts(NamedTuple):
     copies: float
 
 
-def count_steps(
-    step: Callable[[], object], steps: int, make_calls: Callable[[], Calls] = Calls
-) -> list[tuple[Operators, Calls]]:
-    """Return what each of ``steps`` steps costs. It takes twice as many: calls are counted after all operators."""
-    operators, calls = [Operators() for _ in range(steps)], [make_calls() for _ in range(steps)]
+def count_steps(step: Callable[[], object], make_calls: Callable[[], Calls] = Calls) -> list[tuple[Operators, Calls]]:
+    """Return what each of ``STEPS`` steps costs. It takes twice as many: calls are counted after all operators."""
+    operators, calls = [Operators() for _ in range(STEPS)], [make_calls() for _ in range(STEPS)]
     for counter in operators:
         with counter:
             step()
@@ -160,13 +162,13 @@ def count_steps(
     return list(zip(operators, calls, strict=True))
 
 
-def host_counts(operators: Operators, calls: Calls) -> HostCounts:
-    """Return the counts of a step."""
-    copies = operators.copied / (PARAMETERS * ELEMENTS)
-    waits = operators.waits + calls.waits
-    return HostCounts(operators.calls.total(), calls.python.total(), calls.c.total(), waits, copies)
-
-
-def each_count(combine: Callable[[Sequence[float]], float], steps: Sequence[HostCounts]) -> HostCounts:
-    """Return one figure for each count, such as the mean or the median over steps."""
-    return HostCounts(*(combine(values) for values in zip(*steps, strict=True)))
+def mean_counts(steps: Sequence[tuple[Operators, Calls]]) -> HostCounts:
+    """Return what a step costs on average."""
+    operators, calls = ([one[which] for one in steps] for which in (0, 1))
+    return HostCounts(
+        statistics.fmean(counter.calls.total() for counter in operators),
+        statistics.fmean(counted.python.total() for counted in calls),
+        statistics.fmean(counted.c.total() for counted in calls),
+        statistics.fmean(counter.waits + counted.waits for counter, counted in steps),
+        statistics.fmean(counter.copied for counter in operators) / (PARAMETERS * ELEMENTS),
+    )

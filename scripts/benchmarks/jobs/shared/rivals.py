@@ -49,9 +49,7 @@ def wrap(
     if name.startswith("torchft"):
         _average_by_torchft(name, model, optimizer, job, ends)
         return model, optimizer
-    if not torch.distributed.is_initialized():
-        where = f"file://{job.folder / 'ddp'}"
-        torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
+    join_process_group(job)
     if name == "decent-dp":
         return _decent_dp(model, optimizer)
     bucket = ONE_BUCKET if compression == "powersgd" else None
@@ -71,6 +69,13 @@ def wrap(
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_START)
         wrapped.register_comm_hook(state, hooks[compression])
     return wrapped, optimizer
+
+
+def join_process_group(job: Job) -> None:
+    """Collective: make torch's process group of all ranks, on Gloo, unless there is one."""
+    if not torch.distributed.is_initialized():
+        where = f"file://{job.folder / 'ddp'}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
 
 
 def _post_local_sgd(
