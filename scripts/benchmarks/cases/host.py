@@ -160,9 +160,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
         "operators": "operators of a step's graph",
         "first_ms": "first step, ms of CPU",
     }
-    there = {key: title for key, title in shown.items() if any(plot.has(each, key) for each in rows)}
-    panels = figure.subplots(len(there) // 2, 2).flat
-    for axes, (key, title) in zip(panels, there.items(), strict=True):
+    found = {key: title for key, title in shown.items() if any(plot.has(each, key) for each in rows)}
+    panels = list(figure.subplots(len(found) // 2, 2).flat)
+    for axes, (key, title) in zip(panels, found.items(), strict=True):
         mine = [each for each in rows if plot.has(each, key)]
         plot.bars(axes, mine, "{framework}, {ranks}", key)
         plot.label(axes, title, "framework, ranks", "")
