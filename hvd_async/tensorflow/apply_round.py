@@ -93,6 +93,8 @@ class Update:
         weights = [tf.TensorSpec([len(layout)], tf.float64)] if layout.weighted else []
         arguments = [*rate, *weights, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
+        self.nothing = [tf.zeros([0], dtype) for dtype in self.types]
+        """Stands for a round where there is none."""
         self._shapes = [argument.shape for argument in arguments]
         self._last_rate, self._extrapolation = last_rate, extrapolation
         last_rate.assign(0.0)

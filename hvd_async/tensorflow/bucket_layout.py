@@ -189,6 +189,8 @@ class Layout:
 
     def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """A round's sums, with zeros in place of the gradients of these variables."""
+        if not indices:
+            return list(sums)
         changed = []
         for vector, bucket in zip(sums, self.buckets, strict=True):
             left_out = np.isin(bucket.indices, indices)

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
+from tensorflow.core.protobuf.config_pb2 import CallableOptions
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
@@ -112,9 +113,9 @@ class _Graph:
             if key not in self._calls:
                 with self._graph.as_default():
                     fed = tf.compat.v1.placeholder(dtype, [None])
-                    self._calls[key] = self._session.make_callable(build(fed), [fed])
+                    self._calls[key] = self._callable([fed], [build(fed)])
             call = self._calls[key]
-        result = call(np.asarray(vector))  # (fed without a copy: it does not change)
+        (result,) = call(np.asarray(vector))  # (fed without a copy: it does not change)
         return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (nobody else has it)
 
     def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
@@ -126,10 +127,17 @@ class _Graph:
                     fed = tf.compat.v1.placeholder(tf.uint8, [None, rows.shape[1]])
                     counts = tf.compat.v1.placeholder(tf.int32, [None])
                     received = hvd.alltoall(fed, counts, name=name, process_set=ranks)
-                    self._calls[key] = self._session.make_callable(list(received), [fed, counts])
+                    self._calls[key] = self._callable([fed, counts], list(received))
             call = self._calls[key]
         received, counts = call(rows, np.asarray(splits, np.int32))
         return received, counts.tolist()
+
+    def _callable(self, fed: Sequence[tf.Tensor], fetched: Sequence[tf.Tensor]) -> Callable[..., list[Any]]:
+        """Return a function of NumPy arrays that returns NumPy arrays. (That of the session's ``make_callable`` looks
+        its arguments up in the graph each time: 50 us of Python a call in place of 4.)"""
+        options = CallableOptions(feed=[one.name for one in fed], fetch=[one.name for one in fetched])
+        call: Callable[..., list[Any]] = self._session._make_callable_from_options(options)
+        return call
 
     def close(self) -> None:
         self._session.close()

@@ -68,7 +68,8 @@ class Feed:
     def give(
         self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
     ) -> None:
-        """Hand a bucket over, or keep it for ``take``.
+        """Hand a bucket over, or keep it for ``take``: if a bucket must not leave before the others were looked at, or
+        cannot.
 
         Args:
             bucket: its number.
@@ -77,16 +78,19 @@ class Feed:
             scaled: whether the loss was scaled: then all buckets are handed over or none.
             samples: of the gradient; None where they do not count.
         """
+        self.keep(bucket, vector, samples)
+        last = self.done + 1 == self._passes
+        if worker is not None and last and not scaled and not self._raises and bucket not in worker.gone:
+            worker.hand_over(bucket, self._whole(bucket, self._given.pop(bucket), samples))
+
+    def keep(self, bucket: int, vector: tf.Tensor, samples: int | None = None) -> None:
+        """Keep a bucket for ``take``; arguments as of ``give``."""
         if samples == 0:
             vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
         finite = is_finite(vector)
         if not finite:
             self._spoilt.append(bucket)
-        last = self.done + 1 == self._passes
-        if worker is None or not last or scaled or self._raises or bucket in worker.gone:
-            self._given[bucket] = vector if finite else None
-        else:
-            worker.hand_over(bucket, self._whole(bucket, vector if finite else None, samples))
+        self._given[bucket] = vector if finite else None
 
     def take(
         self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None = None

@@ -154,7 +154,7 @@ class GradientReplica(eager.GradientReplica):
             encode=codec.encode,
             narrow=codec.narrow,
             decode=lambda vector, bucket: codec.decode(vector, layout.dtypes[bucket]),
-            peek=lambda sums, count: np.asarray(sums[-count:]).tolist(),
+            peek=lambda sums, count: np.asarray(sums)[-count:].tolist(),
             recount=lambda vector, count, elements: tf.concat(
                 [vector[:-count], tf.constant(elements, vector.dtype)], 0
             ),
@@ -244,47 +244,63 @@ class GradientReplica(eager.GradientReplica):
 
     # -- the Python side of a step ------------------------------------------------------------------------------
 
-    def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> np.int32:
+    def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> None:
         """Hand a bucket's gradients over."""
         self.check_attached()
         self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
         self.feed.give(bucket, vector, self.optimizer._async.met, scaled, self._samples())
-        return np.int32(0)
 
-    def step(self, scaled: bool, frozen: list[int], digest: int, *rate: tf.Tensor) -> Any:
-        """Wait for this step's round; returns int32 of shape (2,): how many rounds are to be applied, whether this
-        rank's gradients were finite."""
+    def step(
+        self, scaled: bool, frozen: list[int], update: Update, buckets: Sequence[int], *inputs: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Hand over what is left of this step, wait for its round, and begin to apply it.
+
+        Args:
+            scaled: whether the loss was scaled.
+            frozen: indices of the variables that a round led by this rank must not move.
+            update: applies rounds.
+            buckets: those that are left.
+            inputs: their vectors, then this rank's learning rate unless it follows a schedule.
+
+        Returns:
+            Whether this rank's gradients were finite (bool, shape ()); then as ``end_round``.
+        """
+        self.check_attached()
         self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
-        group: dict[str, Any] = {"frozen": frozen, "settings": digest}
-        if rate:
-            group["learning_rate"] = float(rate[0])
+        group: dict[str, Any] = {"frozen": frozen, "settings": update.digest}
+        if not update.scheduled:
+            group["learning_rate"] = float(inputs[-1])
         samples = self._samples()
         try:
+            for bucket, vector in zip(buckets, inputs, strict=False):
+                self.feed.keep(bucket, vector, samples)
             rounds, finite = self.feed.take(self.optimizer._async.worker_now, [group], scaled, samples)
         finally:
             self.recorded = None
         self.waiting = deque(rounds)
-        self._pass_empty()
-        return np.array([sum(round_.gradients > 0 for round_ in self.waiting), finite], np.int32)
+        return [tf.constant(finite), *self._next(update)]
 
-    def fetch(self, update: Update, _: Any = None) -> list[Any]:
-        """Return the next round of this step, as ``update`` takes it."""
+    def end_round(self, update: Update, _: Any = None) -> list[tf.Tensor]:
+        """End the application of a round, and begin with the next one of this step.
+
+        Returns:
+            Whether there is one (bool, shape ()), and it, as ``update`` takes it; empty vectors if there is none.
+        """
+        self.put_back()
+        self.optimizer._async.worker.end()
+        return self._next(update)
+
+    def _next(self, update: Update) -> list[tf.Tensor]:
+        while self.waiting and not self.waiting[0].gradients:  # (there is nothing in it)
+            with self.optimizer._async.worker.applying(self.waiting.popleft()):
+                pass
+        return [tf.constant(True), *self.fetch(update)] if self.waiting else [tf.constant(False), *update.nothing]
+
+    def fetch(self, update: Update) -> list[tf.Tensor]:
+        """Begin with the next round of this step; returns it as ``update`` takes it."""
         round_ = self.waiting.popleft()
         self.optimizer._async.worker.begin(round_)
         self.put_back = update.keep(round_)
-        return list(update.parts(round_))
-
-    def applied(self, _: Any = None) -> np.int32:
-        """End the round that was fetched last: one more is applied."""
-        self.put_back()
-        self.optimizer._async.worker.end()
-        self._pass_empty()
-        return np.int32(1)
-
-    def _pass_empty(self) -> None:
-        """Leave rounds alone in which there is nothing."""
-        while self.waiting and not self.waiting[0].gradients:
-            with self.optimizer._async.worker.applying(self.waiting.popleft()):
-                pass
+        return update.parts(round_)
