@@ -15,6 +15,7 @@ from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.tensorflow.bucket_layout import Layout, has_gradients
 from hvd_async.tensorflow.extrapolation import Extrapolation
+from hvd_async.tensorflow.memory import constant
 from hvd_async.tensorflow.variables import own_name, raw
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
@@ -125,9 +126,10 @@ class Update:
                 f"({', '.join(settings(self._optimizer))}). Only a learning rate that is a number can differ from rank "
                 f"to rank; change anything else on every rank after a drain()."
             )
-        rate = [] if self.scheduled else [tf.constant(group["learning_rate"], tf.float32)]
-        every = [round_.weight(bucket) for bucket in range(len(self._layout))]
-        weights = [tf.constant(every, tf.float64)] if self._layout.weighted else []
+        rate = [] if self.scheduled else [constant(group["learning_rate"], tf.float32)]
+        weights = []
+        if self._layout.weighted:
+            weights = [tf.constant([round_.weight(bucket) for bucket in range(len(self._layout))], tf.float64)]
         return [*rate, *weights, *self._layout.without(self._unmoved(round_), round_.sums)]
 
     def _unmoved(self, round_: ReducedRound) -> list[int]:

@@ -25,6 +25,7 @@ from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, parti
 from hvd_async.tensorflow.compression import Codec
 from hvd_async.tensorflow.extrapolation import Extrapolation
 from hvd_async.tensorflow.gradient_feed import Feed
+from hvd_async.tensorflow.memory import constant
 from hvd_async.tensorflow.variables import buffers_of, checksum, flat_double, own_name, raw, signature
 
 Array = np.ndarray[Any, Any]
@@ -280,7 +281,7 @@ class GradientReplica(eager.GradientReplica):
         finally:
             self.recorded = None
         self.waiting = deque(rounds)
-        return [tf.constant(finite), *self._next(update)]
+        return [constant(finite, tf.bool), *self._next(update)]
 
     def end_round(self, update: Update, _: Any = None) -> list[tf.Tensor]:
         """End the application of a round, and begin with the next one of this step.
@@ -296,7 +297,9 @@ class GradientReplica(eager.GradientReplica):
         while self.waiting and not self.waiting[0].gradients:  # (there is nothing in it)
             with self.optimizer._async.worker.applying(self.waiting.popleft()):
                 pass
-        return [tf.constant(True), *self.fetch(update)] if self.waiting else [tf.constant(False), *update.nothing]
+        if not self.waiting:
+            return [constant(False, tf.bool), *update.nothing]
+        return [constant(True, tf.bool), *self.fetch(update)]
 
     def fetch(self, update: Update) -> list[tf.Tensor]:
         """Begin with the next round of this step; returns it as ``update`` takes it."""

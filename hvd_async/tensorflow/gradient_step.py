@@ -1,13 +1,13 @@
 """A step of a wrapped Keras optimizer, in a graph and eagerly.
 
-In a graph, ``apply`` is: for each bucket but the last a py_function that hands it over and returns; one py_function that
-hands over the last, waits for the step's round and returns it; then a loop that applies a round and, in one
-py_function, ends it and fetches the next. So a step of b buckets and one round calls Python b + 1 times. TensorFlow runs
-a function's stateful ops in the order they were made, so no hand-over is behind the op that waits. The same code runs
+In a graph, ``apply`` is: for each bucket but the last a py_function that hands it over and returns; a py_function that
+hands over the last, waits for the step's round and returns it; then a loop that applies a round and, in a py_function,
+ends it and fetches the next. So a step of b buckets and one round calls Python b + 1 times. TensorFlow runs a
+function's stateful ops in the order they were made, so no hand-over is behind the op that waits. The same code runs
 eagerly.
 
-Each call of a py_function costs 30 us, and 50 us more for a NumPy result: they return tensors or nothing. None of their
-arguments and results is an int32, which would keep them off a GPU: TensorFlow's kernel for accelerators takes none.
+A call of a py_function costs 30 us, and 50 us more if it returns NumPy's numbers: ours return tensors, or nothing. None
+takes or returns an int32, which would keep it off a GPU: TensorFlow's kernel for accelerators does neither.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def record_samples(driver: EagerDriver, samples: Any) -> None:
         )
 
     # (stateful: it runs before the ops of a step that follows)
-    _py(driver.record_samples, [tf.cast(tf.reshape(samples, []), tf.int64)], [])
+    _py(lambda count: driver.record_samples(count), [tf.cast(tf.reshape(samples, []), tf.int64)], [])
 
 
 def _indexed(optimizer: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:

@@ -191,7 +191,7 @@ class Flat:
         """Return values as one new vector, shape (elements,), with room behind it for a message's header. Not in a
         graph."""
         flat = vector_with_room(self.elements, self.dtype.as_numpy_dtype, self._memory)
-        np.concatenate([np.asarray(value).reshape(-1).astype(flat.dtype, copy=False) for value in values], out=flat)
+        np.concatenate([np.asarray(value) for value in values], axis=None, out=flat)
         return flat
 
     def read(self) -> Array:

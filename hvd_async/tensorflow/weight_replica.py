@@ -60,7 +60,7 @@ class WeightReplica(replica.WeightReplica):
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
         summed: indices of the variables that have ever had any.
         done: backward passes since the last step; None if a pass is a step.
-        recorded: in a graph that is being built: that a loss was recorded which belongs to the next step.
+        recorded: in a graph that is being built: the op that records a loss which belongs to the next step.
         leads: none; see ``GradientReplica.leads``.
     """
 
@@ -86,13 +86,15 @@ class WeightReplica(replica.WeightReplica):
         self.flat: Flat | None = None
         self.averaged: Flat | None = None
         self._velocities: Flat | None = None
+        self._mixed: list[Any] | None = None
+        """The Keras variables that are mixed; None until they are known."""
         self.rate = 1.0
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
         self.summed: set[int] = set()
         self.done: tf.Variable | None = None
-        self.recorded: tf.Tensor | None = None
+        self.recorded: tf.Operation | None = None
 
     def attach(self, optimizer: Any) -> None:
         super().attach(optimizer)
@@ -120,7 +122,7 @@ class WeightReplica(replica.WeightReplica):
     def keep_local(self, variable: Any) -> None:
         """Leave a variable out of the mixing."""
         self._local[id(raw(variable))] = raw(variable)
-        self.flat = self._velocities = None
+        self.flat = self._velocities = self._mixed = None
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class WeightReplica(replica.WeightReplica):
                         f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which other "
                         f"ranks' cannot be mixed with: take another dtype policy"
                     )
-                self.flat = Flat([v for v in every if not self.is_local(v)], self._memory)
+                self.flat = Flat(self._trained(), self._memory)
         if self.averaged is None and self.model is not None and self._averages_statistics:
             averaged = statistics(self.model)
             self.averaged = Flat(averaged, self._memory, tf.float64) if averaged else None
@@ -167,8 +169,10 @@ class WeightReplica(replica.WeightReplica):
             self.mixed().write(weights)
 
     def _trained(self) -> list[Any]:
-        """Return the Keras variables that are mixed, in the vector's order."""
-        return [v for v in self.optimizer._trainable_variables if not self.is_local(v)]
+        """Return the Keras variables that are mixed, in the vector's order; the optimizer is built."""
+        if self._mixed is None:
+            self._mixed = [v for v in self.optimizer._trainable_variables if not self.is_local(v)]
+        return self._mixed
 
     def has_constraints(self) -> bool:
         """Tell whether a variable that is mixed has a constraint."""

@@ -22,6 +22,7 @@ from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.gradient_step import _py
+from hvd_async.tensorflow.memory import constant
 from hvd_async.tensorflow.variables import Flat, raw, with_finite
 from hvd_async.tensorflow.weight_replica import WeightReplica
 
@@ -140,9 +141,15 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
         (begun,) = call_or_op(lambda rate: [_begin(driver, rate)], [rate], [tf.float64], [3])
     with driver.updating() if eager else contextlib.nullcontext():
-        weight, nothing = begun[0], tf.zeros([0], flat.dtype)
-        before = tf.cond(begun[1] > 0, flat.joined, lambda: nothing)
-        with _multiplied(flat, weight), _updating(replica, None if eager and float(weight) == 1.0 else weight):
+        weight, before = begun[0], tf.zeros([0], flat.dtype)
+        scaled = not isinstance(driver, LeaderDriver)  # (see LeaderWorker.weight and .wants_before)
+        if scaled:
+            before = tf.cond(begun[1] > 0, flat.joined, lambda: before)
+        with (
+            contextlib.nullcontext() if eager else tf.control_dependencies([begun]),
+            _multiplied(flat, weight) if scaled else contextlib.nullcontext(),
+            _updating(replica, None if not scaled or (eager and float(weight) == 1.0) else weight),
+        ):
             if eager and begun[2] > 0:
                 optimizer._wrapped_class.apply(optimizer, grads, variables)
             elif not eager:
@@ -221,16 +228,18 @@ def record_loss(driver: LeaderDriver, loss: Any) -> None:
     if loss.shape.num_elements() not in (1, None):
         raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {loss.shape}")
 
-    def record(value: tf.Tensor) -> list[Any]:
-        driver.record_loss(value)
-        return [np.zeros([], np.float64)]
-
-    (recorded,) = call_or_op(record, [tf.stop_gradient(tf.reshape(loss, []))], [tf.float64], [])
+    number = tf.stop_gradient(tf.reshape(loss, []))
     replica: WeightReplica = driver.replica  # type: ignore[assignment]
-    replica.recorded = None if tf.executing_eagerly() else recorded
+    if tf.executing_eagerly():
+        driver.record_loss(number)
+        replica.recorded = None
+    else:
+        # (not as an argument of the step's first op: a loss counts also where a step does not follow, after the last
+        # of several backward passes or an overflow)
+        replica.recorded = _py(lambda value: driver.record_loss(value), [number], [])
 
 
-def _loss_recorded(replica: WeightReplica) -> list[tf.Tensor]:
+def _loss_recorded(replica: WeightReplica) -> list[tf.Operation]:
     """Return what a step of a graph must wait for, so that its loss is recorded."""
     told, replica.recorded = replica.recorded, None
     return [told] if told is not None and told.graph in _around(tf.compat.v1.get_default_graph()) else []
@@ -248,7 +257,7 @@ def _around(graph: Any) -> list[Any]:
 # -- the Python side of a step ------------------------------------------------------------------------------------
 
 
-def _begin(driver: LocalDriver, rate: tf.Tensor) -> np.ndarray[Any, Any]:
+def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
     """Begin a step with this learning rate.
 
     Returns:
@@ -257,7 +266,7 @@ def _begin(driver: LocalDriver, rate: tf.Tensor) -> np.ndarray[Any, Any]:
     """
     driver.replica.rate = float(rate)  # type: ignore[attr-defined]
     start = driver.begin_step(changes_weights=driver.replica.has_constraints())  # type: ignore[attr-defined]
-    return np.array([start.scale, start.needs_pre_update, start.updates], np.float64)
+    return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
 
 
 def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
@@ -296,13 +305,12 @@ def call_or_op(
         call: takes the inputs, returns as many vectors as there are dtypes.
         inputs: of it.
         dtypes: of the results.
-        elements: of each result; none: of one result, a number.
+        elements: of each result.
     """
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(one, dtype) for one, dtype in zip(call(*inputs), dtypes, strict=True)]
-    shapes = [[n] for n in elements] or [[]]
     results = _py(call, inputs, dtypes)
-    return [tf.ensure_shape(one, shape) for one, shape in zip(results, shapes, strict=True)]
+    return [tf.ensure_shape(one, [n]) for one, n in zip(results, elements, strict=True)]
 
 
 def _done(_: Any = None) -> tf.Tensor:
