@@ -248,3 +248,23 @@ def test_a_loss_scale_optimizer_outside_keeps_losses_away_and_the_message_says_s
     (outcome,) = Cluster(1).outcomes(train)
     assert isinstance(outcome, ValueError | None), outcome  # (the other optimizer cannot be drained)
     assert outcome is None or "a leader is to be chosen" in str(outcome)
+
+
+def test_a_graph_begins_a_step_before_it_moves_weights():
+    """A step that cannot begin, as it meets ranks with other settings, leaves the weights as they are."""
+
+    def train(rank: int) -> list[float]:
+        one = Scalar(alone(), graph=True)
+        begin, seen = one.opt._async.begin_step, []
+
+        def begun(**given: Any) -> Any:
+            time.sleep(0.05)  # (an update that does not wait is done by then)
+            seen.append(float(one.weight.numpy()))
+            return begin(**given)
+
+        vars(one.opt._async).update(begin_step=begun)
+        for _ in range(2):
+            one.step(1.0, 1.0)
+        return seen
+
+    assert Cluster(1).run(train) == [[0.0, -1.0]]
