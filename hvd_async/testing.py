@@ -229,6 +229,7 @@ class MemoryCollectives:
     sequence of ranks."""
 
     failure: type[Exception] = InjectedError
+    on_gpu = False
 
     def __init__(self, board: Switchboard, rank: int, size: int) -> None:
         self._board, self.rank, self.size, self.host = board, rank, size, f"host{rank}"

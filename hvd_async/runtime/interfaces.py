@@ -129,6 +129,10 @@ class Collectives(Protocol):
     failure: type[Exception]
     """The framework's error where Horovod failed; a lost rank is raised as this, so that elastic can act."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this process has tensors on a GPU, as far as can be told when its first optimizer steps."""
+
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Handle:

@@ -1,12 +1,14 @@
 """How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0.
 
 In a large job (``relay_tree``) a second allgather tells of relays, which some ranks have started, and a rank connects
-to that of its host.
+to that of its host. There the coordinator has a process of its own, and so it has where tensors are on a GPU: as a
+thread it would take rank 0's interpreter lock, without which no kernel is launched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -124,13 +126,16 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
 
 def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple[_Server | None, str, bool]:
     """Start the coordinator's server on rank 0; returns it, what all ranks are to be told if it could not be started,
-    and whether the job is large."""
+    and whether the job has relays."""
     try:
-        large = collectives.size >= time_limits.relays_from()
+        relays_from = time_limits.relays_from()
     except ValueError as error:
         return None, str(error), False
-    if large:
+    if collectives.size >= relays_from:  # (how many connections it has is not known yet)
         return *_started("coordinator"), True
+    if collectives.on_gpu and relays_from < math.inf:
+        server, problem = _started("coordinator")
+        return server, problem or shortage(collectives.size, here=False), False
     return _Thread(Codec(families), families), shortage(collectives.size), False
 
 

@@ -48,7 +48,8 @@ def dead_after() -> float:
 
 
 def relays_from() -> float:
-    """Ranks from which on a job has relays, and the coordinator in a process of its own; infinite: never.
+    """Ranks from which on a job has relays, and the coordinator in a process of its own; infinite: it has neither, not
+    even a process where tensors are on a GPU.
 
     Raises:
         ValueError: HVD_ASYNC_RELAYS_FROM is set to something else than a whole number.

@@ -186,6 +186,10 @@ class HorovodCollectives:
         self._threads = _Threads()
         self._graph = _Graph()
 
+    @property
+    def on_gpu(self) -> bool:
+        return bool(tf.config.get_visible_devices("GPU"))
+
     def start(self, wake: Callable[[], None]) -> None:
         self._threads.wake = wake
 

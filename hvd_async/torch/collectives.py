@@ -214,6 +214,10 @@ class HorovodCollectives:
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
         self._nccl = streams.gpu.has_nccl and not staged
 
+    @property
+    def on_gpu(self) -> bool:
+        return torch.cuda.is_initialized()
+
     def start(self, wake: Callable[[], None]) -> None:
         """Nothing to do: handles are polled."""
 

@@ -85,6 +85,44 @@ def test_rank_0s_death_is_named_by_the_others(forked: RunJob, framework: str, ra
     print(f"{framework} rank 0: reported after {delay(job, 0):.3f} s")
 
 
+def check_served_by_a_process(job: Job) -> None:
+    """The coordinator had a process beside rank 0, there were no relays, and all that is over."""
+    assert [rank["serves"] for rank in job.check_clean().case("first step")] == [["coordinator"], []], str(job)
+
+
+@pytest.mark.parametrize(
+    ("framework", "manner"), [("torch", "falls off"), ("torch", "sigkill"), ("tensorflow", "early")]
+)
+def test_a_coordinator_beside_gpus_ends_under_horovodrun(framework: str, manner: str) -> None:
+    job = run_job("ends.py", 2, args=(*ends(framework, manner), "--on-gpu"))
+    check_served_by_a_process(job)
+    if manner == "sigkill":
+        assert job.returncode not in (0, None), str(job)
+        assert f"hvd_async: rank 1 on host localhost {MANNERS[manner]}" in job.output, str(job)
+    else:
+        final = job.check().case("exit")[0]
+        assert final["weights"] == final["expected"], str(job)
+
+
+@pytest.mark.parametrize(
+    ("manner", "victim"),
+    [
+        *((manner, victim) for manner in ("sigkill", "exit0", "exception", "interrupt") for victim in (0, 1)),
+        *(("sysexit0", 1), ("drop", 1), ("early", 0), ("unequal", 1), ("fork", 1)),
+    ],
+)
+def test_a_coordinator_beside_gpus_ends_as_ranks_do(forked: RunJob, manner: str, victim: int) -> None:
+    """And outlives its own rank to say how that ended."""
+    job = forked("torch", "ends.py", 2, args=(*ends("torch", manner, victim), "--on-gpu"))
+    check_served_by_a_process(job)
+    if manner in MANNERS:
+        survivor = 1 - victim
+        assert job.returncodes[survivor] == 1, str(job)
+        check_error(job.results[survivor]["error"], f"rank {victim} on host .* {re.escape(MANNERS[manner])}")
+    else:
+        job.check()
+
+
 def test_a_slow_rank_is_only_warned_about_by_name(forked: RunJob) -> None:
     job = forked("torch", "ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "1"}).check()
     host = re.escape(socket.gethostname())

@@ -27,7 +27,7 @@ from hvd_async.runtime.relay_tree import Child
 from hvd_async.runtime.rendezvous import Control, rendezvous
 from hvd_async.runtime.router import CUT_OFF, DIED, RELAY_DIED, Router
 from hvd_async.runtime.transport import Uplink
-from hvd_async.testing import CODEC
+from hvd_async.testing import CODEC, MemoryCollectives
 from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.test_control import WAIT, live_once, on_ranks, until
 from tests.threads.workload import check_promises, plan, work
@@ -185,9 +185,35 @@ def test_whole_training_by_way_of_relays(monkeypatch, hosts_of_two, fan_out):
     assert descendants() == []
 
 
-@pytest.mark.parametrize("victim", ["coordinator", "relay"])
-def test_a_control_process_that_dies_is_named(hosts_of_two, victim):
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks' tensors are on GPUs, as far as the control plane is told."""
+    monkeypatch.setattr(MemoryCollectives, "on_gpu", True)
+
+
+@pytest.mark.parametrize(("relays_from", "roles"), [("", ["coordinator"]), ("0", [])])
+def test_with_tensors_on_gpus_the_coordinator_has_a_process_and_no_relays(monkeypatch, gpus, relays_from, roles):
+    monkeypatch.setenv("HVD_ASYNC_RELAYS_FROM", relays_from)
+    one = plan("solo", 2, [6, 4, 6], slow=2, buckets=2)
+    run = work(one)
+    seen: list[list[str]] = []
+
+    def train(rank: int) -> Any:
+        record = run(rank)
+        seen.append([process.cmdline()[-2] for process in descendants()])
+        return record
+
+    check_promises(one, on_ranks(3, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]
+    assert seen == [roles] * 3
+    assert descendants() == []
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"), [("hosts_of_two", "coordinator"), ("hosts_of_two", "relay"), ("gpus", "coordinator")]
+)
+def test_a_control_process_that_dies_is_named(request, where, victim):
     """As of its rank; by whoever can still be told."""
+    request.getfixturevalue(where)
     killed = threading.Event()
     controls: list[Control] = []
 
@@ -250,8 +276,12 @@ def test_a_control_process_that_cannot_start_says_so(monkeypatch):
         ControlProcess("coordinator")
 
 
-@pytest.mark.parametrize("role", ["coordinator", "relay"])
-def test_a_control_process_that_cannot_start_is_told_by_all_ranks(monkeypatch, hosts_of_two, role):
+@pytest.mark.parametrize(
+    ("where", "role"), [("hosts_of_two", "coordinator"), ("hosts_of_two", "relay"), ("gpus", "coordinator")]
+)
+def test_a_control_process_that_cannot_start_is_told_by_all_ranks(request, monkeypatch, where, role):
+    request.getfixturevalue(where)
+
     def start(of: str) -> ControlProcess:
         if of == role:
             raise OSError("no more processes")
@@ -290,7 +320,9 @@ def test_files_of_the_working_directory_and_what_is_printed_meanwhile_do_no_harm
     assert process._process.poll() == 0
 
 
-def test_too_few_descriptors_are_told_by_all_ranks_with_the_number_that_is_needed(monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_too_few_descriptors_are_told_by_all_ranks_with_the_number_that_is_needed(monkeypatch, on_gpu):
+    monkeypatch.setattr(MemoryCollectives, "on_gpu", on_gpu)
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (60, 120))
     told = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
     assert all("rank 0 on host" in str(one) and "2 connections to this host need" in str(one) for one in told), told

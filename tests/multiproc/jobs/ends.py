@@ -1,6 +1,7 @@
 """How a job ends: one rank dies in some manner while the others train, or is slow, or all end without a drain.
 
-``--framework torch|tensorflow --manner MANNER --victim RANK --quorum QUORUM``
+``--framework torch|tensorflow --manner MANNER --victim RANK --quorum QUORUM``, and ``--on-gpu`` where the control plane
+is to take it that tensors are on GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 from common import Report, integers
 
 from hvd_async.errors import EngineError
@@ -45,8 +47,9 @@ class TorchRank:
         import torch
 
         import hvd_async.torch as hvd
+        from hvd_async.torch.collectives import HorovodCollectives
 
-        self.torch, self.hvd = torch, hvd
+        self.torch, self.hvd, self.collectives = torch, hvd, HorovodCollectives
         hvd.init()
 
     def wrap(self, quorum: str) -> Any:
@@ -73,8 +76,9 @@ class TensorflowRank:
         import tensorflow as tf
 
         import hvd_async.tensorflow as hvd
+        from hvd_async.tensorflow.collectives import HorovodCollectives
 
-        self.keras, self.tf, self.hvd = keras, tf, hvd
+        self.keras, self.tf, self.hvd, self.collectives = keras, tf, hvd, HorovodCollectives
         hvd.init()
 
     def wrap(self, quorum: str) -> Any:
@@ -130,6 +134,12 @@ def die(manner: str, others: Collection[int]) -> NoReturn:
     raise RuntimeError("boom")
 
 
+def control_processes() -> list[str]:
+    """The processes that this rank runs for others: "coordinator", "relay"."""
+    lines = [child.cmdline() for child in psutil.Process().children()]
+    return [line[-2] for line in lines if any("control_process" in word for word in line)]
+
+
 def fork_and_end(framework: Any, optimizer: Any, report: Report) -> None:
     """A forked child ends as any process, and is not this job's; what it may not do is said."""
     framework.step(optimizer, np.zeros(SHAPE))
@@ -157,11 +167,14 @@ def main() -> None:
     parser.add_argument("--manner", required=True)
     parser.add_argument("--victim", type=int, default=1)
     parser.add_argument("--quorum", default="solo")
+    parser.add_argument("--on-gpu", action="store_true")
     options = parser.parse_args()
     manner = options.manner
     framework = TorchRank() if options.framework == "torch" else TensorflowRank()
     rank, size = framework.hvd.rank(), framework.hvd.size()
     report = Report(rank)
+    if options.on_gpu:
+        framework.collectives.on_gpu = True
     optimizer = framework.wrap(options.quorum)
     held = [optimizer]  # by the exit hook too: a script's optimizer that is local to main() would be gone by then
     endless = manner in DEADLY
@@ -194,6 +207,8 @@ def main() -> None:
         except Exception as error:
             report.put("error", kind=type(error).__name__, text=str(error))
             raise
+        if step == 1:
+            report.put("first step", serves=control_processes())
         if endless:
             time.sleep(0.005)
         if manner == "early" and step == STEPS:
