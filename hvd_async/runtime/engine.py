@@ -7,10 +7,11 @@ for results. It sleeps until a command, a post or the next time a collective may
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
@@ -42,6 +43,9 @@ from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 
 OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
+UNHURRIED = 0.002
+"""Seconds between two looks at collectives, at least, while no thread waits for what they bring: each look takes the
+interpreter lock from the training thread. One that begins to wait wakes the engine."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"
@@ -84,6 +88,8 @@ class Engine:
         self._channel: Channel | None = None
         self._posts: deque[Callable[[], None]] = deque()
         self._in_flight: list[_Flight] = []
+        self._watched: list[Handle] = []
+        """The last collective of each group in flight: these say when to look."""
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
@@ -93,6 +99,8 @@ class Engine:
         self._lock = threading.Lock()
         self.changed = threading.Condition()
         """Held while what ``wait`` looks at changes, and notified then."""
+        self._waits: dict[int, Callable[[], bool]] = {}
+        """What threads wait for, by their identifiers; changed with the lock of ``changed``."""
         self._stopping = self._stop_called = False
         self._leaving = self._closing = False
         self._left = threading.Event()
@@ -192,7 +200,7 @@ class Engine:
         self.check()  # (before the lock: in a forked child nobody may be there to release it)
         started = time.monotonic()
         warn_at = started + self._warn_after
-        with self.changed:
+        with self._waiting(ready):
             while not ready():
                 self.check()
                 if (self._channel is None or waiting_for is not None) and time.monotonic() > warn_at:
@@ -203,6 +211,19 @@ class Engine:
                 if left <= 0:
                     raise WaitTimeoutError(f"rank {self.rank} waited longer than HVD_ASYNC_TIMEOUT={self.timeout:g} s")
                 self.changed.wait(min(1.0, left))
+
+    @contextlib.contextmanager
+    def _waiting(self, ready: Callable[[], bool]) -> Iterator[None]:
+        """In it a thread waits, and has the lock of ``changed``; the engine looks at collectives more often."""
+        thread = threading.get_ident()
+        with self.changed:
+            try:
+                self._waits[thread] = ready
+                if self._in_flight:
+                    self._wake()
+                yield
+            finally:
+                self._waits.pop(thread, None)
 
     @property
     def stopped(self) -> bool:
@@ -278,6 +299,10 @@ class Engine:
                 group.
         """
         self._in_flight.append(_Flight(start(), done, object() if group is None else group))
+        self._watch()
+
+    def _watch(self) -> None:
+        self._watched = [*{flight.group: flight.handle for flight in self._in_flight}.values()]
 
     def _say_leaving(self) -> None:
         self._leaving = True
@@ -318,8 +343,11 @@ class Engine:
         """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
         if self._posts:
             return 0.0
-        latest = {flight.group: flight.handle for flight in self._in_flight}.values()
-        return min((t for t in (handle.seconds_to_poll() for handle in latest) if t is not None), default=None)
+        seconds = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
+        soonest = min(seconds, default=None)
+        if soonest is None or soonest <= 0.0 or self._waits:
+            return soonest
+        return max(soonest, UNHURRIED)
 
     def _complete_collectives(self) -> None:
         """Hand over the results of the collectives that are done."""
@@ -327,10 +355,12 @@ class Engine:
         if not landed:
             return
         self._in_flight = [flight for flight in self._in_flight if flight not in landed]
+        self._watch()
         for flight in landed:
             flight.done(flight.handle.result())
-        with self.changed:
-            self.changed.notify_all()
+        with self.changed:  # (a thread that was woken for nothing would take the interpreter lock)
+            if any(ready() for ready in self._waits.values()):
+                self.changed.notify_all()
 
     def _on_command(self, message: Command | Gone) -> None:
         match message:

@@ -118,6 +118,7 @@ class Router(Endpoint):
                 self._send(known, encode_ranks(some) if self._children[number].relay else None, payload)
 
     def _send(self, identity: bytes, header: bytes | None, payload: bytes) -> None:
+        self._used = True
         self._socket.send(identity, zmq.SNDMORE)
         if header is not None:
             self._socket.send(header, zmq.SNDMORE)

@@ -72,6 +72,8 @@ class Endpoint:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
         self._socket = _made(self._context, kind)
         self._monitor = self._socket.get_monitor_socket(watched)
+        self._used = True
+        """Whether a socket was used since both had nothing: only then may a descriptor be silent about something."""
         self.closed = False
 
     @property
@@ -80,11 +82,14 @@ class Endpoint:
         return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
 
     def is_readable(self) -> bool:
-        """Whether the socket has something to read, or the monitor something to tell."""
-        return _readable(self._socket) or _readable(self._monitor)
+        """Whether the socket has something to read, or the monitor something to tell; False also where a descriptor
+        would say so."""
+        self._used = self._used and (_readable(self._socket) or _readable(self._monitor))
+        return self._used
 
     def monitored(self) -> Iterator[tuple[int, int]]:
         """Yield the monitor's events that are there: (event, value)."""
+        self._used = True
         while _readable(self._monitor):
             told = recv_monitor_message(self._monitor)
             yield told["event"], told["value"]
@@ -108,7 +113,7 @@ class Sleeper:
     """Waits until an endpoint may have something, or another thread wakes it.
 
     The poll is the system's: ZeroMQ's own looks at each socket four times, and wakes up cold. A descriptor of ZeroMQ's
-    says nothing of what was there before its socket was last used; so before each sleep the sockets are asked.
+    says nothing of what was there before its socket was last used; so before the next sleep the sockets are asked.
     """
 
     def __init__(self, *endpoints: Endpoint) -> None:
@@ -119,17 +124,23 @@ class Sleeper:
         self._descriptors = [self._woken, *(one for endpoint in endpoints for one in endpoint.descriptors)]
         for descriptor in self._descriptors:
             self._poller.register(descriptor, select.POLLIN)
+        self._sleeps = self._wake_pending = False
 
     def wake(self) -> None:
         """From any thread: end the wait that is under way, or the next one."""
-        self._waker.wake()
+        self._wake_pending = True
+        if self._sleeps:  # (set before the sleeper looks whether a wake is pending: one of the two sees the other)
+            self._waker.wake()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
         for endpoint in self._endpoints:
             if endpoint.is_readable():
                 return True
-        ready = self._ready(timeout)
+        self._sleeps = True
+        ready = self._ready(0.0 if self._wake_pending else timeout)
+        self._wake_pending = False  # (first: who wakes it between these two lines leaves a byte for the next wait)
+        self._sleeps = False
         if self._woken in ready:
             self._waker.clear()
             return len(ready) > 1

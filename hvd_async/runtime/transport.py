@@ -144,11 +144,13 @@ class Uplink(Endpoint):
 
     def send(self, payload: bytes) -> None:
         """Send a message; never blocks."""
+        self._used = True
         with contextlib.suppress(zmq.Again):  # this end was refused: ``ended`` tells
             self._socket.send(payload, zmq.NOBLOCK)
 
     def read(self) -> list[bytes] | None:
         """Return the frames of the next message; None if there is none."""
+        self._used = True
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

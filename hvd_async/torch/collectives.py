@@ -2,7 +2,7 @@
 
 ``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done
 (going by how long the quickest of the last of its kind took), and finely around the time it should be. Each look costs
-a wake-up and some 0.07 ms of a core.
+a wake-up of the engine, and its Python the interpreter lock.
 
 Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
 (HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would copy each back
@@ -35,8 +35,8 @@ from hvd_async.torch.inference import outside_inference_mode
 FINEST_POLL = 0.001
 POLLS = (FINEST_POLL, 0.005)
 """Seconds between two looks, at the least and at the most."""
-POLLS_OF_GPU = (0.0002, 0.0002)
-"""While the engine looks elsewhere the GPU has nothing to do; and its host has cores to spare."""
+POLLS_OF_GPU = (0.0002, 0.005)
+"""The same on a GPU, which has nothing to do while the training thread waits. (Else the engine looks less often.)"""
 RESOLUTION = 0.05
 """Share of its duration by which a collective may be seen to be done too late, within these limits."""
 NOT_BEFORE = 0.9

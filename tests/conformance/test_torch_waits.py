@@ -98,7 +98,7 @@ def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_d
     run(busy=seconds + 0.05)
     late = [run() - seconds for _ in range(5)]
     assert max(late) <= max(collectives.POLLS_OF_GPU[0], seconds / 4)  # (the first knows of no duration at all)
-    assert max(late[1:]) <= collectives.POLLS_OF_GPU[0] * 1.01
+    assert max(late[1:]) <= max(collectives.POLLS_OF_GPU[0], collectives.RESOLUTION * seconds) * 1.01
 
 
 def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_delays_no_look(clock, monkeypatch):

@@ -51,3 +51,30 @@ def test_whoever_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable)
         sleeper.wake()
         assert not sleeper.wait(0.0002), "no endpoint has anything"
     assert not sleeper._ready(0.0), "what woke it is forgotten"
+
+
+def test_whoever_is_awake_is_woken_by_no_system_call_and_does_not_sleep_next(sleeper):
+    sent: list[str] = []
+    sleeper._waker.wake = lambda: sent.append("byte")
+    sleeper._poller = poller = Poller()
+    sleeper.wake()
+    sleeper.wake()
+    assert sent == []
+    assert not sleeper.wait(None)
+    assert poller.asked == [0], "a wake was pending"
+    poller.poll = lambda milliseconds: sleeper.wake() or []  # it sleeps
+    assert not sleeper.wait(None)
+    assert sent == ["byte"]
+
+
+def test_sockets_are_asked_again_only_after_they_were_used(monkeypatch, sleeper):
+    asked: list[object] = []
+    monkeypatch.setattr(sockets, "_readable", lambda one: bool(asked.append(one)))
+    sleeper._poller = Poller()
+    for _ in range(3):
+        assert not sleeper.wait(0.001)
+    assert len(asked) == 2, "the socket and its monitor"
+    assert [*sleeper._endpoints[0].monitored()] == []
+    del asked[:]
+    assert not sleeper.wait(0.001)
+    assert len(asked) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.engine import UNHURRIED, Engine
 
 
 class Looked:
@@ -28,6 +28,16 @@ class Looked:
 
     def seconds_to_poll(self) -> float | None:
         return self._seconds
+
+
+class Channel:
+    """Counts how often the engine was woken."""
+
+    def __init__(self) -> None:
+        self.wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
 
 
 @pytest.fixture
@@ -71,3 +81,31 @@ def test_what_is_posted_is_done_at_once(engine: Engine) -> None:
     submit(engine, 0.5, [])
     engine.notify(lambda: None)
     assert engine._next_look() == 0.0
+
+
+def test_it_hurries_while_a_thread_waits_and_only_then(engine: Engine) -> None:
+    engine._channel = channel = Channel()  # type: ignore[assignment]
+    with engine._waiting(lambda: False):
+        assert channel.wakes == 0, "nothing is in flight"
+    submit(engine, 0.0002, [])
+    assert engine._next_look() == UNHURRIED
+    with engine._waiting(lambda: False):
+        assert channel.wakes == 1, "it may sleep for longer"
+        assert engine._next_look() == 0.0002
+    assert engine._next_look() == UNHURRIED
+    submit(engine, 0.0, [])
+    assert engine._next_look() == 0.0, "it is done"
+
+
+def test_a_collective_wakes_a_thread_only_with_what_it_waits_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(engine.changed, "notify_all", lambda: told.append("all"))
+    landed: list[Any] = []
+    engine._channel = Channel()  # type: ignore[assignment]
+    with engine._waiting(lambda: len(landed) == 2):
+        for expected in ([], ["all"]):
+            submit(engine, None, landed).over = True
+            engine._complete_collectives()
+            assert told == expected
