@@ -64,6 +64,8 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
 def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGroup) -> GradientFormat:
     """How the layout's vectors travel. float16 is cut off at what as many ranks can add up; its counts are not."""
     contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
+    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
+    narrowed = {b.dtype for b, dtype in zip(layout.buckets, travelling, strict=True) if dtype == torch.float16}
     limit = largest_summand(rank_group.size)
 
     def encode(vector: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
@@ -71,7 +73,7 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
             cut = vector
             if unit != 1.0:
                 cut = cut * (1.0 / unit)
-            if wire_dtype(compression, vector.dtype) == torch.float16:
+            if vector.dtype in narrowed:
                 cut = cut.clamp(-limit, limit)  # else the ranks' sum might be infinite, on all of them
             if cut is not vector:
                 cut[-len(tail) :] = vector[-len(tail) :]
@@ -83,14 +85,13 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
             decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
         return streams.use_here(decompressed)
 
-    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
     return GradientFormat(
         zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
         tail=tail,
         encode=encode,
         decode=decode,
-        narrow=torch.float16 in travelling,
+        narrow=bool(narrowed),
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
         recount=lambda vector, count, elements: torch.cat([vector[:-count], vector.new_tensor(elements)]),
         sent=tuple((b.elements + len(tail)) * d.itemsize for b, d in zip(layout.buckets, travelling, strict=True)),
