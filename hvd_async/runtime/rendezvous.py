@@ -31,7 +31,7 @@ from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.messages import Hello, JobFailed, RankLost, Welcome
 from hvd_async.runtime.relay_tree import Tree
-from hvd_async.runtime.transport import ZmqChannel, ZmqHub
+from hvd_async.runtime.transport import NearChannel, ZmqChannel, ZmqHub
 
 T = TypeVar("T")
 MARGIN = 10.0
@@ -67,14 +67,22 @@ class _Server(Protocol):
 
 
 class _Thread:
-    """The coordinator as a thread of this process."""
+    """The coordinator as a thread of this process.
+
+    Attributes:
+        channel: this rank's own connection, once it has begun.
+    """
+
+    channel: NearChannel
 
     def __init__(self, codec: Codec, families: Sequence[Family]) -> None:
-        self._hub, self._families = ZmqHub(codec), families
+        self._codec, self._hub, self._families = codec, ZmqHub(codec), families
         self.door = Door(self._hub.public, self._hub.port)
 
     def begin(self, setup: Setup) -> Control:
-        self._hub.allow(setup.keys, setup.local, setup.children)
+        self.channel = NearChannel(self._codec, self._hub, setup.hosts[0])
+        if others := setup.children[1:]:
+            self._hub.allow(setup.keys[1:], setup.local, others)
         limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
         coordinator = Coordinator(self._hub, self._families, setup.hosts, *limits)
         coordinator.start()
@@ -119,7 +127,13 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         undo.pop_all()
         for control in controls:
             undo.callback(control.stop)
-        channel = _connected(collectives, codec, keys, tree, cards, relays, limit)
+        deadline, way = time.monotonic() + limit + MARGIN, ""
+        if isinstance(server, _Thread):
+            channel: ZmqChannel = server.channel
+        else:
+            channel, way = _connected(collectives, codec, keys, tree, cards, relays, limit)
+        undo.callback(channel.close)
+        _handshake(channel, collectives, f"the coordinator on host {cards[0].host}{way}", deadline)
         undo.pop_all()
     return Meeting(channel, tuple(controls), tuple(card.host for card in cards))
 
@@ -155,9 +169,8 @@ def _connected(
     cards: Sequence[Card],
     relays: Sequence[RelayCard],
     limit: float,
-) -> ZmqChannel:
-    """This rank's connection, when the coordinator has heard from all ranks."""
-    deadline = time.monotonic() + limit + MARGIN
+) -> tuple[ZmqChannel, str]:
+    """Return this rank's connection, and by which way it reaches the coordinator, for people."""
     above = above_of(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
     relay = ""
     if (owner := tree.parent(collectives.rank)) is not None:
@@ -170,14 +183,8 @@ def _connected(
             raise
         lost = owner or 0  # it was there for the allgather: it is taken for dead, and the others go on
         raise RankLostError(lost, cards[lost].host, f"died since the ranks have met: {error}") from error
-    first = cards[0]
-    channel = ZmqChannel(codec, address, above.port, above.public, keys, first.host, relay)
-    with contextlib.ExitStack() as undo:
-        undo.callback(channel.close)
-        reached = f"by {whose}, {address}:{above.port}," if relay else f"{address}:{above.port},"
-        _handshake(channel, collectives, f"the coordinator on host {first.host}, {reached}", deadline)
-        undo.pop_all()
-    return channel
+    channel = ZmqChannel(codec, address, above.port, above.public, keys, cards[0].host, relay)
+    return channel, f", reached by {whose}, {address}:{above.port}," if relay else f", {address}:{above.port},"
 
 
 # -- cards ----------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class Router(Endpoint):
                 self._send(known, encode_ranks(some) if self._children[number].relay else None, payload)
 
     def _send(self, identity: bytes, header: bytes | None, payload: bytes) -> None:
-        self._used = True
+        self.unsure = True
         self._socket.send(identity, zmq.SNDMORE)
         if header is not None:
             self._socket.send(header, zmq.SNDMORE)
@@ -200,11 +200,8 @@ class Router(Endpoint):
     def _read(self, most: int) -> list[tuple[int, Upward | list[Upward], int]]:
         """The messages that are there, so many at the most: child, content, file descriptor."""
         heard: list[tuple[int, Upward | list[Upward], int]] = []
-        while len(heard) < most:
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while len(heard) < most and self.has_message():
+            identity = self._socket.recv(zmq.NOBLOCK)
             frames = [self._socket.recv(copy=False)]
             while frames[-1].more:
                 frames.append(self._socket.recv(copy=False))

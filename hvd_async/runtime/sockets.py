@@ -11,7 +11,8 @@ import contextlib
 import math
 import select
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -65,6 +66,10 @@ class Endpoint:
         kind: ZeroMQ's type of the socket.
         watched: events of connections that the monitor tells.
         context: to share its I/O thread; else the endpoint has one of its own.
+
+    Attributes:
+        descriptors: to poll. They only say that something has changed since the sockets were last used.
+        unsure: whether there may be something: a descriptor says so, or a socket was used since both had nothing.
     """
 
     def __init__(self, kind: int, watched: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
@@ -72,24 +77,27 @@ class Endpoint:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
         self._socket = _made(self._context, kind)
         self._monitor = self._socket.get_monitor_socket(watched)
-        self._used = True
-        """Whether a socket was used since both had nothing: only then may a descriptor be silent about something."""
+        self.descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+        self.unsure = True
         self.closed = False
 
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """The descriptors to poll. They only say that something has changed since the sockets were last used."""
-        return int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
-
     def is_readable(self) -> bool:
-        """Whether the socket has something to read, or the monitor something to tell; False also where a descriptor
-        would say so."""
-        self._used = self._used and (_readable(self._socket) or _readable(self._monitor))
-        return self._used
+        """Whether the socket has something to read, or the monitor something to tell."""
+        self.unsure = self.unsure and (_readable(self._socket) or _readable(self._monitor))
+        return self.unsure
+
+    def note(self, ready: Collection[int]) -> bool:
+        """Take note of the descriptors that a poll has found ready; returns ``unsure``."""
+        self.unsure = self.unsure or any(descriptor in ready for descriptor in self.descriptors)
+        return self.unsure
+
+    def has_message(self) -> bool:
+        """Whether the socket has something to read."""
+        return _readable(self._socket)
 
     def monitored(self) -> Iterator[tuple[int, int]]:
         """Yield the monitor's events that are there: (event, value)."""
-        self._used = True
+        self.unsure = True
         while _readable(self._monitor):
             told = recv_monitor_message(self._monitor)
             yield told["event"], told["value"]
@@ -109,6 +117,66 @@ class Endpoint:
                 self._context.term()
 
 
+class NearEnd:
+    """An end of a connection between two threads, by which messages go as they do by a socket.
+
+    Attributes:
+        wake: ends the wait of the thread that reads this end.
+        closed: whether it was closed here.
+    """
+
+    descriptors: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.closed = False
+        self._messages: deque[bytes] = deque()
+        self._other: NearEnd | None = None
+        self._ended = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is another end."""
+        return self._other is not None
+
+    def connect(self, other: NearEnd) -> None:
+        """Connect two ends, each with a ``wake`` already."""
+        self._other, other._other = other, self
+
+    def send(self, payload: bytes) -> None:
+        """Send a message; never blocks."""
+        assert self._other is not None
+        self._other._messages.append(payload)
+        self._other.wake()
+
+    def read(self) -> list[bytes] | None:
+        """Return the next message, as a list of one; None if there is none."""
+        return [self._messages.popleft()] if self._messages else None
+
+    def is_readable(self) -> bool:
+        """Whether there is a message, or the other end was closed and ``refused`` did not say so yet."""
+        return bool(self._messages) or self._ended
+
+    def note(self, ready: Collection[int]) -> bool:
+        """``is_readable``; a poll has found nothing about it."""
+        return self.is_readable()
+
+    def refused(self) -> bool | None:
+        """False if the other end was closed, after which it says nothing any more; told once. Else None."""
+        if not self._ended:
+            return None
+        self._ended = False
+        return False
+
+    def close(self, linger: int | None = None) -> None:
+        """Close it, after what was sent; calling it again does nothing."""
+        if not self.closed:
+            self.closed = True
+            if self._other is not None:
+                self._other._ended = True
+                self._other.wake()
+
+
 class Sleeper:
     """Waits until an endpoint may have something, or another thread wakes it.
 
@@ -116,7 +184,7 @@ class Sleeper:
     says nothing of what was there before its socket was last used; so before the next sleep the sockets are asked.
     """
 
-    def __init__(self, *endpoints: Endpoint) -> None:
+    def __init__(self, *endpoints: Endpoint | NearEnd) -> None:
         self._endpoints = endpoints
         self._waker = Waker()
         self._poller = select.poll()
@@ -134,17 +202,14 @@ class Sleeper:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
-        for endpoint in self._endpoints:
-            if endpoint.is_readable():
-                return True
+        readable = any(endpoint.is_readable() for endpoint in self._endpoints)
         self._sleeps = True
-        ready = self._ready(0.0 if self._wake_pending else timeout)
+        ready = self._ready(0.0 if readable or self._wake_pending else timeout)
         self._wake_pending = False  # (first: who wakes it between these two lines leaves a byte for the next wait)
         self._sleeps = False
         if self._woken in ready:
             self._waker.clear()
-            return len(ready) > 1
-        return bool(ready)
+        return any(endpoint.note(ready) for endpoint in self._endpoints)
 
     def _ready(self, timeout: float | None) -> list[int]:
         """The descriptors of which there is something to say, after so many seconds at the most."""

@@ -1,6 +1,7 @@
 """The control plane on ZeroMQ: the coordinator's end and a rank's.
 
 Each rank makes a key pair; the public keys travel by a Horovod allgather (``rendezvous``), and only those are let in.
+Rank 0, where the coordinator is a thread of its process, has no socket: the same messages go by memory.
 Both ends queue what they send until they next listen: a rank sends one message for all events since it last slept, and
 gets one with all commands that these, and others', have led to.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import zmq
@@ -19,8 +20,9 @@ from hvd_async.runtime.codec import Codec, DecodeError, encode, packed
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.messages import Command, Event
 from hvd_async.runtime.relay_tree import Child, direct
-from hvd_async.runtime.router import Router
-from hvd_async.runtime.sockets import LARGEST, Endpoint, Sleeper
+from hvd_async.runtime.relayed import Upward
+from hvd_async.runtime.router import DIED, Router
+from hvd_async.runtime.sockets import LARGEST, Endpoint, NearEnd, Sleeper
 
 ENDED = "died: the connection to the coordinator ended, unless it was this rank that stood still or was cut off"
 RELAY_ENDED = "; or it was the relay beside {relay}, by which this rank's messages go"
@@ -47,7 +49,9 @@ class ZmqHub:
         self._codec = codec
         self.router = Router()
         self.public, self.port = self.router.public, self.router.port
-        self._sleeper = Sleeper(self.router)
+        self._near = NearEnd()
+        self._sleeper = Sleeper(self.router, self._near)
+        self._near.wake = self._sleeper.wake
         self._ready: deque[tuple[Sequence[int], Event | Gone]] = deque()
         self._queued: list[tuple[Sequence[int], list[msgspec.Raw]]] = []
         """Commands that were not sent yet, by the ranks they are for; those in a row for the same ranks together."""
@@ -62,10 +66,14 @@ class ZmqHub:
         Args:
             keys: public keys (Z85): of the ranks, in their order, or of the ``children``.
             local: whether all of them are on this machine.
-            children: ranks and relays; if there are none, all ranks.
+            children: ranks and relays; if there are none, all ranks. Not rank 0 if it is ``connect``ed.
         """
         self._soon = len(keys) // PATIENCE
         self.router.allow(children or direct(len(keys)).root, keys, local)
+
+    def connect(self, end: NearEnd) -> None:
+        """Connect rank 0, of this process."""
+        self._near.connect(end)
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
         data = msgspec.Raw(encode(command))
@@ -77,7 +85,12 @@ class ZmqHub:
     def flush(self) -> None:
         queued, self._queued, self._since = self._queued, [], 0
         for ranks, commands in queued:
-            self.router.deliver(ranks, packed(commands))
+            payload, far = packed(commands), ranks
+            if self._near.is_connected and 0 in ranks:
+                self._near.send(payload)
+                far = [rank for rank in ranks if rank != 0]
+            if far:
+                self.router.deliver(far, payload)
 
     @property
     def has_more(self) -> bool:
@@ -87,13 +100,22 @@ class ZmqHub:
         if self._queued and (not self._ready or self._since >= self._soon):
             self.flush()
         if not self._ready and (self._sleeper.wait(0.0 if self.router.owes else timeout) or self.router.owes):
-            for message in self.router.read():
+            far = self.router.read() if self.router.unsure or self.router.owes else []
+            for message in [*self._heard_near(), *far]:
                 self._ready.extend((message.ranks, event) for event in self._events(message.data, message.gone))
         if not self._ready:
             return None
         ranks, event = self._ready.popleft()
         self._since += len(ranks) if self._queued else 0
         return ranks, event
+
+    def _heard_near(self) -> Iterator[Upward]:
+        """Yield what rank 0 has sent by memory."""
+        ended = self._near.refused() is not None  # (before its last messages are taken)
+        while (frames := self._near.read()) is not None:
+            yield Upward([0], frames[0])
+        if ended:
+            yield Upward([0], b"", DIED)
 
     def _events(self, data: bytes, gone: str) -> Sequence[Event | Gone]:
         """A message's events. (Dropping one would leave others to wait for what it said.)"""
@@ -114,6 +136,7 @@ class ZmqHub:
         if not self.router.closed:
             self.flush()
         self.router.close()
+        self._near.close()
         self._sleeper.close()
 
 
@@ -144,13 +167,13 @@ class Uplink(Endpoint):
 
     def send(self, payload: bytes) -> None:
         """Send a message; never blocks."""
-        self._used = True
+        self.unsure = True
         with contextlib.suppress(zmq.Again):  # this end was refused: ``ended`` tells
             self._socket.send(payload, zmq.NOBLOCK)
 
     def read(self) -> list[bytes] | None:
         """Return the frames of the next message; None if there is none."""
-        self._used = True
+        self.unsure = True
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -186,11 +209,14 @@ class ZmqChannel:
         host: str = "?",
         relay: str = "",
     ) -> None:
-        self._codec, self._host = codec, host
-        self._uplink = Uplink(address, port, server_key, keys)
-        self._sleeper = Sleeper(self._uplink)
+        ended = ENDED + (RELAY_ENDED.format(relay=relay) if relay else "")
+        self._begin(codec, Uplink(address, port, server_key, keys), port, host, ended)
+
+    def _begin(self, codec: Codec, uplink: Uplink | NearEnd, port: int, host: str, ended: str) -> None:
+        self._codec, self._host, self._ended = codec, host, ended
+        self._uplink = uplink
+        self._sleeper = Sleeper(uplink)
         self.port: int | None = port
-        self._ended = ENDED + (RELAY_ENDED.format(relay=relay) if relay else "")
         self._gone: Gone | None = None
         self._ready: deque[Command | Gone] = deque()
         self._queued: list[msgspec.Raw] = []
@@ -239,3 +265,19 @@ class ZmqChannel:
             self.flush()
         self._uplink.close(None if self._gone is None else 0)  # (whom should it reach?)
         self._sleeper.close()
+
+
+class NearChannel(ZmqChannel):
+    """Rank 0's end where the coordinator is a thread of the same process.
+
+    Args:
+        codec: reads what the coordinator sends.
+        hub: the coordinator's end.
+        host: of both, for messages.
+    """
+
+    def __init__(self, codec: Codec, hub: ZmqHub, host: str) -> None:
+        end = NearEnd()
+        self._begin(codec, end, hub.port, host, ENDED)
+        end.wake = self._sleeper.wake
+        hub.connect(end)

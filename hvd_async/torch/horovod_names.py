@@ -52,6 +52,8 @@ class _Library:
         @functools.wraps(function)
         def named(*arguments: Any) -> Any:
             # (names are bytes; a string, which is empty, stands for none)
+            if str not in map(type, arguments):
+                return function(*arguments)
             return function(*(self._name() if isinstance(argument, str) else argument for argument in arguments))
 
         return named

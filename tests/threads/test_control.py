@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import psutil
@@ -24,7 +25,8 @@ from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.messages import Hello, Leaving, Welcome
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.transport import ZmqChannel
+from hvd_async.runtime.router import DIED
+from hvd_async.runtime.transport import ENDED, NearChannel, ZmqChannel
 from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
 from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.workload import check_promises, plan, work
@@ -393,3 +395,83 @@ def test_own_addresses(monkeypatch):
     assert len(set(addresses)) == len(addresses)
     monkeypatch.setenv("HVD_ASYNC_ADDRESS", "10.9.8.7")
     assert own_addresses() == ["10.9.8.7"]
+
+
+def near(made: Wire) -> ZmqChannel:
+    """Rank 0's channel to the hub of its own process."""
+    made.channels.append(NearChannel(CODEC, made.hub, "here"))
+    return made.channels[-1]
+
+
+def test_rank_0_has_no_socket_where_the_coordinator_is_a_thread_of_its_process():
+    with wire(2) as made:
+        channels = [near(made), made.connect(1)]
+        for step in range(100):
+            for rank, channel in enumerate(channels):
+                channel.send(StepEntered(0, step, [{"lr": float(rank)}]))
+            channels[0].flush()
+        heard: list[list[int]] = [[], []]
+        for _ in range(200):
+            rank, event = made.hear()
+            assert event.hyper == [{"lr": float(rank)}]
+            heard[rank].append(event.step)
+        assert heard == [[*range(100)]] * 2
+        for round_ in range(100):
+            made.hub.send(range(2), StartRound(0, [0], round_, 0, [1]))
+            made.hub.send([round_ % 2], Welcome())
+        made.hub.flush()
+        for rank, channel in enumerate(channels):
+            commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(150)]  # type: ignore[misc]
+            assert [command.round for command in commands if isinstance(command, StartRound)] == [*range(100)]
+            at = [place for place, command in enumerate(commands) if isinstance(command, Welcome)]
+            assert at == [3 * number + 1 + rank for number in range(50)]
+
+
+def test_others_are_heard_however_much_rank_0_says():
+    with wire(2) as made:
+        channels = [near(made), made.connect(1)]
+        channels[1].send(Hello("far", 1))
+        for _ in range(100_000):
+            channels[0].send(Hello("near", 0))
+            channels[0].flush()
+            if made.hub.hear(0.0) == (1, Hello("far", 1)):
+                break
+        else:
+            raise AssertionError("rank 1 was not heard")
+
+
+def test_the_end_of_rank_0s_thread_is_heard_after_all_it_said_and_once():
+    with wire(1) as made:
+        channel = near(made)
+        channel.send(Hello("here", 1))
+        channel.close()
+        assert made.hear() == (0, Hello("here", 1))
+        assert made.hear() == (0, Gone(DIED))
+        made.hub.send(range(1), Welcome())
+        assert made.hub.hear(0.01) is None
+
+
+def test_rank_0_hears_the_end_of_its_coordinator_after_all_that_said():
+    with wire(1) as made:
+        channel = near(made)
+        for _ in range(3):
+            made.hub.send(range(1), Welcome())
+            made.hub.flush()
+        made.hub.close()
+        assert [until(lambda: channel.receive(WAIT)) for _ in range(3)] == [Welcome()] * 3
+        gone = until(lambda: channel.receive(WAIT))
+        assert gone == Gone(ENDED, "here")
+        assert channel.receive(WAIT) == gone
+
+
+def test_rank_0_sleeps_until_it_is_spoken_to():
+    with wire(1) as made, ThreadPoolExecutor(1) as pool:
+        channel = near(made)
+        heard = pool.submit(lambda: until(lambda: channel.receive(WAIT)))
+        made.hub.send(range(1), Welcome())
+        made.hub.flush()
+        assert heard.result(WAIT) == Welcome()
+        heard = pool.submit(made.hear)
+        channel.send(Hello("here", 1))
+        channel.flush()
+        assert heard.result(WAIT) == (0, Hello("here", 1))
