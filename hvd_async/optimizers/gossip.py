@@ -74,7 +74,7 @@ class GossipDriver(LocalDriver):
         self._algorithms = set(self._schedule.values())
         """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
-        self._rates: list[tuple[int, float]] = []
+        self._given_rates: list[tuple[int, Any]] = []
         """Learning rates of the step that has begun, as of ``WeightReplica.learning_rates``."""
         self._common: dict[str, Vector] = {}
         """State that is the same on all ranks, of the last worker that has ended, or loaded."""
@@ -198,8 +198,13 @@ class GossipDriver(LocalDriver):
         start = super().begin_step(loss, changes_weights)
         algorithm = ALGORITHMS[self.plan.config.algorithm]
         if self.plan.config.quasi_global or algorithm.exact or algorithm.outer is not None:
-            self._rates = self.replica.learning_rates()
+            self._given_rates = self.replica.learning_rates()
         return start
+
+    @property
+    def _rates(self) -> list[tuple[int, float]]:
+        """Learning rates of the step that has begun: numbers, for which nothing waits at the step's end."""
+        return [(elements, float(rate)) for elements, rate in self._given_rates]
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
         """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""

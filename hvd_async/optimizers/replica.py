@@ -165,9 +165,9 @@ class WeightReplica(Replica):
     def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
         """Return ``vector``, each element moved between those of two others."""
 
-    def learning_rates(self) -> list[tuple[int, float]]:
+    def learning_rates(self) -> list[tuple[int, Any]]:
         """Return (elements, learning rate now) of consecutive parts of the vector, one for each parameter group; always
-        of the same parts."""
+        of the same parts. A rate is what ``float()`` makes a number of at the end of the step."""
         return [(len(self.read()), 1.0)]
 
     def inertia(self) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,12 +13,6 @@ from hvd_async.torch import streams
 from hvd_async.torch.memory import ReusedMemory
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def vector_with_room(elements: int, dtype: torch.dtype, device: torch.device, memory: ReusedMemory) -> torch.Tensor:
-    """Return an empty vector with memory behind it for a message's header: its message is sent without a copy."""
-    nbytes = elements * dtype.itemsize
-    return memory.empty(row_bytes(nbytes), device)[:nbytes].view(dtype)
 
 
 def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
@@ -140,6 +134,7 @@ def make_message_format(
     memory: ReusedMemory,
     received: int = 0,
     plain: int = 0,
+    empty: Callable[[], torch.Tensor] | None = None,
 ) -> MessageFormat:
     """Return the message format of torch vectors of weights.
 
@@ -152,6 +147,7 @@ def make_message_format(
         memory: for messages.
         received: the most rows that an exchange brings; 0 where nobody knows.
         plain: messages that may go as they are in one exchange.
+        empty: returns an empty vector of weights, with room for a header behind it; None: there is no such room.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
@@ -161,9 +157,9 @@ def make_message_format(
     layout = RowFormat(codec.nbytes, rows, received, parts == 1, device, memory)
 
     def times(x: torch.Tensor, a: float) -> torch.Tensor:
-        if x.numel() != elements:
+        if empty is None or x.numel() != elements:
             return x * a
-        return torch.mul(x, a, out=vector_with_room(elements, kind, device, memory))
+        return torch.mul(x, a, out=empty())  # (its message is sent without a copy)
 
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))

@@ -133,21 +133,21 @@ class WeightMethods(OptimizerMethods):
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
         """
-        return {**super().state_dict(), "hvd_async": self._async.share()}
+        replica: WeightReplica = self._async.replica  # type: ignore[assignment]
+        return {**super().state_dict(), "hvd_async": replica.described(self._async.share())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
 
         Raises:
-            ValueError: the state is another rank's, or of a job of another size.
+            ValueError: the state is another rank's, of a job of another size, or of another memory format.
             ReplicaStateError: messages of this run are on their way.
         """
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)
         if share is not None:
-            device = self._async.replica.parameters[0].device  # type: ignore[attr-defined]
-            copies = {edge: copy.to(device) for edge, copy in share.get("copies", {}).items()}
-            self._async.take_share({**share, "copies": copies})
+            replica: WeightReplica = self._async.replica  # type: ignore[assignment]
+            self._async.take_share(replica.placed(share))
         super().load_state_dict(state_dict)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,12 @@ from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
 from hvd_async.torch.buffers import NamedBuffers, write
 from hvd_async.torch.memory import ReusedMemory
-from hvd_async.torch.message_format import make_message_format, vector_with_room
+from hvd_async.torch.message_format import make_message_format
 from hvd_async.torch.tensors import checksum, flat_double, signature
+from hvd_async.torch.weight_vectors import WeightVectors, orders_of
 
-VECTORS_KEPT = 4
-"""Vectors whose memory is kept for the next step: the weights read, a message on its way, what is left without it, and
-a message received."""
+MESSAGES_KEPT = 4
+"""Encoded messages whose memory is kept for the next step."""
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
 
@@ -48,11 +49,18 @@ class WeightReplica(replica.WeightReplica):
         self._averaged: dict[str, int] = {}
         """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
         is, since all ranks' vectors must have one length."""
-        self._memory = ReusedMemory(most=VECTORS_KEPT)
+        self._memory = ReusedMemory(most=MESSAGES_KEPT)
+        self._orders: dict[int, str] = {}
+        """``memory_order`` of each parameter by its id, as it was when the optimizer was wrapped: checkpoints and
+        averages hold vectors, so it stays what it is, whatever becomes of the parameter."""
+        self._vectors = WeightVectors([], torch.float32, [])
+        self._elements: list[int] = []
+        """Elements of each parameter group that are mixed."""
         self.counters: set[str] = set()
 
     def continue_from(self, before: WeightReplica) -> None:
-        self.counters = before.counters
+        self.counters, self._orders = before.counters, before._orders
+        self.prepare()
 
     def attach(self, optimizer: Any) -> None:
         """Belong to a wrapped optimizer from now on.
@@ -65,31 +73,53 @@ class WeightReplica(replica.WeightReplica):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are mixed: of others that are frozen, ranks keep their own."""
-        every = [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
-        return [p for p in every if p.requires_grad or p.dtype in MIXED]
+        """Those that are mixed: of others that are frozen, ranks keep their own. (A step asks several times, so there
+        is no call for each parameter of a dtype that is mixed.)"""
+        return [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.dtype in MIXED or (p.requires_grad and differentiable(p))
+        ]
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        streams.bind_training_stream(engine, self.parameters)
+        if self._vectors.device.type != "cpu":
+            streams.bind_training_stream(engine, self.parameters[:1])  # (all are on one device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        self.check()
+        kind, parameters = self._dtype(), self.parameters
         if self._averages_statistics:
             self._averaged = {key: tensor.numel() for key, tensor in self.named_buffers.statistics().items()}
-        devices = {str(p.device) for p in self.parameters}
+        devices = {str(p.device) for p in parameters}
         if len(devices) > 1:
             raise ValueError(
                 f"parameters on {', '.join(sorted(devices))}: ranks' weights travel as one vector: keep them on one"
             )
+        self._orders = orders_of(parameters, self._orders)
+        self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
+        mixed = set(self._orders)
+        groups = self.optimizer.param_groups
+        self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
-        """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen."""
-        self.dtype()
+        """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen.
 
-    def dtype(self) -> torch.dtype:
+        Raises:
+            ValueError: it would; or their dtypes are others than when the ranks met.
+        """
+        if [p.dtype for p in self.parameters] == self._vectors.dtypes:
+            return
+        kind, before = self._dtype(), self._vectors.dtype
+        if kind != before:
+            raise ValueError(
+                f"weights travel as {before}, and parameters have become {kind} since the ranks met: convert the model "
+                f"before it trains"
+            )
+
+    def _dtype(self) -> torch.dtype:
         """Return that of the vector of weights.
 
         Raises:
@@ -104,23 +134,11 @@ class WeightReplica(replica.WeightReplica):
             f"compute in half precision by torch.autocast; compression= makes messages small"
         )
 
-    @torch.no_grad()
     def read(self) -> torch.Tensor:
-        kind, parts = self.dtype(), [p.detach().reshape(-1) for p in self.parameters]
-        vector = vector_with_room(sum(part.numel() for part in parts), kind, parts[0].device, self._memory)
-        return torch.cat([part.to(kind) for part in parts], out=vector)
+        return self._vectors.read(self.parameters)
 
-    @torch.no_grad()
     def write(self, weights: torch.Tensor) -> None:
-        parameters = self.parameters
-        parts = weights.split([p.numel() for p in parameters])
-        pairs = [(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
-        alike = [pair for pair in pairs if pair[0].is_contiguous()]
-        if alike:
-            torch._foreach_copy_([p for p, _ in alike], [part for _, part in alike])
-        for parameter, part in pairs:
-            if not parameter.is_contiguous():  # (one of them, channels last say, would make all copies single ones)
-                parameter.copy_(part)
+        self._vectors.write(self.parameters, weights)
 
     @contextlib.contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
@@ -137,7 +155,8 @@ class WeightReplica(replica.WeightReplica):
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters, named = self.parameters, self.named or {}
-        names = [signature(named.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+        signatures = [signature(named.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+        names = [f"{own} {order}".rstrip() for own, order in zip(signatures, self._vectors.orders, strict=True)]
         kind = f"optimizer {self.optimizer._wrapped_class.__name__}{', weights as after cut()' if resumed else ''}"
         kinds = [kind]
         if self._averages_statistics:
@@ -147,11 +166,13 @@ class WeightReplica(replica.WeightReplica):
     def message_format(
         self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
-        return make_message_format(self.read(), compression, messages, rank_group, parts, self._memory, received, plain)
+        return make_message_format(
+            self.read(), compression, messages, rank_group, parts, self._memory, received, plain, self._vectors.empty
+        )
 
     def is_finite(self, weights: torch.Tensor) -> bool:
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)
-        return bool(torch.isfinite(weights.sum())) or bool(torch.isfinite(weights).all())
+        return math.isfinite(weights.sum()) or bool(torch.isfinite(weights).all())
 
     def describe_nonfinite(self) -> str:
         named = self.named or {}
@@ -167,21 +188,38 @@ class WeightReplica(replica.WeightReplica):
 
     # -- beside the weights -----------------------------------------------------------------------------------
 
-    def learning_rates(self) -> list[tuple[int, float]]:
-        of_group = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        elements = [0] * len(self.optimizer.param_groups)
-        for p in self.parameters:
-            elements[of_group[id(p)]] += p.numel()
+    def learning_rates(self) -> list[tuple[int, Any]]:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
-        return [(n, 1.0 if rate is None else float(rate)) for n, rate in zip(elements, rates, strict=True)]
+        return [(n, _number_of(rate)) for n, rate in zip(self._elements, rates, strict=True)]
 
     def sizes(self) -> list[int]:
-        return [p.numel() for p in self.parameters]
+        return self._vectors.sizes
+
+    def described(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint, with the order of its vectors' elements, where that is not the plain
+        one of 0.2.0 and before."""
+        return {**share, "orders": self._vectors.orders} if any(self._vectors.orders) else share
+
+    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return what ``described`` gave, with its vectors on the device of the weights.
+
+        Raises:
+            ValueError: the elements of its vectors lie in another order than this model's.
+        """
+        copies, orders = share.get("copies", {}), self._vectors.orders
+        if copies and share.get("orders", [""] * len(orders)) != orders:
+            raise ValueError(
+                "this state has vectors of parameters that lie in memory otherwise than this model's: bring the model "
+                "into the memory format of then (without channels_last it is torch.contiguous_format), wrap the "
+                "optimizer, and only then bring the model into the format that you like"
+            )
+        device = self.parameters[0].device
+        return {**share, "copies": {name: copy.to(device) for name, copy in copies.items()}}
 
     def frozen(self) -> list[slice]:
-        ends = itertools.accumulate(p.numel() for p in self.parameters)
-        pairs = zip(self.parameters, ends, strict=True)
-        return [slice(end - p.numel(), end) for p, end in pairs if not p.requires_grad and p.numel()]
+        sizes = self._vectors.sizes
+        pairs = zip(self.parameters, sizes, itertools.accumulate(sizes), strict=True)
+        return [slice(end - n, end) for p, n, end in pairs if not p.requires_grad and n]
 
     def check_momentum(self) -> None:
         groups = self.optimizer.param_groups
@@ -197,8 +235,8 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def momentum(self) -> torch.Tensor:
-        pairs, kind = zip(self.parameters, self._momenta(), strict=True), self.dtype()
-        return torch.cat([(torch.zeros_like(p) if m is None else m).reshape(-1).to(kind) for p, m in pairs])
+        pairs = zip(self.parameters, self._momenta(), strict=True)
+        return self._vectors.read([torch.zeros_like(p) if own is None else own for p, own in pairs])
 
     @torch.no_grad()
     def write_momentum(self, momentum: torch.Tensor) -> None:
@@ -211,16 +249,13 @@ class WeightReplica(replica.WeightReplica):
     def add_to_momentum(self, correction: torch.Tensor) -> None:
         """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of others does not
         decay: what is added step by step would pile up.)"""
-        for p, own, part in self._with_parts(correction):
-            if own is not None and p.grad is not None:
-                own.add_(part)
+        pairs = [(own, part) for p, own, part in self._with_parts(correction) if own is not None and p.grad is not None]
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 
     def _with_parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
         """Return each parameter, its momentum, and its part of a vector."""
-        parameters = self.parameters
-        parts = vector.split([p.numel() for p in parameters])
-        views = [part.view_as(p) for p, part in zip(parameters, parts, strict=True)]
-        return list(zip(parameters, self._momenta(), views, strict=True))
+        return list(zip(self.parameters, self._momenta(), self._vectors.parts(vector), strict=True))
 
     def buffers(self) -> Buffers | None:
         return self.named_buffers.buffers()
@@ -284,3 +319,10 @@ class WeightReplica(replica.WeightReplica):
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+
+
+def _number_of(rate: Any) -> Any:
+    """Return what ``float()`` makes a learning rate of later: one on a GPU is on its way, and nothing waits for it."""
+    if rate is None:
+        return 1.0
+    return streams.Later(rate) if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)

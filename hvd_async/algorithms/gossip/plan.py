@@ -56,14 +56,18 @@ class GossipPlan:
         """The mixing matrices, ``W[receiver, sender]``, shape (P, P) each."""
         return tuple(each.dense() for each in self.weights)
 
+    @cached_property
+    def _period(self) -> int:
+        return self.config.period
+
     def phase(self, step: int) -> int:
         """Return the phase of a sending step, from 1."""
-        return (step - 1) // self.config.period % len(self.weights)
+        return (step - 1) // self._period % len(self.weights)
 
     def moves(self, step: int) -> bool:
         """Return whether any rank sends anything at ``step``: in the last step of a period, so that after a period's
         steps ranks have mixed."""
-        return step % self.config.period == 0 and self._busy[self.phase(step)]
+        return step % self._period == 0 and self._busy[self.phase(step)]
 
     def averages(self, step: int) -> bool:
         """Return whether all ranks are averaged at the end of ``step``."""

@@ -1,0 +1,132 @@
+"""Flat vectors of a model's weights: the order of their elements, their memory, and each parameter's part of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from hvd_async.algorithms.gossip.message_format import row_bytes
+from hvd_async.torch.bucket_layout import memory_order
+
+FREE_BLOCKS = 4
+"""Free blocks that are kept for the next step: of the weights read, of a message on its way, of what is left without
+it, and of a message received."""
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""Returns how many tensors share a storage; torch before 2.5 has it in builds for GPUs only."""
+
+
+class _Block:
+    """The memory of one vector, with room for a message's header behind it, and views of the parameters' parts.
+
+    The views are made once: to make them costs the host three times as much as to copy the weights.
+    """
+
+    def __init__(self, layout: WeightVectors) -> None:
+        nbytes = layout.elements * layout.dtype.itemsize
+        memory = torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=layout.device)
+        self._vector = memory[:nbytes].view(layout.dtype)
+        self.parts = layout.views(self._vector)
+        self.address = self._vector.data_ptr()
+        self._storage = self._vector.untyped_storage()
+        del memory
+        self._idle = 0 if _use_count is None else _use_count(self._storage._cdata)
+
+    def is_free(self) -> bool:
+        """Return whether nobody holds the vector any more, or a view of it; Horovod's references count too."""
+        return _use_count is not None and _use_count(self._storage._cdata) == self._idle
+
+    def lend(self) -> torch.Tensor:
+        """Return the vector, as a tensor of its own."""
+        return self._vector.detach()
+
+
+class WeightVectors:
+    """Vectors of all weights that are mixed.
+
+    A parameter's elements lie in a vector as they lie in the parameter's memory (``torch.channels_last``), so that
+    copies between the two are plain ones. What the ranks exchange has one order on all of them: they compare
+    ``orders`` when they meet.
+
+    Args:
+        parameters: those that are mixed, on one device.
+        dtype: of the vectors, float32 or float64.
+        orders: ``memory_order`` of each parameter.
+
+    Attributes:
+        dtypes: of the parameters.
+        sizes: number of elements of each parameter.
+        elements: their sum.
+        device: of the parameters, and of the vectors.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, orders: Sequence[str]) -> None:
+        self.dtype, self.orders = dtype, list(orders)
+        self.dtypes = [p.dtype for p in parameters]
+        self.sizes = [p.numel() for p in parameters]
+        self.elements = sum(self.sizes)
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        ends = itertools.accumulate(self.sizes, initial=0)
+        self._places = [
+            (p.shape, _strides(p.shape, order), start)
+            for p, order, start in zip(parameters, self.orders, ends, strict=False)
+        ]
+        self._lock = threading.Lock()
+        self._blocks: list[_Block] = []
+        """Those that are lent, and those that are free; replaced, never changed."""
+
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return new views of the parameters' parts of a vector, shape (n,)."""
+        start = vector.storage_offset()
+        return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' parts of a vector, shape (n,), to be used at once: another vector may have the same
+        memory later."""
+        address = vector.data_ptr()
+        known = next((block for block in self._blocks if block.address == address), None)
+        return self.views(vector) if known is None or vector.dtype != self.dtype else known.parts
+
+    def empty(self) -> torch.Tensor:
+        """Return a vector with whatever was in its memory, and room for a message's header behind it.
+
+        Any thread may call it. The memory serves again when the last tensor on it is gone. (On a GPU it is written to
+        in the order of the training thread's stream, which the engine's own stream has been waited for by then.)
+        """
+        with self._lock:
+            free: list[_Block] = []
+            lent: list[_Block] = []
+            for block in self._blocks:
+                (free if block.is_free() else lent).append(block)
+            block = free.pop() if free else self._new_block()
+            self._blocks = [*lent, block, *free[:FREE_BLOCKS]] if _use_count is not None else []
+            return block.lend()
+
+    def _new_block(self) -> _Block:
+        with torch.inference_mode(False), torch.no_grad():  # (else it could not be written to outside of that mode)
+            return _Block(self)
+
+    @torch.no_grad()
+    def read(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a new vector of the parameters' elements."""
+        vector = self.empty()
+        torch._foreach_copy_(self.parts(vector), list(parameters))
+        return vector
+
+    @torch.no_grad()
+    def write(self, parameters: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+        """Copy a vector's elements into the parameters."""
+        torch._foreach_copy_(list(parameters), self.parts(vector))
+
+
+def orders_of(parameters: Sequence[torch.Tensor], known: Mapping[int, str]) -> dict[int, str]:
+    """Return ``memory_order`` of each parameter by its id; where it is known, that of before."""
+    return {id(p): known[id(p)] if id(p) in known else memory_order(p) for p in parameters}
+
+
+def _strides(shape: torch.Size, order: str) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose elements lie in this ``memory_order``."""
+    kind: torch.memory_format = getattr(torch, order or "contiguous_format")
+    return torch.empty(shape, device="meta", memory_format=kind).stride()
