@@ -84,8 +84,7 @@ class WeightReplica(replica.WeightReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        if self._vectors.device.type != "cpu":
-            streams.bind_training_stream(engine, self.parameters[:1])  # (all are on one device)
+        streams.bind_training_stream(engine, self.parameters[:1])  # (all are on one device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -325,4 +324,4 @@ def _number_of(rate: Any) -> Any:
     """Return what ``float()`` makes a learning rate of later: one on a GPU is on its way, and nothing waits for it."""
     if rate is None:
         return 1.0
-    return streams.Later(rate) if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)
+    return streams.Later(rate) if isinstance(rate, torch.Tensor) and streams.gpu.holds(rate) else float(rate)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from hvd_async.algorithms.gossip.message_format import row_bytes
+from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import memory_order
 
-FREE_BLOCKS = 4
-"""Free blocks that are kept for the next step: of the weights read, of a message on its way, of what is left without
-it, and of a message received."""
+FREE_BLOCKS = 2
+"""Free blocks that are kept for the next step, beside the one that was lent last: enough for each algorithm's steps."""
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """Returns how many tensors share a storage; torch before 2.5 has it in builds for GPUs only."""
 
@@ -24,7 +25,8 @@ class _Block:
     The views are made once: to make them costs the host three times as much as to copy the weights.
     """
 
-    def __init__(self, layout: WeightVectors) -> None:
+    def __init__(self, layout: WeightVectors, stream: Any) -> None:
+        self.stream = stream
         nbytes = layout.elements * layout.dtype.itemsize
         memory = torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=layout.device)
         self._vector = memory[:nbytes].view(layout.dtype)
@@ -68,6 +70,7 @@ class WeightVectors:
         self.sizes = [p.numel() for p in parameters]
         self.elements = sum(self.sizes)
         self.device = parameters[0].device if parameters else torch.device("cpu")
+        self._on_gpu = bool(parameters) and streams.gpu.holds(parameters[0])
         ends = itertools.accumulate(self.sizes, initial=0)
         self._places = [
             (p.shape, _strides(p.shape, order), start)
@@ -92,21 +95,25 @@ class WeightVectors:
     def empty(self) -> torch.Tensor:
         """Return a vector with whatever was in its memory, and room for a message's header behind it.
 
-        Any thread may call it. The memory serves again when the last tensor on it is gone. (On a GPU it is written to
-        in the order of the training thread's stream, which the engine's own stream has been waited for by then.)
+        Any thread may call it. The memory serves again when the last tensor on it is gone: on a GPU for kernels of the
+        same stream, which has been told to wait for the engine's own by then.
         """
+        stream = streams.gpu.current_stream(self.device) if self._on_gpu else None
         with self._lock:
             free: list[_Block] = []
             lent: list[_Block] = []
             for block in self._blocks:
-                (free if block.is_free() else lent).append(block)
-            block = free.pop() if free else self._new_block()
-            self._blocks = [*lent, block, *free[:FREE_BLOCKS]] if _use_count is not None else []
+                if not block.is_free():
+                    lent.append(block)
+                elif block.stream == stream:  # (torch gives back another's once that has used it)
+                    free.append(block)
+            block = free.pop() if free else self._new_block(stream)
+            self._blocks = [*lent, *free[-FREE_BLOCKS:], block] if _use_count is not None else []
             return block.lend()
 
-    def _new_block(self) -> _Block:
+    def _new_block(self, stream: Any) -> _Block:
         with torch.inference_mode(False), torch.no_grad():  # (else it could not be written to outside of that mode)
-            return _Block(self)
+            return _Block(self, stream)
 
     @torch.no_grad()
     def read(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
