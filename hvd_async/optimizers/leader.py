@@ -17,7 +17,7 @@ from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import CENTER_NAME, LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.agreement import unify_buffers
-from hvd_async.optimizers.local import LocalDriver, StepStart
+from hvd_async.optimizers.local import LocalDriver
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -102,15 +102,13 @@ class LeaderDriver(LocalDriver):
         """
         self.losses.append(self.replica.number(loss))
 
-    def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
-        """Begin a step; hands over the losses that were recorded, else the one that the binding knows."""
-        worker = self.worker_now()
+    def on_step(self, worker: LeaderWorker, loss: Any) -> None:
+        """Hand over the losses that were recorded, else the one that the binding knows."""
         if loss is not None and not self.losses:
             self.record_loss(loss)
         recorded, self.losses = self.losses, []
         for one in recorded:
             worker.record_loss(float(one))
-        return super().begin_step(changes_weights=changes_weights)
 
     def merged_statistics(self, own: Vector | None) -> Vector | None:
         """Return the batch-norm statistics to go on with after a pull; None: this rank's own."""

@@ -163,6 +163,7 @@ class LocalDriver(Driver):
             changes_weights: whether constraints or post-step hooks may change the mixed weights.
         """
         worker: WeightWorker = self.worker_now()
+        self.on_step(worker, loss)
         worker.check_step()
         worker.defers_sends = changes_weights
         self.replica.check()
@@ -170,6 +171,9 @@ class LocalDriver(Driver):
         updates = self._begun == self._ended
         self._begun += updates
         return StepStart(worker.weight, worker.wants_before, updates)
+
+    def on_step(self, worker: Any, loss: Any) -> None:
+        """Take note of the loss of the step that begins; as ``begin_step``."""
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
         """Mix other ranks' weights into this rank's.

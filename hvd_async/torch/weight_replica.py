@@ -84,7 +84,8 @@ class WeightReplica(replica.WeightReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        streams.bind_training_stream(engine, self.parameters[:1])  # (all are on one device)
+        if self._vectors.on_gpu:
+            streams.bind_training_stream(engine, self.parameters)
 
     # -- weights ----------------------------------------------------------------------------------------------
 

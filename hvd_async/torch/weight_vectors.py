@@ -62,6 +62,7 @@ class WeightVectors:
         sizes: number of elements of each parameter.
         elements: their sum.
         device: of the parameters, and of the vectors.
+        on_gpu: whether it is a GPU.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, orders: Sequence[str]) -> None:
@@ -70,7 +71,7 @@ class WeightVectors:
         self.sizes = [p.numel() for p in parameters]
         self.elements = sum(self.sizes)
         self.device = parameters[0].device if parameters else torch.device("cpu")
-        self._on_gpu = bool(parameters) and streams.gpu.holds(parameters[0])
+        self.on_gpu = bool(parameters) and streams.gpu.holds(parameters[0])
         ends = itertools.accumulate(self.sizes, initial=0)
         self._places = [
             (p.shape, _strides(p.shape, order), start)
@@ -98,7 +99,7 @@ class WeightVectors:
         Any thread may call it. The memory serves again when the last tensor on it is gone: on a GPU for kernels of the
         same stream, which has been told to wait for the engine's own by then.
         """
-        stream = streams.gpu.current_stream(self.device) if self._on_gpu else None
+        stream = streams.gpu.current_stream(self.device) if self.on_gpu else None
         with self._lock:
             free: list[_Block] = []
             lent: list[_Block] = []

@@ -19,7 +19,8 @@ from hvd_async.torch import streams, weight_vectors
 from hvd_async.torch.bucket_layout import memory_order
 from hvd_async.torch.weight_vectors import FREE_BLOCKS, WeightVectors
 from tests.conformance.gossip_ranks import PAIRS, STAR, alike
-from tests.conformance.test_torch_waits import NothingComesFromTheHost, parameters as meta_parameters
+from tests.conformance.test_torch_waits import NothingComesFromTheHost
+from tests.conformance.test_torch_waits import parameters as meta_parameters
 
 LAST, PLAIN = torch.channels_last, torch.contiguous_format
 INT8 = {**STAR, "compression": hvd.Compression.int8}
@@ -313,7 +314,7 @@ def test_the_content_of_groups_may_be_replaced_by_a_loaded_state():
     def train(rank: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         groups = [{"params": made()}, {"params": made()[:2], "lr": 0.5}]
         opt = hvd.GossipOptimizer(
-            torch.optim.SGD(groups, lr=0.1, momentum=0.9), **{"algorithm": "exact-diffusion", "topology": "ring"}
+            torch.optim.SGD(groups, lr=0.1, momentum=0.9), algorithm="exact-diffusion", topology="ring"
         )
 
         def step() -> list[tuple[int, float]]:

@@ -62,7 +62,7 @@ def value_at(strength: Strength, step: int) -> float:
         ValueError: it is not in [0, 1).
     """
     value = strength(step) if callable(strength) else strength
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1:
+    if isinstance(value, bool) or not isinstance(value, float | numbers.Real) or not 0 <= value < 1:
         raise ValueError(f"a strength of {value!r} at step {step}: take 0 (no pull) or more, and less than 1")
     return float(value)
 
