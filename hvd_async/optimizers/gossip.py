@@ -19,6 +19,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.worker import PushSumWorker
 from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.leader.pulls import Statistics
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
@@ -206,7 +207,7 @@ class GossipDriver(LocalDriver):
         """Learning rates of the step that has begun: numbers, for which nothing waits at the step's end."""
         return [(elements, float(rate)) for elements, rate in self._given_rates]
 
-    def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
+    def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
         """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""
         worker = self.worker
         if worker is None or not self.plan.config.quasi_global:

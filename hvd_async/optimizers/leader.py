@@ -12,7 +12,7 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullProgress
 from hvd_async.algorithms.leader.options import ALGORITHMS, LeaderOptions
-from hvd_async.algorithms.leader.pulls import PullResults
+from hvd_async.algorithms.leader.pulls import PullResults, Statistics, vector_of
 from hvd_async.algorithms.leader.selection import Strength, Strengths
 from hvd_async.algorithms.leader.worker import CENTER_NAME, LeaderWorker, SavedState
 from hvd_async.errors import ReplicaMismatchError
@@ -110,7 +110,7 @@ class LeaderDriver(LocalDriver):
         for one in recorded:
             worker.record_loss(float(one))
 
-    def merged_statistics(self, own: Vector | None) -> Vector | None:
+    def merged_statistics(self, own: Statistics | None) -> Vector | None:
         """Return the batch-norm statistics to go on with after a pull; None: this rank's own."""
         assert self.worker is not None  # (the step has begun)
         return None if own is None else self.worker.settle_statistics(own, self.replica.clip)
@@ -258,7 +258,7 @@ class LeaderDriver(LocalDriver):
         Returns:
             (None, None) if there are none, or they are of other buffers: a step then goes on with its own.
         """
-        own = self.replica.statistics()
+        own = vector_of(self.replica.statistics())
         if own is None or averaged is None or sent is None:
             return None, None
         elements = len(own) // 2

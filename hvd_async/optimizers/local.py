@@ -6,9 +6,11 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.leader.pulls import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver, Standing
@@ -175,7 +177,7 @@ class LocalDriver(Driver):
     def on_step(self, worker: Any, loss: Any) -> None:
         """Take note of the loss of the step that begins; as ``begin_step``."""
 
-    def end_step(self, before: Vector | None, after: Vector, statistics: Vector | None = None) -> StepEnd:
+    def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
         """Mix other ranks' weights into this rank's.
 
         Args:
@@ -212,19 +214,17 @@ class LocalDriver(Driver):
         self._in_step, self._ended = False, self._begun
         self._own_steps += 1
 
-    def merged_statistics(self, own: Vector | None) -> Vector | None:
+    def merged_statistics(self, own: Statistics | None) -> Vector | None:
         """Return the batch-norm statistics to go on with; None: this rank's own."""
         return None
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around a step: if it is broken off, this rank's weights are not what the others take them for."""
-        self.pin()
-        try:
-            yield
-        except BaseException as error:
-            self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
-            raise
+    def updating(self) -> _Updating:
+        """Return the context of a step, or of a part of it."""
+        return _Updating(self)
+
+    def break_off(self, error: BaseException) -> None:
+        """Note that a step was broken off: this rank's weights are not what the others take them for."""
+        self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
 
     def check_usable(self) -> None:
         """Raise ReplicaStateError, if this rank can train no further with it."""
@@ -441,3 +441,19 @@ class LocalDriver(Driver):
             ) from None
         self.replace_worker()
         self.rounds_before, self.begun, self.restored = share["rounds"], False, restored
+
+
+class _Updating:
+    """The context of a step. (A step has three, and a generator costs three times as many calls.)"""
+
+    def __init__(self, driver: LocalDriver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._driver.pin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._driver.break_off(error)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.leader.pulls import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine
@@ -153,12 +154,12 @@ class WeightReplica(Replica):
         """Return a function that puts the values that buffers have now back."""
 
     @abc.abstractmethod
-    def statistics(self) -> Vector | None:
-        """Return the batch-norm statistics that travel with pulls; None if none do.
+    def statistics(self) -> Statistics | None:
+        """Return the batch-norm statistics that travel with pulls, as they are now; None if none do.
 
         Returns:
             float64, shape (2 m,): m values, then for each 1, or 0 if its buffer is not finite: all values of such a
-            buffer are 0.
+            buffer are 0. Or a function that makes this vector of what was read now.
         """
 
     @abc.abstractmethod

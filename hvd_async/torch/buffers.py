@@ -7,7 +7,7 @@ import gc
 import io
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class NamedBuffers:
 
     def __init__(self, given: Pairs | Callable[[], Pairs] | None) -> None:
         self._list: Callable[[], Pairs] | None = None
-        self._found: list[tuple[str, Callable[[], torch.Tensor | None]]] = []
+        self._found: list[tuple[str, _Place]] = []
         if isinstance(given, torch.nn.Module):
             self._list = given.named_buffers
         elif callable(given):
@@ -43,7 +43,7 @@ class NamedBuffers:
         else:
             pairs = _checked(given or [])
             owners = _owners(pairs)
-            self._found = [(name, owners.get(id(tensor)) or partial(_itself, tensor)) for name, tensor in pairs]
+            self._found = [(name, owners.get(id(tensor)) or _Place({name: tensor}, name)) for name, tensor in pairs]
 
     def __bool__(self) -> bool:
         """Whether there may be any."""
@@ -54,7 +54,7 @@ class NamedBuffers:
         if self._list is not None:
             pairs: list[tuple[str, torch.Tensor | None]] = list(_checked(self._list()))
         else:
-            pairs = [(name, find()) for name, find in self._found]
+            pairs = [(name, tensor) for (name, _), tensor in zip(self._found, self._tensors(), strict=True)]
         return [(n, t) for n, t in pairs if t is not None and not torch.nn.parameter.is_lazy(t) and t.numel()]
 
     def statistics(self) -> dict[str, torch.Tensor]:
@@ -62,6 +62,18 @@ class NamedBuffers:
         named = self.now()
         keys = unique_keys(name for name, _ in named)
         return {key: tensor for key, (name, tensor) in zip(keys, named, strict=True) if is_statistic(name, tensor)}
+
+    def reader(self, keys: Sequence[str]) -> Callable[[], list[torch.Tensor | None]]:
+        """Return a function that returns the tensors which ``statistics()`` has under these keys now, or what has taken
+        their places by then; None for what is gone. It is made once and called in each step."""
+        if self._list is not None:
+            return lambda: [*map(self.statistics().get, keys)]
+        by_tensor = {id(tensor): place for (_, place), tensor in zip(self._found, self._tensors(), strict=True)}
+        held = self.statistics()
+        return partial(_now, [by_tensor[id(held[key])] for key in keys])
+
+    def _tensors(self) -> list[torch.Tensor | None]:
+        return _now([place for _, place in self._found])
 
     def buffers(self) -> Buffers | None:
         """Return all, for ``unify_buffers``; None if none were given."""
@@ -159,18 +171,30 @@ def _checked(given: Pairs) -> list[tuple[str, torch.Tensor]]:
     return pairs
 
 
-def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, Callable[[], torch.Tensor | None]]:
-    """Return, by the ids of tensors, functions that return what the modules that hold them have in their places.
+class _Place(NamedTuple):
+    """Where a buffer is found: the ``_buffers`` of a module, or a dictionary of its own, and its name there."""
+
+    buffers: dict[str, torch.Tensor | None]
+    name: str
+
+
+def _now(places: Sequence[_Place]) -> list[torch.Tensor | None]:
+    """Return what is in each place now; None where nothing is. (A leader's steps ask, so there is no call for each.)"""
+    return [buffers[name] if name in buffers else None for buffers, name in places]
+
+
+def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, _Place]:
+    """Return, by the ids of tensors, the places where modules hold them.
 
     (Pairs do not say whose they are. Of several modules that hold one tensor one that has its name is taken.)
     """
     last_parts = {id(tensor): name.rpartition(".")[2] for name, tensor in pairs}
-    found: dict[int, Callable[[], torch.Tensor | None]] = {}
+    found: dict[int, _Place] = {}
     for buffers in _dicts_of_buffers([tensor for _, tensor in pairs]):
         for name, tensor in buffers.items():
             key = id(tensor)
             if key in last_parts and (key not in found or last_parts[key] == name):
-                found[key] = partial(buffers.get, name)
+                found[key] = _Place(buffers, name)
     return found
 
 
@@ -185,7 +209,3 @@ def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.T
     attributes = [vars(one) if isinstance(one, torch.nn.Module) else one for one in owners]
     in_modules = {id(one.get("_buffers")) for one in attributes if isinstance(one, dict)}
     return [one for one in dicts if id(one) in in_modules]
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

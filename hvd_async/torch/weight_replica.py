@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +26,7 @@ from hvd_async.torch.weight_vectors import WeightVectors, orders_of
 
 MESSAGES_KEPT = 4
 """Encoded messages whose memory is kept for the next step."""
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
 
@@ -49,6 +51,9 @@ class WeightReplica(replica.WeightReplica):
         self._averaged: dict[str, int] = {}
         """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
         is, since all ranks' vectors must have one length."""
+        self._read_statistics: Callable[[], list[torch.Tensor | None]] = list
+        self._statistic_kinds: list[Kind] = []
+        """Of the statistics that pulls average, if all have one dtype and device."""
         self._memory = ReusedMemory(most=MESSAGES_KEPT)
         self._orders: dict[int, str] = {}
         """``memory_order`` of each parameter by its id, as it was when the optimizer was wrapped: checkpoints and
@@ -92,7 +97,11 @@ class WeightReplica(replica.WeightReplica):
     def prepare(self) -> None:
         kind, parameters = self._dtype(), self.parameters
         if self._averages_statistics:
-            self._averaged = {key: tensor.numel() for key, tensor in self.named_buffers.statistics().items()}
+            held = self.named_buffers.statistics()
+            self._averaged = {key: tensor.numel() for key, tensor in held.items()}
+            self._read_statistics = self.named_buffers.reader([*held])
+            kinds = _kinds([*held.values()])
+            self._statistic_kinds = kinds if len({kind[1:] for kind in kinds}) == 1 else []
         devices = {str(p.device) for p in parameters}
         if len(devices) > 1:
             raise ValueError(
@@ -196,8 +205,8 @@ class WeightReplica(replica.WeightReplica):
         return self._vectors.sizes
 
     def described(self, share: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's share of a checkpoint, with the order of its vectors' elements, where that is not the plain
-        one of 0.2.0 and before."""
+        """Return a rank's share of a checkpoint, with the order of its vectors' elements where that is not the plain
+        one, which older versions always had."""
         return {**share, "orders": self._vectors.orders} if any(self._vectors.orders) else share
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
@@ -264,22 +273,20 @@ class WeightReplica(replica.WeightReplica):
         return self.named_buffers.keep()
 
     @torch.no_grad()
-    def statistics(self) -> torch.Tensor | None:
+    def statistics(self) -> Callable[[], torch.Tensor] | None:
         if not self._averaged:
             return None
-        held, device = self.named_buffers.statistics(), self.parameters[0].device
-        parts = [held.get(key) for key in self._averaged]
-        # (a statistic that is gone, or has another shape, is like one that is not finite)
-        known = [
-            part.detach().reshape(-1) if part is not None and part.numel() == n else torch.full((n,), torch.nan)
-            for part, n in zip(parts, self._averaged.values(), strict=True)
-        ]
-        own = torch.cat([part.to(device, torch.float64) for part in known])
-        sizes = torch.tensor(list(self._averaged.values()), device=device)
-        place = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes, output_size=len(own))
-        spoilt = own.new_zeros(len(sizes)).index_add_(0, place, (~torch.isfinite(own)).double())
-        finite = (spoilt == 0)[place]  # (a GPU finds out by itself)
-        return torch.cat([torch.where(finite, own, 0.0), finite.double()])
+        held, sizes, device = self._read_statistics(), [*self._averaged.values()], self._vectors.device
+        present = [tensor for tensor in held if tensor is not None]
+        if _kinds(present) == self._statistic_kinds:
+            own = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in present])
+        else:  # (a statistic that is gone, or has another shape, is like one that is not finite)
+            known = [
+                t.reshape(-1) if t is not None and t.numel() == n else torch.full((n,), torch.nan)
+                for t, n in zip(held, sizes, strict=True)
+            ]
+            own = torch.cat([t.to(device, torch.float64) for t in known])
+        return functools.partial(_with_flags, own, sizes, device)
 
     @torch.no_grad()
     def write_statistics(self, averaged: torch.Tensor) -> None:
@@ -319,6 +326,20 @@ class WeightReplica(replica.WeightReplica):
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+@torch.no_grad()
+def _with_flags(values: torch.Tensor, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return batch-norm statistics as of ``WeightReplica.statistics``; ``sizes`` of their buffers."""
+    own, counts = values.to(device, torch.float64), torch.tensor(sizes, device=device)
+    place = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(own))
+    spoilt = own.new_zeros(len(counts)).index_add_(0, place, (~torch.isfinite(own)).double())
+    finite = (spoilt == 0)[place]  # (a GPU finds out by itself)
+    return torch.cat([torch.where(finite, own, 0.0), finite.double()])
 
 
 def _number_of(rate: Any) -> Any:

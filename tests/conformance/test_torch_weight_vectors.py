@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip.message_exchange import HEADER
@@ -248,7 +249,7 @@ def test_vectors_in_a_checkpoint_are_loaded_only_by_parameters_that_lie_alike(lo
 
 
 def test_a_checkpoint_in_the_plain_order_is_of_use_to_a_model_that_is_converted_later():
-    """What 0.2.0 saved has that order, whatever the model's format."""
+    """Older versions saved that order, whatever the model's format."""
     saved: list[Any] = [None, None]
 
     def run(rank: int, resumes: bool) -> list[bytes]:
@@ -368,3 +369,46 @@ def test_a_learning_rate_on_a_gpu_is_read_when_the_device_is_done_with_the_step(
     (seen,) = Cluster(1).run(train)
     assert seen[:2] == ["sent", "waited"]
     assert set(seen[2:]) == {"read"}
+
+
+# -- batch-norm statistics ------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(argument.alias_info for argument in function._schema.arguments[:1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_statistics_are_read_in_one_call_from_what_modules_hold_by_then():
+    model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(3) for _ in range(20)], torch.nn.Linear(3, 1))
+
+    def train(rank: int) -> None:
+        opt = hvd.LeaderOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), group=1, named_buffers=model.named_buffers()
+        )
+        replica = opt._async.replica
+        with Calls() as calls:
+            read = replica.statistics()
+        assert calls.count == 1
+        model[1].running_mean = torch.tensor([1.0, 2.0, 3.0])  # (another tensor)
+        model[2].running_var.fill_(torch.nan)
+        expected = torch.zeros(2, 40, 3)
+        expected[1] = 1.0
+        expected[0, 1::2] = 1.0
+        assert read().view(2, 40, 3).equal(expected.double())  # as it was read
+        expected[0, 2] = torch.tensor([1.0, 2.0, 3.0])
+        expected[:, 5] = 0.0
+        assert replica.statistics()().view(2, 40, 3).equal(expected.double())
+        model[3].running_mean = torch.zeros(4)  # (of no use any more)
+        model[3].running_var = None
+        expected[:, 6:8] = 0.0
+        assert replica.statistics()().view(2, 40, 3).equal(expected.double())
+
+    Cluster(1).run(train)

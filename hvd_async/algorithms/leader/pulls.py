@@ -21,6 +21,8 @@ from hvd_async.stats import LeaderStats
 
 Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
 """A function of three vectors: the first, limited element by element to the range between the other two."""
+Statistics: TypeAlias = "Vector | Callable[[], Vector]"
+"""Batch-norm statistics, shape (2 m,), or a function that makes the vector of them, for the few steps that use it."""
 REMEMBERED = 10_000
 """Pulls that ``stats().history`` lists; earlier ones are only counted."""
 
@@ -127,7 +129,7 @@ class PullExecutor:
         """Held while state that both threads share changes."""
         self._snapshot: Vector = None
         """The weights after the last step; never changed."""
-        self._statistics: Vector = None
+        self._statistics: Statistics | None = None
         """Batch-norm statistics after the last step, as of ``LeaderWorker.settle_statistics``; never changed. None on
         all ranks if they do not travel; that must not change, as ranks would wait for each other's."""
         self._state: Any = None
@@ -152,13 +154,13 @@ class PullExecutor:
 
     # -- training thread --------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector, statistics: Vector) -> None:
+    def begin(self, weights: Vector, statistics: Statistics | None) -> None:
         """Start from these weights and statistics: see ``LeaderWorker.begin``."""
         self._snapshot, self._statistics = weights, statistics
         if not self._restored:
             self._state = self._rule.begin(weights)
 
-    def merge_statistics(self, own: Vector, step: int, clip: Clip) -> Vector | None:
+    def merge_statistics(self, own: Statistics, step: int, clip: Clip) -> Vector | None:
         """Publish a step's statistics and merge averaged ones in: see ``LeaderWorker.settle_statistics``."""
         if self._statistics is None:
             return None
@@ -168,13 +170,14 @@ class PullExecutor:
             self._statistics = own
             if averaged is None:
                 return None
-            (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (own, averaged, sent))
+            read = vector_of(own)
+            (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (read, averaged, sent))
             # This rank's change since it sent its own is kept, where both are finite: elsewhere they are 0.
             moved = clip(average + finite * counted * (mine - base), mine * finite + average * (1 - finite), average)
             merged = averaged + 0
             merged.reshape(2, -1)[0] = moved
-            self._statistics = own + 0
-            shown = self._statistics.reshape(2, -1)
+            self._statistics = after = read + 0
+            shown = after.reshape(2, -1)
             shown[0], shown[1] = known * moved + (1 - known) * mine, known + (1 - known) * finite
             self._note("averaged", step)
         return merged
@@ -193,7 +196,7 @@ class PullExecutor:
             self._snapshot = weights
             self._note("shown", step)
 
-    def publish_statistics(self, statistics: Vector) -> None:
+    def publish_statistics(self, statistics: Statistics | None) -> None:
         """Let pulls average these batch-norm statistics, outside of a step."""
         with self._lock:
             self._statistics = None if self._statistics is None else statistics
@@ -201,7 +204,7 @@ class PullExecutor:
     def withhold_statistics(self) -> None:
         """Take no part in averages of batch-norm statistics any more, as a rank whose own are not finite."""
         with self._lock:
-            self._statistics = None if self._statistics is None else self._statistics * 0
+            self._statistics = None if self._statistics is None else vector_of(self._statistics) * 0
 
     def start_from(self, weights: Vector) -> None:
         """Start again from weights that all ranks have; results so far are dropped."""
@@ -284,7 +287,8 @@ class PullExecutor:
         process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
         with self._lock:
-            snapshot, statistics = self._position(), self._statistics
+            statistics = self._statistics = vector_of(self._statistics)
+            snapshot = self._position()
             self._note("sent", command.round)
         started, parts = self.record.clock(), 1 if statistics is None else 2
 
@@ -353,6 +357,11 @@ class PullExecutor:
         if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
         self._advance()
+
+
+def vector_of(statistics: Statistics | None) -> Vector:
+    """Return the vector of batch-norm statistics; None if they do not travel."""
+    return statistics() if callable(statistics) else statistics
 
 
 def group_of(config: LeaderConfig, rank_group: RankGroup) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress, StartPull
 from hvd_async.algorithms.leader.options import ALGORITHMS
-from hvd_async.algorithms.leader.pulls import Clip, PullExecutor, PullResults, group_of
+from hvd_async.algorithms.leader.pulls import Clip, PullExecutor, PullResults, Statistics, group_of
 from hvd_async.algorithms.leader.rule import Rule, make_rule
 from hvd_async.algorithms.leader.selection import LossWindow, Strengths
 from hvd_async.algorithms.leader.step_reports import StepReports
@@ -118,7 +118,7 @@ class LeaderWorker(Worker):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector, statistics: Vector = None) -> None:
+    def begin(self, weights: Vector, statistics: Statistics | None = None) -> None:
         """Start from these weights, before the ranks register.
 
         Args:
@@ -167,7 +167,7 @@ class LeaderWorker(Worker):
                 "LossScaleOptimizer must be inside: LeaderOptimizer(LossScaleOptimizer(optimizer)))"
             )
 
-    def settle_statistics(self, own: Vector, clip: Clip) -> Vector | None:
+    def settle_statistics(self, own: Statistics, clip: Clip) -> Vector | None:
         """Publish this step's batch-norm statistics and merge averaged ones in, before ``mix``.
 
         Args:
