@@ -180,7 +180,7 @@ class _Place(NamedTuple):
 
 def _now(places: Sequence[_Place]) -> list[torch.Tensor | None]:
     """Return what is in each place now; None where nothing is. (A leader's steps ask, so there is no call for each.)"""
-    return [buffers[name] if name in buffers else None for buffers, name in places]
+    return [buffers.get(name) for buffers, name in places]
 
 
 def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, _Place]:
