@@ -30,7 +30,9 @@ class Uninterrupted:
         Args:
             what: what has happened if it does not.
         """
-        self.begin(what)
+        if not (self.broken is None and self._begun is None):
+            self.check()
+        self._begun = what
         return self
 
     def __enter__(self) -> None:
@@ -46,8 +48,7 @@ class Uninterrupted:
 
     def begin(self, what: str) -> None:
         """Begin, where it is no block of code; ``end`` follows."""
-        self.check()
-        self._begun = what
+        self(what)
 
     def end(self) -> None:
         """It has come to its end."""

@@ -153,7 +153,8 @@ class Worker(abc.ABC):
             )
 
     def _check_drained(self) -> None:
-        self.check_outside_consensus("step()")
+        if self.in_consensus:
+            self.check_outside_consensus("step()")
         if self._announced:
             raise ReplicaStateError(
                 f"{self.label}: a drain() or cut() was broken off: call it again before the next step"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,12 +15,50 @@ LEADS = "hvd_async_leads"
 """Key of ``state_dict()`` for the leads, by parameter in the order of the groups; None for a parameter without one."""
 
 
-class _Moved(NamedTuple):
-    """Parameters of one device, dtype and factor that a step moves, and their weights before it."""
+class _Alike:
+    """Parameters of one device, dtype and factor that steps move.
 
-    factor: float
-    parameters: list[torch.Tensor]
-    before: list[torch.Tensor]
+    Attributes:
+        factor: of their updates.
+        parameters: in any order.
+        leads: of each; None before its first.
+        before: for each memory of its shape: in a step its weights before the update.
+        have_state: whether the optimizer is known to have state for all.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.have_state = factor, False
+        self.parameters: list[torch.Tensor] = []
+        self.leads: list[torch.Tensor | None] = []
+        self.before: list[torch.Tensor] = []
+
+    def add(self, parameter: torch.Tensor, lead: torch.Tensor | None) -> None:
+        """Add a parameter."""
+        self.parameters.append(parameter)
+        self.leads.append(lead)
+        self.before.append(torch.empty_like(parameter))
+
+    def extend(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Extend the updates that have been made since ``before`` was filled.
+
+        Args:
+            state: of the wrapped optimizer. (If it has none for a parameter it has no momentum that could carry it.)
+        """
+        if self.have_state:
+            places = list(range(len(self.parameters)))
+        else:
+            places = [place for place, p in enumerate(self.parameters) if state.get(p)]
+            self.have_state = len(places) == len(self.parameters)
+        if not places:
+            return
+        parameters, before = [self.parameters[i] for i in places], [self.before[i] for i in places]
+        leads = [torch.zeros_like(self.parameters[i]) if (own := self.leads[i]) is None else own for i in places]
+        torch._foreach_sub_(before, parameters)
+        torch._foreach_mul_(before, -self.factor)  # now the new leads
+        torch._foreach_sub_(leads, before)  # now the old ones less these
+        torch._foreach_sub_(parameters, leads)
+        for place, lead, spare in zip(places, before, leads, strict=True):
+            self.leads[place], self.before[place] = lead, spare
 
 
 class Extrapolation:
@@ -31,22 +69,34 @@ class Extrapolation:
     Args:
         rounds: rounds to look ahead; 0: updates stay as they are, and the next one forgets the leads. May be set at any
             time.
-
-    Attributes:
-        leads: by how much a parameter is ahead of its updates. They are state of the optimizer, but not in its
-            ``state``: wrapped optimizers, and tools that walk it, expect their own entries there.
     """
 
     def __init__(self, rounds: float = 0.0) -> None:
         self.rounds = rounds
-        self.leads: dict[torch.Tensor, torch.Tensor] = {}
-        self._spare: dict[torch.Tensor, torch.Tensor] = {}
+        self._alike: list[_Alike] = []
+        self._resting: dict[torch.Tensor, torch.Tensor] = {}
+        """Leads of parameters that the last step did not move."""
+        self._moved: list[torch.Tensor] = []
+        self._factors: list[float] = []
+        """Parameters that the last step moved, and the factor of each group."""
+
+    @property
+    def leads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By how much parameters are ahead of their updates. They are state of the optimizer, but not in its ``state``:
+        wrapped optimizers, and tools that walk it, expect their own entries there."""
+        pairs = (pair for alike in self._alike for pair in zip(alike.parameters, alike.leads, strict=True))
+        return {**self._resting, **{p: lead for p, lead in pairs if lead is not None}}
+
+    @leads.setter
+    def leads(self, leads: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self._resting, self._alike, self._moved = dict(leads), [], []
 
     def saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return what ``load`` takes, for ``state_dict()``: copies of the leads, nothing if there are none."""
-        if not self.leads:
+        leads = self.leads
+        if not leads:
             return {}
-        found = (self.leads.get(p) for group in optimizer.param_groups for p in group["params"])
+        found = (leads.get(p) for group in optimizer.param_groups for p in group["params"])
         return {LEADS: [None if lead is None else lead.clone() for lead in found]}
 
     def load(self, optimizer: torch.optim.Optimizer, saved: Sequence[torch.Tensor | None] | None) -> None:
@@ -58,41 +108,31 @@ class Extrapolation:
     @contextlib.contextmanager
     def around_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Extend the update that is made inside, by a step without hooks, with the hyperparameters in force."""
-        if not self.rounds:
-            self.leads.clear()
-        with torch.no_grad():
-            moved = self._moved(optimizer)
-        yield
-        if moved:
+        if not self.rounds and (self._alike or self._resting):
+            self.leads = {}
+        if self.rounds:
+            self._find_moved(optimizer)
             with torch.no_grad():
-                for each in moved:
-                    self._extend(optimizer, each)
+                for alike in self._alike:
+                    torch._foreach_copy_(alike.before, alike.parameters)
+        yield
+        if self._alike:
+            with torch.no_grad():
+                for alike in self._alike:
+                    alike.extend(optimizer.state)
 
-    def _moved(self, optimizer: torch.optim.Optimizer) -> list[_Moved]:
-        alike: defaultdict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            ahead = factor(momentum_of(group), self.rounds) if self.rounds else 0.0
-            for p in group["params"] if ahead or self.leads else ():
-                if p.grad is not None and (ahead or p in self.leads):
-                    alike[ahead, p.device, p.dtype].append(p)
-        moved = []
-        for (ahead, *_), parameters in alike.items():
-            before = [torch.empty_like(p) if (kept := self._spare.get(p)) is None else kept for p in parameters]
-            torch._foreach_copy_(before, parameters)
-            moved.append(_Moved(ahead, parameters, before))
-        return moved
-
-    def _extend(self, optimizer: torch.optim.Optimizer, moved: _Moved) -> None:
-        # (an optimizer that has no state for a parameter has no momentum that could carry it)
-        pairs = [(p, one) for p, one in zip(moved.parameters, moved.before, strict=True) if optimizer.state.get(p)]
-        if not pairs:
+    def _find_moved(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sort the parameters that a step is about to move, unless they are those of the last."""
+        groups = optimizer.param_groups
+        factors = [factor(momentum_of(group), self.rounds) for group in groups]
+        moved = [p for group in groups for p in group["params"] if p.grad is not None]
+        known = len(moved) == len(self._moved) and all(map(operator.is_, moved, self._moved))
+        if known and factors == self._factors:
             return
-        parameters, before = map(list, zip(*pairs, strict=True))
-        leads = [self.leads.get(p) for p in parameters]
-        new = [torch.zeros_like(p) if lead is None else lead for p, lead in zip(parameters, leads, strict=True)]
-        torch._foreach_sub_(before, parameters)
-        torch._foreach_mul_(before, -moved.factor)  # now the new leads
-        torch._foreach_sub_(new, before)  # now the old ones less these
-        torch._foreach_sub_(parameters, new)
-        for p, lead, spare in zip(parameters, before, new, strict=True):
-            self.leads[p], self._spare[p] = lead, spare
+        leads, alike = self.leads, dict[tuple[Any, ...], _Alike]()
+        for group, ahead in zip(groups, factors, strict=True):
+            for p in group["params"]:
+                if p.grad is not None and (ahead or p in leads):
+                    key = ahead, p.device, p.dtype
+                    alike.setdefault(key, _Alike(ahead)).add(p, leads.pop(p, None))
+        self._alike, self._resting, self._moved, self._factors = list(alike.values()), leads, moved, factors

@@ -169,7 +169,8 @@ class GradientReplica(eager.GradientReplica):
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
         passed = 1 if self.overlap is None else max(1, self.overlap.passed)
-        samples = self._samples(passed if worker.ready else 0)  # (a step that ends a broken one brings no gradient)
+        # (a step that ends a broken one brings no gradient)
+        samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
         if self.overlap is not None:
             self.overlap.disarm()
         try:
@@ -202,14 +203,12 @@ class GradientReplica(eager.GradientReplica):
             )
         self.recorded.append(samples)
 
-    def _samples(self, passes: int) -> int | None:
-        """Return the samples of this step's gradient; None where they do not count.
+    def _samples(self, passes: int) -> int:
+        """Return the samples of this step's gradient.
 
         Raises:
             ReplicaStateError: they were not recorded for so many backward passes.
         """
-        if not self.tail.weighted:
-            return None
         if len(self.recorded) < passes:
             raise ReplicaStateError(
                 f"weighting='samples', and the samples of {len(self.recorded)} of {passes} backward pass(es) are "
@@ -223,7 +222,8 @@ class GradientReplica(eager.GradientReplica):
             with torch.no_grad():
                 self._bucket_ready(index)
             return
-        vector = self.layout.vector(index, self.before, self._samples(self.passes))
+        samples = self._samples(self.passes) if self.tail.weighted else None
+        vector = self.layout.vector(index, self.before, samples)
         self.watch.handed(index, vector)
         self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
 
@@ -369,8 +369,8 @@ class GradientReplica(eager.GradientReplica):
         """Take over a rank's weights and optimizer state. A collective."""
         parameters, state = self.parameters, self.optimizer.state
         held = [v for p in parameters for v in state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        leads = [self.extrapolation.leads[p] for p in parameters if p in self.extrapolation.leads]
-        take_over(worker, [*parameters, *held, *leads], rank)
+        known = self.extrapolation.leads
+        take_over(worker, [*parameters, *held, *(known[p] for p in parameters if p in known)], rank)
 
 
 def _is_finite(gradient: torch.Tensor | None) -> bool:

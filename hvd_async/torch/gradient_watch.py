@@ -61,7 +61,8 @@ class Watch:
         turn, off_turn = divmod(self._steps, EVERY)
         due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
         print_ = None if sparse else fingerprint(vector, due)
-        self._handed[bucket] = _Handed(gradients, _versions(gradients), due, print_)
+        versions = [0 if gradient is None else gradient._version for gradient in gradients]
+        self._handed[bucket] = _Handed(gradients, versions, due, print_)
 
     def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
         """The step ends in which these buckets left early.
@@ -96,11 +97,8 @@ class Watch:
 
     def _moved(self, bucket: int, one: _Handed) -> bool:
         now = [p.grad for p in self._layout.buckets[bucket].parameters]
-        return any(map(operator.is_not, now, one.gradients)) or _versions(now) != one.versions
-
-
-def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
-    return [0 if gradient is None else gradient._version for gradient in gradients]
+        versions = [0 if gradient is None else gradient._version for gradient in now]
+        return versions != one.versions or any(map(operator.is_not, now, one.gradients))
 
 
 def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:

@@ -48,6 +48,7 @@ def begin_to_read(groups: list[dict[str, Any]]) -> None:
 
 _read = WeakTensorKeyDictionary()
 """What was read of tensors on a GPU: (its version counter then, the value)."""
+PLAIN = (float, int, bool)
 FROZEN = "frozen parameters"
 """The key of a group's frozen parameters, by their number in it; no optimizer's option has a space in its name."""
 
@@ -66,7 +67,9 @@ def read(groups: list[dict[str, Any]], counters: Collection[str] = ()) -> Hyper:
             # (parameters of one element would be numbers, for which a GPU would be waited for)
             if key == "params" or key in counters:
                 continue
-            if isinstance(value, tuple | list):
+            if type(value) in PLAIN:
+                found[key] = value
+            elif isinstance(value, tuple | list):
                 numbers = [_number(v) for v in value]
                 if None not in numbers:
                     found[key] = numbers
