@@ -31,8 +31,6 @@ EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
 default stream."""
 _followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionary()
 """To which streams each engine's kernels go."""
-_pinned_numbers: dict[torch.dtype, list[torch.Tensor]] = {}
-"""Places for ``Later`` that are free: to allocate one takes longer than all else about it."""
 
 
 class Gpu:
@@ -47,6 +45,8 @@ class Gpu:
 
     def __init__(self) -> None:
         self._engine_streams: dict[torch.device, Any] = {}
+        self.free_numbers: dict[torch.dtype, list[torch.Tensor]] = {}
+        """Pinned places for ``Later`` that are free: to allocate one takes longer than all else about it."""
 
     def has_allocator(self, device: torch.device) -> bool:
         """Return whether torch keeps freed memory of the device itself."""
@@ -184,7 +184,7 @@ class Later:
     """
 
     def __init__(self, number: torch.Tensor) -> None:
-        self._free = _pinned_numbers.setdefault(number.dtype, [])
+        self._free = gpu.free_numbers.setdefault(number.dtype, [])
         try:
             self._there = self._free.pop()  # (another thread may have been quicker)
         except IndexError:
