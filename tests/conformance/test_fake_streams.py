@@ -22,16 +22,18 @@ STEPS = 4
 
 
 class Mode(NamedTuple):
-    """An optimizer of ours around SGD with momentum."""
+    """An optimizer of ours around SGD with momentum, whose learning rate may be a tensor on the GPU."""
 
     wrapper: Callable[..., Any]
     options: dict[str, Any]
+    rate_on_gpu: bool = False
 
     def train(self, gpu: RacyGpu, rank: int, steps: int = STEPS) -> list[Counter[tuple[str, str]]]:
         """Train a small model and drain; return the waits of each step."""
         model = conv_model()
         gpu.adopt(*model.parameters())
-        optimizer = self.wrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **self.options)
+        rate = torch.tensor(0.05, device=CPU) if self.rate_on_gpu else 0.05
+        optimizer = self.wrapper(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9), **self.options)
         waits = []
         for step in range(steps):
             images, labels = batch(rank, step)
@@ -191,6 +193,13 @@ def test_training_waits_as_often_on_two_ranks(mode, monkeypatch):
         training, autograd, _ = WAITS[mode]
         assert waited(before + last, rank, "training") == training
         assert waited(before + last, rank, "autograd") == autograd
+
+
+@pytest.mark.parametrize("mode", ["all", "solo", "sgp", "lsgd"])
+def test_a_learning_rate_on_the_gpu_is_not_read_in_a_step(mode, monkeypatch):
+    _, ((*_, before, last),) = run(MODES[mode]._replace(rate_on_gpu=True), 1, monkeypatch)
+    by_torch = 2 * PARAMETERS  # (SGD reads it for each parameter, with or without us)
+    assert waited(before + last, 0, "training") == WAITS[mode][0] + by_torch
 
 
 @pytest.mark.parametrize("mode", ["sgp", "osgp", "dpsgd, int8"])
