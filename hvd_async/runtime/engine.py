@@ -43,7 +43,7 @@ from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 
 OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
-UNHURRIED = 0.002
+UNHURRIED = 0.005
 """Seconds between two looks at collectives, at least, while no thread waits for what they bring: each look takes the
 interpreter lock from the training thread. One that begins to wait wakes the engine."""
 BEGINNING = (
@@ -316,9 +316,11 @@ class Engine:
             self.collectives.start(self._wake)
             self._channel = self._connect()
             while not (self._stopping or (self._closing and not self._in_flight)):
-                message = self._channel.receive(self._next_look())
+                message = self._channel.receive(seconds := self._next_look())
                 if message is not None:
                     self._on_command(message)
+                elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
+                    continue  # (a look in vain, and there are many of them)
                 self._run_posts()
                 self._channel.flush()  # (before results that may take long to look at)
                 self._complete_collectives()

@@ -39,6 +39,8 @@ POLLS_OF_GPU = (0.0002, 0.005)
 """The same on a GPU, which has nothing to do while the training thread waits. (Else the engine looks less often.)"""
 RESOLUTION = 0.05
 """Share of its duration by which a collective may be seen to be done too late, within these limits."""
+RESOLUTION_OF_LONG = 0.02
+"""The same of one that takes so long that this is more than the limit."""
 NOT_BEFORE = 0.9
 """Share of the quickest of the last durations after which a collective is looked at for the first time."""
 REMEMBERED = 4
@@ -94,7 +96,8 @@ class _HorovodHandle:
 
     def seconds_to_poll(self) -> float:
         elapsed = time.monotonic() - self._started
-        finely = min(max(self._finest, RESOLUTION * elapsed), self._coarsest)
+        coarsely = max(self._coarsest, RESOLUTION_OF_LONG * elapsed)
+        finely = min(max(self._finest, RESOLUTION * elapsed), coarsely)
         return max(self._first_look - elapsed, finely)
 
 

@@ -121,7 +121,7 @@ def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_de
     assert run(1.3)[1] <= 0.1 * 1.3 / collectives.POLLS[1] + 3  # (270 looks, were it looked at all the time)
     run(9.0)
     late, looks = run(1.3)
-    assert late <= collectives.POLLS[1] * 1.01
+    assert late <= collectives.RESOLUTION_OF_LONG * 1.3 * 1.01
     assert looks <= 0.1 * 1.3 / collectives.POLLS[1] + 3
     late, _ = run(0.2)  # much quicker than all before: seen at the first look, and the next ones in time
     assert late <= 1.3

@@ -63,18 +63,18 @@ def test_it_looks_when_the_first_may_be_done(engine: Engine) -> None:
 
 def test_of_a_group_the_last_is_waited_for_and_all_are_taken(engine: Engine) -> None:
     landed: list[Any] = []
-    first, second = submit(engine, 0.001, landed, ("round", 1)), submit(engine, 0.002, landed, ("round", 1))
+    first, second = submit(engine, 0.01, landed, ("round", 1)), submit(engine, 0.02, landed, ("round", 1))
     last, other = submit(engine, 0.4, landed, ("round", 1)), submit(engine, 0.7, landed, ("round", 2))
     assert engine._next_look() == 0.4
     first.over = True
     engine._complete_collectives()  # whatever else woke it up
-    assert landed == [0.001]
+    assert landed == [0.01]
     last.over = True
     engine._complete_collectives()
-    assert (landed, engine._next_look()) == ([0.001, 0.4], 0.002)
+    assert (landed, engine._next_look()) == ([0.01, 0.4], 0.02)
     second.over = other.over = True
     engine._complete_collectives()
-    assert (landed, engine._next_look()) == ([0.001, 0.4, 0.002, 0.7], None)
+    assert (landed, engine._next_look()) == ([0.01, 0.4, 0.02, 0.7], None)
 
 
 def test_what_is_posted_is_done_at_once(engine: Engine) -> None:
@@ -109,3 +109,33 @@ def test_a_collective_wakes_a_thread_only_with_what_it_waits_for(
             submit(engine, None, landed).over = True
             engine._complete_collectives()
             assert told == expected
+
+
+def test_a_look_in_vain_leaves_all_else_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three turns two look at what may be done, the last of its group, and at nothing else."""
+    looked: list[str] = []
+
+    class Counted(Looked):
+        def done(self) -> bool:
+            looked.append(str(self.seconds_to_poll()))
+            return super().done()
+
+    class Looking(Channel):
+        turns = 0
+
+        def receive(self, timeout: float | None) -> None:
+            self.turns += 1
+            if self.turns == 3:
+                engine.notify(engine._stop_now)
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    collectives: Any = SimpleNamespace(rank=0, size=2, start=lambda wake: None, stop=lambda: None, failure=OSError)
+    channel: Any = Looking()
+    engine = Engine(collectives, connect=lambda: channel)
+    for seconds in (0.1, 0.2):
+        engine.submit(lambda seconds=seconds: Counted(seconds), lambda result: None, "group")  # type: ignore[misc]
+    engine._run()
+    assert engine.failure is None
+    assert looked == ["0.2", "0.2", "0.1", "0.2"]
