@@ -164,6 +164,10 @@ def make_message_format(
     def split(vector: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
 
+    def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        kept = [piece[: max(0, elements - part * number)] for number, piece in enumerate(pieces)]
+        return torch.cat(kept) if empty is None else torch.cat(kept, out=empty())
+
     return MessageFormat(
         encode=codec.encode,
         decode=codec.decode,
@@ -180,7 +184,7 @@ def make_message_format(
         room=layout.room,
         split=split,
         concatenate=lambda pieces: torch.cat(list(pieces)),
-        join=lambda pieces: torch.cat(list(pieces))[:elements],
+        join=join,
         zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
         scalar=lambda value: torch.tensor([value], dtype=torch.float64),
         process_set=rank_group.process_set,

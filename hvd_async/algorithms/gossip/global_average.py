@@ -53,7 +53,7 @@ class GlobalAverages:
     def result(self, index: int) -> tuple[Vector, list[float]]:
         """Return the mean of x, and of the push-sum weights."""
         total = self._sums.pop(index)
-        return total.x * (1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
+        return self._post.times(total.x, 1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
 
     def restart(self) -> None:
         """Count from 1 again."""

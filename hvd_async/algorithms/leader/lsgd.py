@@ -75,11 +75,14 @@ def between_pulls(state: State, x: Vector, local: float, world: float) -> Vector
 
     Args:
         state: leaders known so far.
-        x: weights after the optimizer's update, shape (n,).
+        x: weights after the optimizer's update, shape (n,); they may be changed in place.
         local, world: p1 / local_period and p2 / global_period.
     """
     pulls = ((state.local, local), (state.world, world))
-    return pull_towards(x, *((leader, part) for leader, part in pulls if part and leader is not None))
+    changes = [(leader - x) * part for leader, part in pulls if part and leader is not None]
+    for change in changes:
+        x += change
+    return x
 
 
 @dataclass(frozen=True)
