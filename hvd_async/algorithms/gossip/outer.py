@@ -81,6 +81,8 @@ def hold_unmoved(old: State, new: State, d: Vector, parameters: Iterable[slice])
     """
     if new.momentum is None or new.momentum is old.momentum:  # (SlowMo's, at a learning rate of 0)
         return
+    if (d != 0).all():  # (as in most steps: then a GPU is waited for once, and not for each parameter)
+        return
     for part in parameters:
         if not d[part].any():
             new.anchor[part], new.momentum[part] = old.anchor[part], 0.0
