@@ -89,8 +89,8 @@ class WeightReplica(replica.WeightReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        if self._vectors.on_gpu:
-            streams.bind_training_stream(engine, self.parameters)
+        mixed = (p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in MIXED)
+        streams.bind_training_stream(engine, itertools.islice(mixed, 1))  # (all are on one device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 

@@ -20,25 +20,28 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class _Block:
-    """The memory of one vector, with room for a message's header behind it, and views of the parameters' parts.
+    """The memory of one vector, and views of the parameters' parts.
 
     The views are made once: to make them costs the host three times as much as to copy the weights.
+
+    Args:
+        vector: on all of the memory.
+        parts: its views.
+        stream: whose kernels use it; None on a CPU.
+        use_count: returns how many tensors share a storage.
     """
 
-    def __init__(self, layout: WeightVectors, stream: Any) -> None:
-        self.stream = stream
-        nbytes = layout.elements * layout.dtype.itemsize
-        memory = torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=layout.device)
-        self._vector = memory[:nbytes].view(layout.dtype)
-        self.parts = layout.views(self._vector)
-        self.address = self._vector.data_ptr()
-        self._storage = self._vector.untyped_storage()
-        del memory
-        self._idle = 0 if _use_count is None else _use_count(self._storage._cdata)
+    def __init__(
+        self, vector: torch.Tensor, parts: list[torch.Tensor], stream: Any, use_count: Callable[[int], int]
+    ) -> None:
+        self._vector, self.parts, self.stream = vector, parts, stream
+        self.address = vector.data_ptr()
+        self._storage, self._use_count = vector.untyped_storage(), use_count
+        self._idle = use_count(self._storage._cdata)
 
     def is_free(self) -> bool:
         """Return whether nobody holds the vector any more, or a view of it; Horovod's references count too."""
-        return _use_count is not None and _use_count(self._storage._cdata) == self._idle
+        return self._use_count(self._storage._cdata) == self._idle
 
     def lend(self) -> torch.Tensor:
         """Return the vector, as a tensor of its own."""
@@ -81,6 +84,7 @@ class WeightVectors:
         self._blocks: list[_Block] = []
         """Those that are lent, and those that are free; replaced, never changed."""
 
+    @torch.no_grad()
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return new views of the parameters' parts of a vector, shape (n,)."""
         start = vector.storage_offset()
@@ -99,6 +103,8 @@ class WeightVectors:
         Any thread may call it. The memory serves again when the last tensor on it is gone: on a GPU for kernels of the
         same stream, which has been told to wait for the engine's own by then.
         """
+        if _use_count is None:
+            return self._new_vector()
         stream = streams.gpu.current_stream(self.device) if self.on_gpu else None
         with self._lock:
             free: list[_Block] = []
@@ -108,13 +114,17 @@ class WeightVectors:
                     lent.append(block)
                 elif block.stream == stream:  # (torch gives back another's once that has used it)
                     free.append(block)
-            block = free.pop() if free else self._new_block(stream)
-            self._blocks = [*lent, *free[-FREE_BLOCKS:], block] if _use_count is not None else []
+            if not free:
+                with torch.inference_mode(False):  # (else they could not be written to outside of that mode)
+                    vector = self._new_vector()
+                    free.append(_Block(vector, self.views(vector), stream, _use_count))
+            block = free.pop()
+            self._blocks = [*lent, *free[-FREE_BLOCKS:], block]
             return block.lend()
 
-    def _new_block(self, stream: Any) -> _Block:
-        with torch.inference_mode(False), torch.no_grad():  # (else it could not be written to outside of that mode)
-            return _Block(self, stream)
+    def _new_vector(self) -> torch.Tensor:
+        nbytes = self.elements * self.dtype.itemsize
+        return torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=self.device)[:nbytes].view(self.dtype)
 
     @torch.no_grad()
     def read(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
