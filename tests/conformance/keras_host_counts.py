@@ -20,6 +20,10 @@ from tests.conformance import (
 from tests.conformance.host_counts import MODES
 
 
+PATIENCE = 600.0
+"""Seconds that ranks may take, most of which TensorFlow traces the step: on a busy machine it may take minutes."""
+
+
 class KerasCost(NamedTuple):
     """What a training step costs.
 
@@ -52,7 +56,7 @@ def plain() -> KerasCost:
 
 def measure(mode: str, ranks: int) -> KerasCost:
     """Return what a step of a mode costs a rank."""
-    together, crossings = threading.Barrier(ranks, timeout=60), Crossings()
+    together, crossings = threading.Barrier(ranks, timeout=PATIENCE), Crossings()
 
     def work(rank: int) -> Counter[str]:
         trained = made(mode, ranks)
@@ -68,7 +72,7 @@ def measure(mode: str, ranks: int) -> KerasCost:
         trained.optimizer.drain()
         return trained.operators()
 
-    operators, *_ = Cluster(ranks).run(work)
+    operators, *_ = Cluster(ranks).run(work, timeout=PATIENCE)
     return KerasCost(operators, crossings.count / (STEPS * ranks))
 
 
