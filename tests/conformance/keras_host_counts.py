@@ -19,7 +19,6 @@ from tests.conformance import (
 )
 from tests.conformance.host_counts import MODES
 
-
 PATIENCE = 600.0
 """Seconds that ranks may take, most of which TensorFlow traces the step: on a busy machine it may take minutes."""
 

@@ -29,7 +29,6 @@ class Budget(NamedTuple):
         copies: of the gradients or weights.
         messages: to the coordinator, when the engine is so fast that none brings two buckets.
         wakes: of the engine, under the same condition.
-        target_aten, target_calls: where ``aten`` and ``calls`` are to go.
     """
 
     aten: float
@@ -38,30 +37,26 @@ class Budget(NamedTuple):
     copies: float
     messages: float
     wakes: float
-    target_aten: int
-    target_calls: int | None = None
 
 
-EAGER = 6 * 8
-"""Eight operators a bucket."""
 BUDGETS = {
-    ("all", 1): Budget(191, 6070, 7, 1.1, 7, 20, target_aten=EAGER, target_calls=1031),
-    ("all", 2): Budget(197, 6073, 7, 1.1, 7, 19, target_aten=EAGER, target_calls=1031),
-    ("solo", 1): Budget(191, 6070, 7, 1.1, 7, 20, target_aten=EAGER),
-    ("solo", 2): Budget(202, 8047, 7, 2.1, 7, 20, target_aten=EAGER + 12),
-    ("majority", 2): Budget(202, 8038, 7, 2.1, 7, 20, target_aten=EAGER + 12),
-    ("sgp", 1): Budget(8, 3413, 1, 2, 0, 0, target_aten=12),
-    ("sgp", 2): Budget(10, 3565, 1, 2, 3, 6, target_aten=12),
-    ("dpsgd", 1): Budget(8, 3423, 1, 2, 0, 0, target_aten=12),
-    ("dpsgd", 2): Budget(10, 3555, 1, 2, 3, 6, target_aten=12),
-    ("adpsgd", 1): Budget(11, 3389, 1, 2, 0, 1, target_aten=12),
-    ("adpsgd", 2): Budget(11, 3398, 1, 2, 1, 3, target_aten=12),
-    ("local", 1): Budget(10, 4190, 1, 2.5, 1, 1, target_aten=12),
-    ("local", 2): Budget(10, 4201, 1, 2.5, 1, 1, target_aten=12),
-    ("lsgd", 1): Budget(9, 3875, 2, 2, 2, 2, target_aten=12),
-    ("lsgd", 2): Budget(13, 3888, 3, 2, 2, 2, target_aten=12),
-    ("easgd", 1): Budget(10, 3815, 2, 2, 2, 2, target_aten=12),
-    ("easgd", 2): Budget(10, 3827, 2, 2, 2, 2, target_aten=12),
+    ("all", 1): Budget(31, 970, 7, 1.1, 7, 20),
+    ("all", 2): Budget(37, 980, 7, 1.1, 7, 19),
+    ("solo", 1): Budget(31, 970, 7, 1.1, 7, 20),
+    ("solo", 2): Budget(42, 1040, 7, 2.1, 7, 20),
+    ("majority", 2): Budget(42, 1030, 7, 2.1, 7, 20),
+    ("sgp", 1): Budget(4, 310, 1, 2, 0, 0),
+    ("sgp", 2): Budget(6, 440, 1, 2, 3, 6),
+    ("dpsgd", 1): Budget(4, 310, 1, 2, 0, 0),
+    ("dpsgd", 2): Budget(6, 430, 1, 2, 3, 6),
+    ("adpsgd", 1): Budget(7, 300, 1, 2, 0, 1),
+    ("adpsgd", 2): Budget(7, 310, 1, 2, 2, 3),
+    ("local", 1): Budget(6, 280, 1, 2.5, 1, 1),
+    ("local", 2): Budget(6, 300, 1, 2.5, 1, 1),
+    ("lsgd", 1): Budget(5, 390, 2, 2, 2, 2),
+    ("lsgd", 2): Budget(9, 570, 3, 2, 2, 2),
+    ("easgd", 1): Budget(6, 370, 2, 2, 2, 2),
+    ("easgd", 2): Budget(6, 380, 2, 2, 2, 2),
 }
 """Of (mode, ranks)."""
 ENGINES = 0.25
@@ -136,29 +131,26 @@ class KerasBudget(NamedTuple):
     """The most that a training step of Keras may have in its graph, which has 40 variables in five buckets.
 
     Attributes:
-        operators: over plain Keras', those of functions in the graph included. They are what tracing takes its time
-            for, and target_operators is 0.3 of plain Keras' 962.
+        operators: over plain Keras' 962, those of functions in the graph included. They are what tracing takes its
+            time for.
         crossings: from the graph into Python.
-        target_crossings: where ``crossings`` is to go: one a bucket, and one for the step's round.
     """
 
     operators: int
     crossings: int
-    target_crossings: int
-    target_operators: int = 288
 
 
-KERAS_BUDGETS = {
-    ("all", 2): KerasBudget(320, 8, target_crossings=6),
-    ("solo", 1): KerasBudget(320, 8, target_crossings=6),
-    ("solo", 2): KerasBudget(760, 8, target_crossings=6),
-    ("majority", 2): KerasBudget(760, 8, target_crossings=6),
-    ("sgp", 2): KerasBudget(812, 2, target_crossings=2),
-    ("dpsgd", 2): KerasBudget(812, 2, target_crossings=2),
-    ("adpsgd", 2): KerasBudget(812, 2, target_crossings=2),
-    ("local", 2): KerasBudget(812, 2, target_crossings=2),
-    ("lsgd", 2): KerasBudget(818, 3, target_crossings=3),
-    ("easgd", 2): KerasBudget(818, 3, target_crossings=3),
+KERAS_BUDGETS = {  # (an ordinary run has one of each kind of step: tracing takes long)
+    ("all", 2): KerasBudget(320, 8),
+    ("solo", 1): KerasBudget(320, 8),
+    ("solo", 2): KerasBudget(760, 8),
+    ("majority", 2): KerasBudget(760, 8),
+    ("sgp", 2): KerasBudget(812, 2),
+    ("dpsgd", 2): KerasBudget(812, 2),
+    ("adpsgd", 2): KerasBudget(812, 2),
+    ("local", 2): KerasBudget(812, 2),
+    ("lsgd", 2): KerasBudget(818, 3),
+    ("easgd", 2): KerasBudget(818, 3),
 }
 """Of (mode, ranks), with TensorFlow 2.21 and Keras 3."""
 
