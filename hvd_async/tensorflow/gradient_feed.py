@@ -87,6 +87,9 @@ class Feed:
         """Keep a bucket for ``take``; arguments as of ``give``."""
         if samples == 0:
             vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
+        if not vector.device.endswith("CPU:0"):
+            with tf.device("CPU:0"):  # (once for all that read it: is_finite and the collectives)
+                vector = tf.identity(vector)
         finite = is_finite(vector)
         if not finite:
             self._spoilt.append(bucket)
