@@ -164,8 +164,8 @@ WAITS = {  # in two steps: on the training thread, on autograd's, and on the eng
     "dpsgd": (2, 0, 0),
     "adpsgd": (2, 0, 0),
     "local": (2, 0, 0),
-    "slowmo": (2 + PARAMETERS, 0, 0),
-    "diloco": (2 + PARAMETERS, 0, 0),
+    "slowmo": (2 + 1, 0, 0),
+    "diloco": (2 + 1, 0, 0),
     "lsgd": (2 + 2, 0, 0),
     "easgd": (2 + 2, 0, 1),
 }
