@@ -276,14 +276,15 @@ class WeightReplica(replica.WeightReplica):
     def statistics(self) -> Callable[[], torch.Tensor] | None:
         if not self._averaged:
             return None
-        held, sizes, device = self._read_statistics(), [*self._averaged.values()], self._vectors.device
-        present = [tensor for tensor in held if tensor is not None]
+        sizes, device = [*self._averaged.values()], self._vectors.device
+        present = [tensor for tensor in self._read_statistics() if tensor is not None]
         if _kinds(present) == self._statistic_kinds:
             own = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in present])
         else:  # (a statistic that is gone, or has another shape, is like one that is not finite)
+            held = self.named_buffers.statistics()
             known = [
                 t.reshape(-1) if t is not None and t.numel() == n else torch.full((n,), torch.nan)
-                for t, n in zip(held, sizes, strict=True)
+                for t, n in zip(map(held.get, self._averaged), sizes, strict=True)
             ]
             own = torch.cat([t.to(device, torch.float64) for t in known])
         return functools.partial(_with_flags, own, sizes, device)

@@ -406,7 +406,8 @@ def test_statistics_are_read_in_one_call_from_what_modules_hold_by_then():
         assert replica.statistics()().view(2, 40, 3).equal(expected.double())
         model[3].running_mean = torch.zeros(4)  # (of no use any more)
         model[3].running_var = None
-        expected[:, 6:8] = 0.0
+        model[4].running_mean = torch.ones(3, dtype=torch.int64)  # (counts are no statistics)
+        expected[:, 6:9] = 0.0
         assert replica.statistics()().view(2, 40, 3).equal(expected.double())
 
     Cluster(1).run(train)
