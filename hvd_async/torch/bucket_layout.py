@@ -171,7 +171,9 @@ class Layout:
                 continue
             if scale * weight != 1.0:
                 vector[: bucket.elements].mul_(scale * weight)
-            for parameter, part in zip(bucket.parameters, bucket.parts(vector), strict=True):
+            pairs = zip(bucket.parameters, bucket.parts(vector), strict=True)
+            # (a frozen parameter may have other memory by now, which would take no gradient of this shape)
+            for parameter, part in [pair for pair in pairs if id(pair[0]) not in frozen] if frozen else pairs:
                 average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
                 parameter.grad = average.to_sparse(1) if sparse else average
         for parameter in self.parameters if frozen else ():

@@ -94,6 +94,22 @@ def test_frozen_weights_stay_equal_and_what_they_were(family):
     np.testing.assert_allclose(ends[0], start.numpy(), rtol=1e-6, atol=0)
 
 
+def test_frozen_weights_may_have_other_memory_while_gradients_of_others_travel():
+    """As where they are moved to another device, or merged into others and let go."""
+
+    def train(rank: int) -> Any:
+        learned, frozen = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4))
+        opt: Any = hvd.EagerOptimizer(torch.optim.SGD([learned, frozen], lr=1.0))
+        step(opt, learned, frozen)
+        frozen.requires_grad_(False)
+        frozen.data = torch.empty(0)
+        step(opt, learned)
+        opt.drain()
+        return learned.tolist()
+
+    assert Cluster(2).run(train) == [[-2.0] * 3] * 2
+
+
 # -- sparse gradients -----------------------------------------------------------------------------------------
 
 
