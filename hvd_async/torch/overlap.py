@@ -97,7 +97,7 @@ class Overlap:
 
     def _prepare(self, trainable: list[bool]) -> None:
         """Hook the parameters that can have a gradient, and note what ``arm`` is to expect while they stay the same."""
-        self._trainable = trainable
+        self._trainable = None
         self._all_due = [self._passes if self._early and one else 0 for one in trainable]
         self._frozen = [[p for p in bucket.parameters if not p.requires_grad] for bucket in self._layout.buckets]
         self._all_missing = [
@@ -108,6 +108,7 @@ class Overlap:
             if one and place not in self._hooked:
                 self._hooked.add(place)  # (whatever interrupts this, it must not be hooked twice)
                 self._handles.append(self._parameters[place].register_post_accumulate_grad_hook(self._hook(place)))
+        self._trainable = trainable  # (last: after an interrupt the next ``arm`` does the rest)
 
     def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
         """Return the hook of a parameter; it does not keep the optimizer alive."""

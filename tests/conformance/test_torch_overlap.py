@@ -343,3 +343,23 @@ def test_after_discard_nothing_is_handed_over_even_between_zero_grad_and_step():
         loss(model, rank, 2).backward()
 
     Cluster(1).run(train)
+
+
+def test_what_an_interrupt_leaves_without_a_hook_gets_one_next_time():
+    def train(rank: int) -> list[int]:
+        model = conv_model()
+        opt: Any = hvd.EagerOptimizer(plain(MOMENTUM, model.parameters()), bucket_cap_mb=TINY)
+        log, second = hand_overs(opt), list(model.parameters())[1]
+
+        def interrupt(hook: Any) -> None:
+            raise KeyboardInterrupt
+
+        second.register_post_accumulate_grad_hook = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            opt.zero_grad()
+        opt.zero_grad()
+        loss(model, rank, 0).backward()
+        opt.step()
+        return sorted(log)
+
+    assert Cluster(2).run(train) == [[0, 1, 3]] * 2, "the rest leaves in step()"
