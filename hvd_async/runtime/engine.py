@@ -89,7 +89,7 @@ class Engine:
         self._posts: deque[Callable[[], None]] = deque()
         self._in_flight: list[_Flight] = []
         self._watched: list[Handle] = []
-        """The last collective of each group in flight: these say when to look."""
+        """The last collective of each group in flight, and all that have stages: these say when to look."""
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
@@ -295,10 +295,12 @@ class Engine:
 
         Args:
             group: equal for collectives whose results are of use only together. While a later one of them is under way
-                the engine does not wake up for the earlier: each look costs more than what it looks at. None: of no
-                group.
+                the engine does not wake up for the earlier: each look costs more than what it looks at. (But for those
+                with stages: ranks may have submitted a group in other orders, and each would look at another one.)
+                None: of no group.
         """
-        self._in_flight.append(_Flight(start(), done, object() if group is None else group))
+        handle = start()
+        self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
         self._watch()
 
     def _watch(self) -> None:

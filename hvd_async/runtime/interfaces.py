@@ -84,6 +84,10 @@ class Hub(Protocol):
 class Handle(Protocol):
     """A collective on its way."""
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether ``done`` also begins what follows, for which other ranks wait."""
+
     def done(self) -> bool:
         """Whether ``result`` would return at once."""
 
@@ -100,6 +104,8 @@ class CompletedHandle:
     Args:
         vector: its result.
     """
+
+    in_stages = False
 
     def __init__(self, vector: Vector) -> None:
         self._vector = vector

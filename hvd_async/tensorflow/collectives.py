@@ -42,6 +42,8 @@ collective in that which ends the collective. (Threads of a pool spin before the
 class _Handle:
     """A Horovod op in a helper thread, which wakes the engine when it is done."""
 
+    in_stages = False
+
     def __init__(self, future: Future[tf.Tensor]) -> None:
         self._future = future
 

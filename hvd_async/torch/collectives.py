@@ -71,6 +71,8 @@ class _HorovodHandle:
         polls: seconds between two looks, at the least and at the most.
     """
 
+    in_stages = False
+
     def __init__(self, handle: int, kind: str, durations: _Durations, polls: tuple[float, float]) -> None:
         self._handle, self._kind, self._durations = handle, kind, durations
         self._finest, self._coarsest = polls
@@ -119,6 +121,8 @@ class _BFloat16Sum:
         begin: starts the exchange of parts, ``gather`` that of their sums; both take int16 vectors of these bits.
     """
 
+    in_stages = True
+
     def __init__(
         self,
         vector: torch.Tensor,
@@ -156,6 +160,8 @@ class _Staged:
         tensor: what this rank brings.
         begin: starts the collective of a tensor on the CPU.
     """
+
+    in_stages = True
 
     def __init__(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Handle]) -> None:
         self._device, self._begin = tensor.device, begin

@@ -17,6 +17,8 @@ class Looked:
         seconds: until it is worth looking at it; None if it wakes the engine.
     """
 
+    in_stages = False
+
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self.over = seconds, False
 
@@ -111,7 +113,29 @@ def test_a_collective_wakes_a_thread_only_with_what_it_waits_for(
             assert told == expected
 
 
-def test_a_look_in_vain_leaves_all_else_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+class Looking(Channel):
+    """Says nothing, and ends an engine after some turns."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.left, self.engine = turns, running(self)
+
+    def receive(self, timeout: float | None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.engine.notify(self.engine._stop_now)
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def running(channel: Any) -> Engine:
+    """An engine whose thread is the test's."""
+    collectives: Any = SimpleNamespace(rank=0, size=2, start=lambda wake: None, stop=lambda: None, failure=OSError)
+    return Engine(collectives, connect=lambda: channel)
+
+
+def test_a_look_in_vain_leaves_all_else_alone():
     """Of three turns two look at what may be done, the last of its group, and at nothing else."""
     looked: list[str] = []
 
@@ -120,22 +144,30 @@ def test_a_look_in_vain_leaves_all_else_alone(monkeypatch: pytest.MonkeyPatch) -
             looked.append(str(self.seconds_to_poll()))
             return super().done()
 
-    class Looking(Channel):
-        turns = 0
-
-        def receive(self, timeout: float | None) -> None:
-            self.turns += 1
-            if self.turns == 3:
-                engine.notify(engine._stop_now)
-
-        def flush(self) -> None: ...
-        def close(self) -> None: ...
-
-    collectives: Any = SimpleNamespace(rank=0, size=2, start=lambda wake: None, stop=lambda: None, failure=OSError)
-    channel: Any = Looking()
-    engine = Engine(collectives, connect=lambda: channel)
+    engine = Looking(turns=3).engine
     for seconds in (0.1, 0.2):
         engine.submit(lambda seconds=seconds: Counted(seconds), lambda result: None, "group")  # type: ignore[misc]
     engine._run()
     assert engine.failure is None
     assert looked == ["0.2", "0.2", "0.1", "0.2"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_stages_of_a_group_go_on_whatever_was_submitted_after_them(first):
+    """The other rank may have submitted the two in another order, and have come no further than with the first."""
+    begun, turns = set[float](), list[int]()
+
+    class Stages(Looked):
+        in_stages = True
+
+        def done(self) -> bool:
+            begun.add(self.result())
+            return both[first].result() in begun
+
+    both, channel = [Stages(0.1), Stages(0.2)], Looking(turns=4)
+    for handle in both:
+        channel.engine.submit(lambda handle=handle: handle, lambda _: turns.append(channel.left), "group")  # type: ignore[misc]
+    channel.engine._run()
+    assert channel.engine.failure is None
+    assert len(turns) == 2
+    assert 0 not in turns, "only what ended the engine has made it look"

@@ -54,7 +54,7 @@ class _InPlace:
     """A handle whose result is written to the vector that was given, where the framework can."""
 
     def __init__(self, handle: Handle, vector: Any) -> None:
-        self._handle, self._vector = handle, vector
+        self._handle, self._vector, self.in_stages = handle, vector, handle.in_stages
 
     def done(self) -> bool:
         return self._handle.done()
