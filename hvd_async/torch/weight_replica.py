@@ -278,7 +278,7 @@ class WeightReplica(replica.WeightReplica):
             return None
         sizes, device = [*self._averaged.values()], self._vectors.device
         present = [tensor for tensor in self._read_statistics() if tensor is not None]
-        if _kinds(present) == self._statistic_kinds:
+        if present and _kinds(present) == self._statistic_kinds:
             own = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in present])
         else:  # (a statistic that is gone, or has another shape, is like one that is not finite)
             held = self.named_buffers.statistics()

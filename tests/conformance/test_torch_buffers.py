@@ -232,6 +232,26 @@ def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapp
     assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
 
 
+@pytest.mark.parametrize("kinds", [[torch.float32], [torch.float32, torch.float64]], ids=len)
+def test_pulls_go_on_when_all_statistics_are_gone(kinds):
+    """As when batch norm has been merged into the layers before."""
+
+    def train(rank: int) -> Any:
+        model = torch.nn.ModuleList([torch.nn.BatchNorm1d(3, dtype=kind) for kind in kinds])
+        optimizer: Any = hvd.LeaderOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), algorithm="easgd", global_period=1, named_buffers=model.named_buffers()
+        )
+        for _ in range(2):
+            optimizer.record_loss(1.0)
+            optimizer.step()
+            for norm in model:
+                norm.running_mean = norm.running_var = None
+        optimizer.drain()
+        return optimizer.stats().steps
+
+    assert Cluster(2).run(train) == [2, 2]
+
+
 @all_wrappers
 def test_a_buffer_with_another_shape_on_a_rank_is_left_alone_and_named(wrapper):
     """A rotary table that has grown with the longest sentence of a rank."""
