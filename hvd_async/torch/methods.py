@@ -147,6 +147,8 @@ class WeightMethods(OptimizerMethods):
         share = state_dict.pop("hvd_async", None)
         if share is not None:
             replica: WeightReplica = self._async.replica  # type: ignore[assignment]
+            if self._async.worker is None:
+                replica.prepare()  # groups may have been added since the wrapper was made
             self._async.take_share(replica.placed(share))
         super().load_state_dict(state_dict)
 

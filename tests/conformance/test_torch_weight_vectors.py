@@ -246,6 +246,30 @@ def test_vectors_in_a_checkpoint_are_loaded_only_by_parameters_that_lie_alike(lo
     assert Cluster(2).run(resume) == (whole if loads is LAST else [None, None])
 
 
+@pytest.mark.parametrize("saves", [PLAIN, LAST], ids=str)
+def test_orders_are_those_of_all_groups_also_of_one_added_before_a_state_is_loaded(saves):
+    """What is loaded is refused by the added group's parameter if it lies otherwise, and only then."""
+
+    def grouped(memory_format: torch.memory_format) -> Any:
+        first, *others = made(memory_format)
+        opt: Any = hvd.GossipOptimizer(torch.optim.SGD(others, lr=0.1), **INT8)
+        opt.add_param_group({"params": [first]})
+        for parameter in (first, *others):
+            parameter.grad = torch.ones_like(parameter)
+        return opt
+
+    def resume(rank: int) -> None:
+        opt = grouped(saves)
+        opt.step()
+        opt.cut()
+        state = copy.deepcopy(opt.state_dict())
+        grouped(saves).load_state_dict(copy.deepcopy(state))
+        with pytest.raises(ValueError, match="lie in memory otherwise than this model's"):
+            grouped(LAST if saves is PLAIN else PLAIN).load_state_dict(state)
+
+    Cluster(2).run(resume)
+
+
 def test_a_checkpoint_in_the_plain_order_is_of_use_to_a_model_that_is_converted_later():
     """Older versions saved that order, whatever the model's format."""
     saved: list[Any] = [None, None]
