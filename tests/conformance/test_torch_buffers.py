@@ -239,7 +239,10 @@ def test_pulls_go_on_when_all_statistics_are_gone(kinds):
     def train(rank: int) -> Any:
         model = torch.nn.ModuleList([torch.nn.BatchNorm1d(3, dtype=kind) for kind in kinds])
         optimizer: Any = hvd.LeaderOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), algorithm="easgd", global_period=1, named_buffers=model.named_buffers()
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            algorithm="easgd",
+            global_period=1,
+            named_buffers=model.named_buffers(),
         )
         for _ in range(2):
             optimizer.record_loss(1.0)
