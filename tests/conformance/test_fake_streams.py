@@ -183,7 +183,8 @@ def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
     training, autograd, engine = WAITS[mode]
     assert waited(before + last, 0, "training") == training
     assert waited(before + last, 0, "autograd") == autograd
-    assert waited(gpu.waits, 0, "engine") == engine * STEPS // 2, "in all steps: it works beside them"
+    due, waits = engine * STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works beside them)
+    assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
 
 
 @pytest.mark.parametrize("mode", [mode for mode in WAITS if mode != "lsgd"])  # (a leader's pulls come by chance)
@@ -429,6 +430,10 @@ FAULTS = [
 ]
 
 
+def name_of(shows: Scenario | tuple[str, int, str]) -> str:
+    return shows.__name__ if callable(shows) else "{}, {} rank(s), {}".format(*shows)
+
+
 def complaints(shows: Scenario | tuple[str, int, str], patch: pytest.MonkeyPatch) -> list[str]:
     """Return what the detector says of a scenario, or of a mode."""
     if isinstance(shows, tuple):
@@ -442,13 +447,17 @@ def complaints(shows: Scenario | tuple[str, int, str], patch: pytest.MonkeyPatch
     return gpu.errors + [WAITS_FOR_ALL] * (gpu.waits_for_all > 0)
 
 
+@pytest.mark.parametrize("shows", dict.fromkeys(fault.shows for fault in FAULTS), ids=name_of)
+def test_without_a_fault_nothing_is_found(shows, monkeypatch):
+    found = {fault.finds for fault in FAULTS if fault.shows == shows}
+    assert not [line for line in complaints(shows, monkeypatch) if any(finds in line for finds in found)]
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.function.__qualname__}: {fault.old}")
 def test_a_planted_fault_is_found(fault, monkeypatch):
-    before = complaints(fault.shows, monkeypatch)
-    assert not [line for line in before if fault.finds in line]
     plant(monkeypatch, fault.function, fault.old, fault.new)
-    after = complaints(fault.shows, monkeypatch)
-    assert [line for line in after if fault.finds in line], after
+    complained = complaints(fault.shows, monkeypatch)
+    assert [line for line in complained if fault.finds in line], complained
 
 
 def test_every_wait_of_streams_has_a_planted_fault():
