@@ -66,8 +66,8 @@ if wanted test; then
   several
 fi
 if wanted nccl; then
-  # For NCCL a rank with an NCCL_HOSTID of its own is a host of its own (the ranks set it), so it does not see that they
-  # share a GPU, and sockets are all that is left. They take turns on the GPU: this says what is right, not what is fast.
+  # Each rank sets an NCCL_HOSTID of its own, so NCCL takes it for a host of its own, does not see that ranks share a GPU,
+  # and uses sockets. The ranks take turns on the GPU: this checks results, not speed.
   say "Several NCCL ranks on one GPU"
   (
     export NCCL_SOCKET_IFNAME=lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0

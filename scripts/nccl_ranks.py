@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def main(backend: str) -> None:
-    """Sum, broadcast and exchange; raises AssertionError where a result is wrong."""
+    """Sum, broadcast and exchange; raise AssertionError if a result is wrong."""
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -204,7 +204,7 @@ class GossipDriver(LocalDriver):
 
     @property
     def _rates(self) -> list[tuple[int, float]]:
-        """Learning rates of the step that has begun: numbers, for which nothing waits at the step's end."""
+        """Learning rates of the step that has begun, as numbers. By the end of the step they need no wait."""
         return [(elements, float(rate)) for elements, rate in self._given_rates]
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:

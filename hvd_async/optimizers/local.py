@@ -175,7 +175,7 @@ class LocalDriver(Driver):
         return StepStart(worker.weight, worker.wants_before, updates)
 
     def on_step(self, worker: Any, loss: Any) -> None:
-        """Take note of the loss of the step that begins; as ``begin_step``."""
+        """Process the loss of the step that begins; arguments as for ``begin_step``."""
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
         """Mix other ranks' weights into this rank's.
@@ -219,7 +219,7 @@ class LocalDriver(Driver):
         return None
 
     def updating(self) -> _Updating:
-        """Return the context of a step, or of a part of it."""
+        """Return a context for a step or a part of one, which marks the rank as broken if it fails."""
         return _Updating(self)
 
     def break_off(self, error: BaseException) -> None:
@@ -444,7 +444,7 @@ class LocalDriver(Driver):
 
 
 class _Updating:
-    """The context of a step. (A step has three, and a generator costs three times as many calls.)"""
+    """The context of a step. (A class, since a step enters three, and a generator makes three times as many calls.)"""
 
     def __init__(self, driver: LocalDriver) -> None:
         self._driver = driver

@@ -159,7 +159,7 @@ class WeightReplica(Replica):
 
         Returns:
             float64, shape (2 m,): m values, then for each 1, or 0 if its buffer is not finite: all values of such a
-            buffer are 0. Or a function that makes this vector of what was read now.
+            buffer are 0. Or a function that makes this vector later, from the values read now.
         """
 
     @abc.abstractmethod
@@ -168,7 +168,7 @@ class WeightReplica(Replica):
 
     def learning_rates(self) -> list[tuple[int, Any]]:
         """Return (elements, learning rate now) of consecutive parts of the vector, one for each parameter group; always
-        of the same parts. A rate is what ``float()`` makes a number of at the end of the step."""
+        of the same parts. A rate is an object that ``float()`` turns into a number at the end of the step."""
         return [(len(self.read()), 1.0)]
 
     def inertia(self) -> tuple[float, float]:

@@ -45,7 +45,7 @@ OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
 UNHURRIED = 0.005
 """Seconds between two looks at collectives, at least, while no thread waits for what they bring: each look takes the
-interpreter lock from the training thread. One that begins to wait wakes the engine."""
+interpreter lock from the training thread. A thread that begins to wait wakes the engine."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"
@@ -89,7 +89,7 @@ class Engine:
         self._posts: deque[Callable[[], None]] = deque()
         self._in_flight: list[_Flight] = []
         self._watched: list[Handle] = []
-        """The last collective of each group in flight, and all that have stages: these say when to look."""
+        """The last collective of each group in flight, and all that have stages; these determine when to look."""
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
@@ -100,7 +100,7 @@ class Engine:
         self.changed = threading.Condition()
         """Held while what ``wait`` looks at changes, and notified then."""
         self._waits: dict[int, Callable[[], bool]] = {}
-        """What threads wait for, by their identifiers; changed with the lock of ``changed``."""
+        """The condition that each thread waits for, by thread identifier; guarded by ``changed``."""
         self._stopping = self._stop_called = False
         self._leaving = self._closing = False
         self._left = threading.Event()
@@ -214,7 +214,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _waiting(self, ready: Callable[[], bool]) -> Iterator[None]:
-        """In it a thread waits, and has the lock of ``changed``; the engine looks at collectives more often."""
+        """Hold ``changed`` while this thread waits; meanwhile the engine looks at collectives more often."""
         thread = threading.get_ident()
         with self.changed:
             try:
@@ -322,7 +322,7 @@ class Engine:
                 if message is not None:
                     self._on_command(message)
                 elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
-                    continue  # (a look in vain, and there are many of them)
+                    continue  # (nothing is done yet, as in most looks)
                 self._run_posts()
                 self._channel.flush()  # (before results that may take long to look at)
                 self._complete_collectives()
@@ -362,7 +362,7 @@ class Engine:
         self._watch()
         for flight in landed:
             flight.done(flight.handle.result())
-        with self.changed:  # (a thread that was woken for nothing would take the interpreter lock)
+        with self.changed:  # (a thread woken too early would take the interpreter lock for nothing)
             if any(ready() for ready in self._waits.values()):
                 self.changed.notify_all()
 

@@ -26,7 +26,7 @@ class ReusedBlocks:
     def __init__(self, most: int) -> None:
         self._free: dict[int, list[Bytes]] = {}
         self._lent: dict[int, tuple[weakref.ref[Bytes], list[Bytes], Bytes]] = {}
-        """By its reference's id: an array that is lent, where its block goes when it is gone, and the block."""
+        """For each lent array, by the id of its reference: the reference, the list its block returns to, the block."""
         self._take_back = _taking_back(self._lent, most)
 
     def take(self, nbytes: int) -> Bytes:
@@ -58,8 +58,8 @@ def _aligned(nbytes: int) -> Bytes:
 def _taking_back(
     lent: dict[int, tuple[weakref.ref[Bytes], list[Bytes], Bytes]], most: int
 ) -> Callable[[weakref.ref[Bytes]], None]:
-    """Return what is called with the reference of an array that is gone. (``weakref.finalize`` costs several times as
-    much.)"""
+    """Return a callback for references to lent arrays, which returns the block of an array that is gone. (A
+    ``weakref.finalize`` costs several times as much.)"""
 
     def take_back(reference: weakref.ref[Bytes]) -> None:
         _, free, block = lent.pop(id(reference))

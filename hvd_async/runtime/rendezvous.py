@@ -1,8 +1,8 @@
 """How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0.
 
 In a large job (``relay_tree``) a second allgather tells of relays, which some ranks have started, and a rank connects
-to that of its host. There the coordinator has a process of its own, and so it has where tensors are on a GPU: as a
-thread it would take rank 0's interpreter lock, without which no kernel is launched.
+to that of its host. There, and where tensors are on a GPU, the coordinator has a process of its own: as a thread it
+would compete for rank 0's interpreter lock, which is needed to launch kernels.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple
         relays_from = time_limits.relays_from()
     except ValueError as error:
         return None, str(error), False
-    if collectives.size >= relays_from:  # (how many connections it has is not known yet)
+    if collectives.size >= relays_from:  # (the number of its connections is not known yet)
         return *_started("coordinator"), True
     if collectives.on_gpu and relays_from < math.inf:
         server, problem = _started("coordinator")
@@ -170,7 +170,7 @@ def _connected(
     relays: Sequence[RelayCard],
     limit: float,
 ) -> tuple[ZmqChannel, str]:
-    """Return this rank's connection, and by which way it reaches the coordinator, for people."""
+    """Return this rank's connection, and its route to the coordinator for error messages."""
     above = above_of(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
     relay = ""
     if (owner := tree.parent(collectives.rank)) is not None:

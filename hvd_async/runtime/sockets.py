@@ -69,7 +69,7 @@ class Endpoint:
 
     Attributes:
         descriptors: to poll. They only say that something has changed since the sockets were last used.
-        unsure: whether there may be something: a descriptor says so, or a socket was used since both had nothing.
+        unsure: whether there may be a message: a descriptor is ready, or a socket was used since both were empty.
     """
 
     def __init__(self, kind: int, watched: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
@@ -87,7 +87,7 @@ class Endpoint:
         return self.unsure
 
     def note(self, ready: Collection[int]) -> bool:
-        """Take note of the descriptors that a poll has found ready; returns ``unsure``."""
+        """Record the descriptors that a poll has found ready; return ``unsure``."""
         self.unsure = self.unsure or any(descriptor in ready for descriptor in self.descriptors)
         return self.unsure
 
@@ -118,7 +118,7 @@ class Endpoint:
 
 
 class NearEnd:
-    """An end of a connection between two threads, by which messages go as they do by a socket.
+    """One end of a connection between two threads of a process, with the interface of a socket's end.
 
     Attributes:
         wake: ends the wait of the thread that reads this end.
@@ -140,7 +140,7 @@ class NearEnd:
         return self._other is not None
 
     def connect(self, other: NearEnd) -> None:
-        """Connect two ends, each with a ``wake`` already."""
+        """Connect two ends, whose ``wake`` is set already."""
         self._other, other._other = other, self
 
     def send(self, payload: bytes) -> None:
@@ -154,15 +154,15 @@ class NearEnd:
         return [self._messages.popleft()] if self._messages else None
 
     def is_readable(self) -> bool:
-        """Whether there is a message, or the other end was closed and ``refused`` did not say so yet."""
+        """Whether there is a message, or the other end was closed and ``refused`` has not reported it yet."""
         return bool(self._messages) or self._ended
 
     def note(self, ready: Collection[int]) -> bool:
-        """``is_readable``; a poll has found nothing about it."""
+        """Return ``is_readable``: a poll reports nothing about it."""
         return self.is_readable()
 
     def refused(self) -> bool | None:
-        """False if the other end was closed, after which it says nothing any more; told once. Else None."""
+        """Return False, once, if the other end was closed and sends nothing more; else None."""
         if not self._ended:
             return None
         self._ended = False

@@ -48,8 +48,8 @@ def dead_after() -> float:
 
 
 def relays_from() -> float:
-    """Ranks from which on a job has relays, and the coordinator in a process of its own; infinite: it has neither, not
-    even a process where tensors are on a GPU.
+    """Return the number of ranks from which a job has relays and a separate coordinator process; infinite: it has
+    neither, not even that process where tensors are on a GPU.
 
     Raises:
         ValueError: HVD_ASYNC_RELAYS_FROM is set to something else than a whole number.

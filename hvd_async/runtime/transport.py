@@ -66,7 +66,7 @@ class ZmqHub:
         Args:
             keys: public keys (Z85): of the ranks, in their order, or of the ``children``.
             local: whether all of them are on this machine.
-            children: ranks and relays; if there are none, all ranks. Not rank 0 if it is ``connect``ed.
+            children: ranks and relays; if there are none, all ranks. Rank 0 is not among them if it is ``connect``ed.
         """
         self._soon = len(keys) // PATIENCE
         self.router.allow(children or direct(len(keys)).root, keys, local)

@@ -25,10 +25,10 @@ class Uninterrupted:
         return self.broken is None and self._begun is None
 
     def __call__(self, what: str) -> Uninterrupted:
-        """Return a context around something that must come to its end, and begin it.
+        """Begin something that must finish, and return the context around it.
 
         Args:
-            what: what has happened if it does not.
+            what: describes what has happened if it does not finish.
         """
         if not (self.broken is None and self._begun is None):
             self.check()
@@ -36,7 +36,7 @@ class Uninterrupted:
         return self
 
     def __enter__(self) -> None:
-        """Nothing is left to do: it has begun."""
+        """Do nothing: it has begun in ``__call__``."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

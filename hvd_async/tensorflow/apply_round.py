@@ -95,7 +95,7 @@ class Update:
         arguments = [*rate, *weights, *layout.specs()]
         self.types = [argument.dtype for argument in arguments]
         self.nothing = [tf.zeros([0], dtype) for dtype in self.types]
-        """Stands for a round where there is none."""
+        """Placeholder for a missing round."""
         self._shapes = [argument.shape for argument in arguments]
         self._last_rate, self._extrapolation = last_rate, extrapolation
         last_rate.assign(0.0)

@@ -135,8 +135,8 @@ class _Graph:
         return received, counts.tolist()
 
     def _callable(self, fed: Sequence[tf.Tensor], fetched: Sequence[tf.Tensor]) -> Callable[..., list[Any]]:
-        """Return a function of NumPy arrays that returns NumPy arrays. (That of the session's ``make_callable`` looks
-        its arguments up in the graph each time: 50 us of Python a call in place of 4.)"""
+        """Return a function of NumPy arrays that returns NumPy arrays. (The
+        session's ``make_callable`` looks up its arguments in the graph at each call: 50 us of Python instead of 4.)"""
         options = CallableOptions(feed=[one.name for one in fed], fetch=[one.name for one in fetched])
         call: Callable[..., list[Any]] = self._session._make_callable_from_options(options)
         return call

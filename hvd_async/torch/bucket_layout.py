@@ -32,7 +32,7 @@ class Bucket:
         self._sizes = [p.numel() for p in parameters]
         self._forms = [(place, p.shape, strides(p)) for place, p in enumerate(parameters) if p.dim() != 1]
         self._joined = not any(memory_order(p) or p.dtype != self.dtype for p in parameters)
-        """Whether a vector is all gradients one after the other, as they are."""
+        """Whether a vector is the gradients concatenated, in their own memory order and dtype."""
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
@@ -43,7 +43,7 @@ class Bucket:
         return parts
 
     def copy_gradients(self, vector: torch.Tensor, tail: torch.Tensor) -> None:
-        """Fill a vector with each ``p.grad``, 0 where there is none, and a tail."""
+        """Fill a vector with each ``p.grad`` (0 for a parameter without one) and a tail."""
         gradients = [p.grad for p in self.parameters]
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         if self._joined and len(dense) == len(gradients):
@@ -100,7 +100,7 @@ class Layout:
         self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
         """The vectors'."""
         self._tails = [torch.tensor(tail.of(), dtype=b.dtype, device=b.device) for b in self.buckets]
-        """The tail of each bucket's gradient, where samples do not count."""
+        """The tail of each bucket's gradient without ``weighting="samples"``."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
 
     def __len__(self) -> int:

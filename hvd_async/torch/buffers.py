@@ -64,8 +64,8 @@ class NamedBuffers:
         return {key: tensor for key, (name, tensor) in zip(keys, named, strict=True) if is_statistic(name, tensor)}
 
     def reader(self, keys: Sequence[str]) -> Callable[[], list[torch.Tensor | None]]:
-        """Return a function that returns the tensors which ``statistics()`` has under these keys now, or what has taken
-        their places by then; None for what is gone. It is made once and called in each step."""
+        """Return a function that returns the tensors now under these keys of ``statistics()``, or their replacements at
+        the time of the call; None for a buffer that is gone. It is made once and called in each step."""
         if self._list is not None:
             return lambda: [*map(self.statistics().get, keys)]
         by_tensor = {id(tensor): place for (_, place), tensor in zip(self._found, self._tensors(), strict=True)}
@@ -172,14 +172,14 @@ def _checked(given: Pairs) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Place(NamedTuple):
-    """Where a buffer is found: the ``_buffers`` of a module, or a dictionary of its own, and its name there."""
+    """The location of a buffer: a module's ``_buffers``, or a dictionary with only this buffer, and its name there."""
 
     buffers: dict[str, torch.Tensor | None]
     name: str
 
 
 def _now(places: Sequence[_Place]) -> list[torch.Tensor | None]:
-    """Return what is in each place now; None where nothing is. (A leader's steps ask, so there is no call for each.)"""
+    """Return the tensor in each place now, or None. (Leaders call this in each step, so it is one loop.)"""
     return [buffers.get(name) for buffers, name in places]
 
 
@@ -201,8 +201,8 @@ def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, _Place]:
 def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor | None]]:
     """Return ``_buffers`` of all modules that hold any of these tensors.
 
-    (A list of all objects, as ``gc.get_objects`` makes it, would not do: a tuple that another thread is about to fill
-    must not be held by anybody else, or it fails with a SystemError.)
+    (Not by ``gc.get_objects``, whose list holds all objects: filling a new tuple fails with a SystemError in another
+    thread while somebody else holds a reference to it.)
     """
     dicts = [one for one in gc.get_referrers(*tensors) if isinstance(one, dict)] if tensors else []
     owners = gc.get_referrers(*dicts) if dicts else []

@@ -2,7 +2,7 @@
 
 ``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done
 (going by how long the quickest of the last of its kind took), and finely around the time it should be. Each look costs
-a wake-up of the engine, and its Python the interpreter lock.
+a wake-up of the engine, whose Python code takes the interpreter lock.
 
 Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
 (HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would copy each back
@@ -36,11 +36,11 @@ FINEST_POLL = 0.001
 POLLS = (FINEST_POLL, 0.005)
 """Seconds between two looks, at the least and at the most."""
 POLLS_OF_GPU = (0.0002, 0.005)
-"""The same on a GPU, which has nothing to do while the training thread waits. (Else the engine looks less often.)"""
+"""The same on a GPU, which is idle while the training thread waits. (Otherwise the engine looks less often.)"""
 RESOLUTION = 0.05
 """Share of its duration by which a collective may be seen to be done too late, within these limits."""
 RESOLUTION_OF_LONG = 0.02
-"""The same of one that takes so long that this is more than the limit."""
+"""The same for a long collective, for which this is more than the upper limit."""
 NOT_BEFORE = 0.9
 """Share of the quickest of the last durations after which a collective is looked at for the first time."""
 REMEMBERED = 4

@@ -16,14 +16,14 @@ LEADS = "hvd_async_leads"
 
 
 class _Alike:
-    """Parameters of one device, dtype and factor that steps move.
+    """Parameters with the same device, dtype and factor that are updated together.
 
     Attributes:
         factor: of their updates.
         parameters: in any order.
-        leads: of each; None before its first.
-        before: for each memory of its shape: in a step its weights before the update.
-        have_state: whether the optimizer is known to have state for all.
+        leads: lead of each; None before its first.
+        before: buffer of the shape of each: during a step, its weights before the update.
+        have_state: whether the optimizer is known to have state for all of them.
     """
 
     def __init__(self, factor: float) -> None:
@@ -42,7 +42,7 @@ class _Alike:
         """Extend the updates that have been made since ``before`` was filled.
 
         Args:
-            state: of the wrapped optimizer. (If it has none for a parameter it has no momentum that could carry it.)
+            state: of the wrapped optimizer. (A parameter without state has no momentum, and is not extended.)
         """
         if self.have_state:
             places = list(range(len(self.parameters)))
@@ -77,8 +77,9 @@ class Extrapolation:
         self._resting: dict[torch.Tensor, torch.Tensor] = {}
         """Leads of parameters that the last step did not move."""
         self._moved: list[torch.Tensor] = []
+        """Parameters that the last step moved."""
         self._factors: list[float] = []
-        """Parameters that the last step moved, and the factor of each group."""
+        """The factor of each group in the last step."""
 
     @property
     def leads(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -122,7 +123,7 @@ class Extrapolation:
                     alike.extend(optimizer.state)
 
     def _find_moved(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sort the parameters that a step is about to move, unless they are those of the last."""
+        """Group the parameters that the step is about to move, unless they are those of the last step."""
         groups = optimizer.param_groups
         factors = [factor(momentum_of(group), self.rounds) for group in groups]
         moved = [p for group in groups for p in group["params"] if p.grad is not None]

@@ -22,12 +22,12 @@ FIRST_STEPS = 10
 EVERY = 4
 """Afterwards one bucket is, in every so manieth step."""
 LANES = 1 << 16
-"""Numbers that have a weight of their own: enough for the rows of a bucket of 32 MiB."""
+"""Number of different weights: enough for the rows of a bucket of 32 MiB."""
 ROW = 64
-"""Words that are added up before anything is weighted: those beside each other are, and then it costs little more than
-to read them."""
+"""Adjacent words that are summed before they are weighted, so that a fingerprint costs little more than to read the
+vector."""
 SMALL = 1 << 13
-"""A vector of so many elements has each weighted by itself: a kernel fewer is worth more."""
+"""Elements up to which each is weighted separately: in a small vector, one kernel less is worth more."""
 
 
 class _Handed(NamedTuple):
@@ -56,7 +56,7 @@ class Watch:
     def handed(self, bucket: int, vector: torch.Tensor) -> None:
         """A bucket is about to leave, as this vector."""
         gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
-        # (made dense, its bits need not be the same)
+        # (its bits may differ each time it is made dense)
         sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
         turn, off_turn = divmod(self._steps, EVERY)
         due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
@@ -128,7 +128,7 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
 
 
 def _weighted(numbers: torch.Tensor) -> torch.Tensor:
-    """The sum of whole numbers, each times an odd number for its place in ``LANES``."""
+    """Return the sum of integers, each times the odd number of its place in ``LANES``."""
     if (whole := numbers.numel() // LANES * LANES) > LANES:
         numbers = torch.cat([numbers[:whole].view(-1, LANES).sum(0), numbers[whole:]])
     return (numbers * _weights(numbers.device)[: numbers.numel()]).sum()

@@ -29,7 +29,7 @@ def _number(value: Any) -> bool | int | float | None:
 
 
 def _on_its_way(number: torch.Tensor) -> streams.Later:
-    """Return what one element on a GPU holds now; it is copied only where it was written since the last time."""
+    """Return the value of a one-element tensor on a GPU; copy it only if it was written since the last call."""
     version, value = _read.get(number, (None, None))
     if value is None or version != number._version:
         value = streams.Later(number)
@@ -38,8 +38,8 @@ def _on_its_way(number: torch.Tensor) -> streams.Later:
 
 
 def begin_to_read(groups: list[dict[str, Any]]) -> None:
-    """Begin to copy hyperparameters that are on a GPU to the host, so that ``read`` need not wait for the work that is
-    queued from now on."""
+    """Start copies of hyperparameters on a GPU to the host, so that ``read`` does not wait for work that is queued
+    later."""
     for group in groups:
         for key, value in group.items():
             if key != "params" and isinstance(value, torch.Tensor) and value.numel() == 1 and streams.gpu.holds(value):
@@ -47,7 +47,7 @@ def begin_to_read(groups: list[dict[str, Any]]) -> None:
 
 
 _read = WeakTensorKeyDictionary()
-"""What was read of tensors on a GPU: (its version counter then, the value)."""
+"""The last value read of each tensor on a GPU: (its version counter then, the value)."""
 PLAIN = (float, int, bool)
 FROZEN = "frozen parameters"
 """The key of a group's frozen parameters, by their number in it; no optimizer's option has a space in its name."""

@@ -25,7 +25,7 @@ class Checks:
 
     @torch.no_grad()
     def empty_unless_finite(self, bucket: int, vector: torch.Tensor) -> None:
-        """Queue what makes a vector on a GPU all 0, its count too, if it holds NaN or an infinity: four kernels."""
+        """Queue four kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity."""
         one = self._ones.get(vector.device)
         if one is None:
             one = self._ones[vector.device] = torch.ones((), device=vector.device)

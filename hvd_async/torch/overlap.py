@@ -22,7 +22,7 @@ from hvd_async.torch.bucket_layout import Layout
 class Overlap:
     """The hooks of one optimizer.
 
-    A hook runs for each parameter in each backward pass, so all it does is count, in lists that it holds itself.
+    A hook runs for each parameter in each backward pass, so it only counts, in lists that its closure holds.
 
     Args:
         layout: of its buckets.
@@ -38,7 +38,7 @@ class Overlap:
         self._bucket = [layout.bucket_of[id(p)] for p in self._parameters]
         self._handles: list[Any] = []
         self._hooked: set[int] = set()
-        """Places of the parameters that have a hook."""
+        """Indices of the parameters that have a hook."""
         self._armed = False
         self._trainable: list[bool] | None = None
         """``requires_grad`` of each parameter at the last ``arm``."""
@@ -49,11 +49,11 @@ class Overlap:
         self._passed = [0] * len(self._parameters)
         """Backward passes since ``arm`` that have brought each parameter's gradient."""
         self._due = [0] * len(self._parameters)
-        """The pass in which each parameter's gradient is whole; 0 if nothing waits for it."""
+        """The pass that completes each parameter's gradient; 0 if nothing waits for it."""
         self._missing = [0] * len(layout)
-        """Parameters of each bucket whose gradients are not whole."""
+        """Number of parameters of each bucket whose gradients are incomplete."""
         self._handed = [False] * len(layout)
-        """Whether the hooks have handed a bucket of this step over."""
+        """Whether the hooks have handed over each bucket of this step."""
 
     @property
     def passes(self) -> int:
@@ -96,7 +96,7 @@ class Overlap:
         self._missing[:] = self._all_missing
 
     def _prepare(self, trainable: list[bool]) -> None:
-        """Hook the parameters that can have a gradient, and note what ``arm`` is to expect while they stay the same."""
+        """Hook trainable parameters, and compute what ``arm`` expects until ``requires_grad`` changes."""
         self._trainable = None
         self._all_due = [self._passes if self._early and one else 0 for one in trainable]
         self._frozen = [[p for p in bucket.parameters if not p.requires_grad] for bucket in self._layout.buckets]
@@ -142,8 +142,8 @@ class Overlap:
         self._trainable = None
 
     def _is_whole(self, bucket: int) -> None:
-        """A backward pass has brought the last gradient of a bucket. (That of a parameter which was unfrozen since
-        ``arm`` may still be to come: then the bucket leaves in ``step()``.)"""
+        """A backward pass has brought the last expected gradient of a bucket. (If a parameter was unfrozen since
+        ``arm``, its gradient may still come: then the bucket leaves in ``step()``.)"""
         hand_over = self._hand_over()
         if hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
             hand_over(bucket)

@@ -6,7 +6,7 @@ submitted from a stream of the engine's own, that waits for the vector's event a
 ``on_engine_stream_after``); and what a collective has brought is read from there too (``copy_to_host``). On a CPU all
 of this does nothing.
 
-Everything that a step asks of a GPU goes through ``gpu``, which tests replace.
+All calls of a step to ``torch.cuda`` go through ``gpu``, which tests replace.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionar
 
 
 class Gpu:
-    """A GPU as the torch bindings use it: ``torch.cuda``, and the tensors on it.
+    """The operations on a GPU that the torch bindings use.
 
-    Streams and events are those of ``torch.cuda``; of them ``record_event``, ``wait_event``, ``wait_stream``, ``query``
-    and ``synchronize`` are called.
+    Streams and events are those of ``torch.cuda``. Only their methods ``record_event``, ``wait_event``,
+    ``wait_stream``, ``query`` and ``synchronize`` are called.
     """
 
     holds: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cuda")
-    """Whether a tensor is on a GPU. (In C, since it is asked for each bucket on a CPU too.)"""
+    """Whether a tensor is on a GPU. (A C function, since it is called for each bucket on a CPU too.)"""
 
     def __init__(self) -> None:
         self._engine_streams: dict[torch.device, Any] = {}
         self.free_numbers: dict[torch.dtype, list[torch.Tensor]] = {}
-        """Pinned places for ``Later`` that are free: to allocate one takes longer than all else about it."""
+        """Free pinned memory for ``Later``, by dtype: to allocate it would take longer than the rest of the copy."""
 
     def has_allocator(self, device: torch.device) -> bool:
-        """Return whether torch keeps freed memory of the device itself."""
+        """Return whether torch caches freed memory of the device."""
         return device.type != "cpu"
 
     @property
     def has_nccl(self) -> bool:
-        """Whether Horovod takes tensors where they are, by NCCL."""
+        """Whether Horovod can send tensors on the GPU by NCCL."""
         return bool(hvd.nccl_built())
 
     def new_stream(self, device: torch.device) -> Any:
@@ -72,7 +72,7 @@ class Gpu:
         return torch.cuda.current_stream(device)
 
     def default_stream(self, device: torch.device) -> Any:
-        """Return the stream that a thread's kernels go to unless it chooses another."""
+        """Return the default stream, which a thread's kernels go to unless it selects another."""
         return torch.cuda.default_stream(device)
 
     def set_stream(self, stream: Any) -> None:
@@ -84,7 +84,7 @@ class Gpu:
         return torch.cuda.stream(stream)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of a freed tensor until ``stream`` has done what it holds by then."""
+        """After the tensor is freed, keep its memory until ``stream`` has finished the work queued by then."""
         tensor.record_stream(stream)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

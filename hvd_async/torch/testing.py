@@ -1,6 +1,6 @@
-"""A GPU for machines without one: CPU tensors count as tensors on it, streams and events order nothing.
+"""A fake GPU for machines without one: CPU tensors count as tensors on it; streams and events order nothing.
 
-For tests, and for counting what a step on a GPU costs the host. Kernels run at once, on the CPU.
+For tests, and for counting what a step on a GPU costs the host. Kernels run immediately, on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvd_async.torch import streams
 
 
 class Event:
-    """An event of a fake stream, which has happened when it is recorded."""
+    """An event of a fake stream, complete as soon as it is recorded."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -30,7 +30,7 @@ class Event:
 
 
 class Stream:
-    """A stream whose kernels run at once."""
+    """A stream whose kernels run immediately."""
 
     def __init__(self, gpu: FakeGpu, device: torch.device) -> None:
         self._gpu, self.device = gpu, device
@@ -46,11 +46,11 @@ class Stream:
 
 
 class FakeGpu(streams.Gpu):
-    """Takes the place of ``streams.gpu``, inside ``installed()``. Every tensor is on it.
+    """A fake GPU that replaces ``streams.gpu`` inside ``installed()``. Every tensor is on it.
 
     Attributes:
-        waits: how often the host waited, by the name of the thread and of what waited: copies to the host and events.
-            (The reads of single numbers, ``.item()`` and the like, are ``aten::_local_scalar_dense`` of a
+        waits: number of the host's waits, by the name of the thread and of the operation: copies to the host and
+            events. (To count reads of single numbers, such as ``.item()``, look for ``aten::_local_scalar_dense`` in a
             ``TorchDispatchMode``.)
     """
 
@@ -65,7 +65,7 @@ class FakeGpu(streams.Gpu):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In it this is the GPU of the process. Enter it before optimizers are made."""
+        """Make this the GPU of the process inside the context. Enter it before creating optimizers."""
         before, streams.gpu = streams.gpu, self
         try:
             yield

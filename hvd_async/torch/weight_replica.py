@@ -56,8 +56,8 @@ class WeightReplica(replica.WeightReplica):
         """Of the statistics that pulls average, if all have one dtype and device."""
         self._memory = ReusedMemory(most=MESSAGES_KEPT)
         self._orders: dict[int, str] = {}
-        """``memory_order`` of each parameter by its id, as it was when the optimizer was wrapped: checkpoints and
-        averages hold vectors, so it stays what it is, whatever becomes of the parameter."""
+        """``memory_order`` of each parameter by its id when the optimizer was wrapped. It never changes, even if the
+        parameter's does: checkpoints and averages hold vectors in this order."""
         self._vectors = WeightVectors([], torch.float32, [])
         self._elements: list[int] = []
         """Elements of each parameter group that are mixed."""
@@ -78,8 +78,8 @@ class WeightReplica(replica.WeightReplica):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are mixed: of others that are frozen, ranks keep their own. (A step asks several times, so there
-        is no call for each parameter of a dtype that is mixed.)"""
+        """The parameters that are mixed; ranks keep their own values of other, frozen ones. (Steps read this several
+        times, so it makes no call for parameters of a mixed dtype.)"""
         return [
             p
             for group in self.optimizer.param_groups
@@ -117,7 +117,7 @@ class WeightReplica(replica.WeightReplica):
         """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen.
 
         Raises:
-            ValueError: it would; or their dtypes are others than when the ranks met.
+            ValueError: mixing would lose what they learn, or their dtypes have changed since the ranks met.
         """
         if [p.dtype for p in self.parameters] == self._vectors.dtypes:
             return
@@ -205,15 +205,15 @@ class WeightReplica(replica.WeightReplica):
         return self._vectors.sizes
 
     def described(self, share: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's share of a checkpoint, with the order of its vectors' elements where that is not the plain
-        one, which older versions always had."""
+        """Return a rank's share of a checkpoint, with the memory orders of its vectors unless all are contiguous, as in
+        older versions."""
         return {**share, "orders": self._vectors.orders} if any(self._vectors.orders) else share
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
-        """Return what ``described`` gave, with its vectors on the device of the weights.
+        """Return a share made by ``described``, with its vectors on the device of the weights.
 
         Raises:
-            ValueError: the elements of its vectors lie in another order than this model's.
+            ValueError: its vectors have another memory order than this model's.
         """
         copies, orders = share.get("copies", {}), self._vectors.orders
         if copies and share.get("orders", [""] * len(orders)) != orders:
@@ -280,7 +280,7 @@ class WeightReplica(replica.WeightReplica):
         present = [tensor for tensor in self._read_statistics() if tensor is not None]
         if present and _kinds(present) == self._statistic_kinds:
             own = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in present])
-        else:  # (a statistic that is gone, or has another shape, is like one that is not finite)
+        else:  # (a statistic that is gone, or has another shape, counts as not finite)
             held = self.named_buffers.statistics()
             known = [
                 t.reshape(-1) if t is not None and t.numel() == n else torch.full((n,), torch.nan)
@@ -339,12 +339,12 @@ def _with_flags(values: torch.Tensor, sizes: Sequence[int], device: torch.device
     own, counts = values.to(device, torch.float64), torch.tensor(sizes, device=device)
     place = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(own))
     spoilt = own.new_zeros(len(counts)).index_add_(0, place, (~torch.isfinite(own)).double())
-    finite = (spoilt == 0)[place]  # (a GPU finds out by itself)
+    finite = (spoilt == 0)[place]  # (computed on the device, without a wait)
     return torch.cat([torch.where(finite, own, 0.0), finite.double()])
 
 
 def _number_of(rate: Any) -> Any:
-    """Return what ``float()`` makes a learning rate of later: one on a GPU is on its way, and nothing waits for it."""
+    """Return an object that ``float()`` turns into the learning rate later; one on a GPU is copied without a wait."""
     if rate is None:
         return 1.0
     return streams.Later(rate) if isinstance(rate, torch.Tensor) and streams.gpu.holds(rate) else float(rate)

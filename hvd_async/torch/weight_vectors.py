@@ -22,12 +22,12 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 class _Block:
     """The memory of one vector, and views of the parameters' parts.
 
-    The views are made once: to make them costs the host three times as much as to copy the weights.
+    The views are made once, since making them costs the host three times as much as copying the weights.
 
     Args:
-        vector: on all of the memory.
-        parts: its views.
-        stream: whose kernels use it; None on a CPU.
+        vector: covers all of the memory.
+        parts: the views.
+        stream: the stream whose kernels use it; None on a CPU.
         use_count: returns how many tensors share a storage.
     """
 
@@ -40,20 +40,20 @@ class _Block:
         self._idle = use_count(self._storage._cdata)
 
     def is_free(self) -> bool:
-        """Return whether nobody holds the vector any more, or a view of it; Horovod's references count too."""
+        """Return whether no reference to the vector or a view of it is left; Horovod's references count too."""
         return self._use_count(self._storage._cdata) == self._idle
 
     def lend(self) -> torch.Tensor:
-        """Return the vector, as a tensor of its own."""
+        """Return the vector as a new tensor."""
         return self._vector.detach()
 
 
 class WeightVectors:
-    """Vectors of all weights that are mixed.
+    """Flat vectors of all weights that are mixed.
 
-    A parameter's elements lie in a vector as they lie in the parameter's memory (``torch.channels_last``), so that
-    copies between the two are plain ones. What the ranks exchange has one order on all of them: they compare
-    ``orders`` when they meet.
+    A parameter's elements have the same order in a vector as in the parameter's memory (``torch.channels_last``), so
+    copies between the two do not reorder elements. The order must be the same on all ranks: they compare ``orders``
+    when they meet.
 
     Args:
         parameters: those that are mixed, on one device.
@@ -82,7 +82,7 @@ class WeightVectors:
         ]
         self._lock = threading.Lock()
         self._blocks: list[_Block] = []
-        """Those that are lent, and those that are free; replaced, never changed."""
+        """Lent and free blocks; the list is replaced, never changed."""
 
     @torch.no_grad()
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
@@ -91,17 +91,17 @@ class WeightVectors:
         return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' parts of a vector, shape (n,), to be used at once: another vector may have the same
-        memory later."""
+        """Return the parameters' parts of a vector, shape (n,). Use them immediately: the memory may belong to another
+        vector later."""
         address = vector.data_ptr()
         known = next((block for block in self._blocks if block.address == address), None)
         return self.views(vector) if known is None or vector.dtype != self.dtype else known.parts
 
     def empty(self) -> torch.Tensor:
-        """Return a vector with whatever was in its memory, and room for a message's header behind it.
+        """Return an uninitialized vector, with room for a message's header behind it.
 
-        Any thread may call it. The memory serves again when the last tensor on it is gone: on a GPU for kernels of the
-        same stream, which has been told to wait for the engine's own by then.
+        Any thread may call it. The memory is reused when the last tensor on it is gone; on a GPU only for kernels of
+        the same stream, which waits for the engine's own stream by then.
         """
         if _use_count is None:
             return self._new_vector()
@@ -112,7 +112,7 @@ class WeightVectors:
             for block in self._blocks:
                 if not block.is_free():
                     lent.append(block)
-                elif block.stream == stream:  # (torch gives back another's once that has used it)
+                elif block.stream == stream:  # (torch frees a dropped block of another stream once that has used it)
                     free.append(block)
             if not free:
                 with torch.inference_mode(False):  # (else they could not be written to outside of that mode)

@@ -1,4 +1,4 @@
-"""What a step of each mode costs the host, with ranks as threads in lockstep; on the command line, of some modes:
+"""Counts of what a step of each mode costs the host, with ranks as threads in lockstep. On the command line,
 
 ``python -m tests.conformance.host_counts all solo --ranks 1 2`` prints a table, with ``--names`` also what is called.
 """
@@ -37,9 +37,9 @@ class Cost(NamedTuple):
 
     Attributes:
         host: the training thread's counts.
-        messages: that its engine sends to the coordinator.
-        wakes: of its engine.
-        operators, calls: by name, of all steps together.
+        messages: number of messages from its engine to the coordinator.
+        wakes: number of times its engine wakes up.
+        operators, calls: totals over all steps, by name.
     """
 
     host: HostCounts
@@ -56,7 +56,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
 
 
 def made(mode: str, rank: int, ranks: int) -> Arm:
-    """Return a model under a mode. Without a grace, which is a time that rounds wait."""
+    """Return a model with the optimizer of a mode, without a grace, so that rounds do not depend on time."""
     own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if eager(mode) else {}
     own |= {"group": [list(range(ranks))]} if mode == "lsgd" else {}
     model = SmallTensors()
@@ -85,7 +85,7 @@ def measure(mode: str, ranks: int) -> list[Cost]:
 
     def work(rank: int) -> Cost:
         arm = made(mode, rank, ranks)
-        arm.optimizer._async.worker_now()  # (to meet the other ranks is not part of a step)
+        arm.optimizer._async.worker_now()  # (registration is not part of a step)
         channel = cluster.channels[rank]
         cluster.begin(rank)
 
@@ -122,10 +122,10 @@ def highest(costs: list[Cost]) -> tuple[HostCounts, float, float]:
 
 def main() -> None:
     """Print the counts of some modes."""
-    parser = argparse.ArgumentParser(description="What a step costs the host, the plain optimizer's part taken off.")
+    parser = argparse.ArgumentParser(description="What a step costs the host, minus the plain optimizer's part.")
     parser.add_argument("modes", nargs="*", default=MODES, help=f"of {', '.join(MODES)}; not given: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--names", type=int, metavar="N", default=0, help="also the N that are called most, by rank")
+    parser.add_argument("--names", type=int, metavar="N", default=0, help="also the N most frequent names, by rank")
     args = parser.parse_args()
     base = plain()
     print("mode      ranks   aten  python      c  waits  copies  messages  wakes")

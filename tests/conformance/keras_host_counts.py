@@ -1,4 +1,4 @@
-"""What a step of Keras' ``fit()`` costs in each mode, with ranks as threads; on the command line, of some modes:
+"""Counts of what a step of Keras' ``fit()`` costs in each mode, with ranks as threads. On the command line,
 
 ``python -m tests.conformance.keras_host_counts all solo --ranks 1 2`` prints a table, with ``--names`` also operators.
 """
@@ -20,14 +20,14 @@ from tests.conformance import (
 from tests.conformance.host_counts import MODES
 
 PATIENCE = 600.0
-"""Seconds that ranks may take, most of which TensorFlow traces the step: on a busy machine it may take minutes."""
+"""Time limit of the ranks, seconds. Tracing takes most of it: on a busy machine, minutes."""
 
 
 class KerasCost(NamedTuple):
     """What a training step costs.
 
     Attributes:
-        operators: of its graph and the functions in it, by type.
+        operators: number of operators in its graph, functions in it included, by type.
         crossings: from the graph into Python, on average over ``STEPS`` steps.
     """
 
@@ -41,7 +41,7 @@ class KerasCost(NamedTuple):
 
 
 def made(mode: str, ranks: int) -> SmallSteps:
-    """Return a model under a mode. Without a grace, which is a time that rounds wait."""
+    """Return a model with the optimizer of a mode, without a grace, so that rounds do not depend on time."""
     own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if eager(mode) else {}
     return SmallSteps(mode, **own | ({"group": [list(range(ranks))]} if mode == "lsgd" else {}))
 

@@ -1,7 +1,7 @@
 """Ranks as threads in lockstep: a run in which every count of a step is the same each time.
 
-One training thread runs at a time, until its step ends or it has to wait for another rank. Whatever it hands to its
-engine is carried out at once, as far as that is possible: engines and coordinator are infinitely fast.
+One training thread runs at a time, until its step ends or it waits for another rank. Engines and coordinator finish all
+work that is possible before the training thread continues, as if they were infinitely fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 class _Pending:
-    """The number of items in mailboxes that their threads have not dealt with."""
+    """The number of unprocessed items in all mailboxes."""
 
     def __init__(self) -> None:
         self._changed, self._count = threading.Condition(), 0
@@ -32,14 +32,14 @@ class _Pending:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait until every engine and the coordinator sleep with nothing left to do."""
+        """Wait until engines and coordinator have processed all items and sleep."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count == 0, PATIENCE):
                 raise TimeoutError("engines and coordinator do not come to rest")
 
 
 class _Items(queue.Queue[Any]):
-    """A mailbox's queue that knows how many items were taken."""
+    """A mailbox's queue that counts the items taken."""
 
     taken = 0
 
@@ -50,7 +50,7 @@ class _Items(queue.Queue[Any]):
 
 
 class _Mailbox(testing._Mailbox):
-    """A mailbox whose reader has dealt with what it took when it comes for more."""
+    """A mailbox that counts items as processed when its reader returns for more."""
 
     def __init__(self, pending: _Pending) -> None:
         super().__init__(0.0, "")
@@ -67,11 +67,11 @@ class _Mailbox(testing._Mailbox):
 
 
 class _Channel(testing.MemoryChannel):
-    """A rank's end.
+    """A rank's end of the control plane.
 
     Attributes:
-        sent: messages to the coordinator.
-        wakes: how often the engine woke up.
+        sent: number of messages to the coordinator.
+        wakes: number of times the engine woke up.
     """
 
     def __init__(self, cluster: LockstepCluster, rank: int) -> None:
@@ -123,7 +123,7 @@ class LockstepCluster(testing.Cluster):
         return connect
 
     def begin(self, rank: int) -> None:
-        """Meet the other ranks, and go on when it is this rank's turn: from the lowest."""
+        """Meet the other ranks, and continue when it is this rank's turn; the lowest rank begins."""
         if self._together.wait(PATIENCE) == 0:
             self.pending.settle()
             with self._passed:
@@ -132,14 +132,14 @@ class LockstepCluster(testing.Cluster):
         self._await_turn(rank)
 
     def pass_on(self, rank: int) -> None:
-        """Let each other rank run until it waits or ends a step."""
+        """Let each of the other ranks run until it waits or ends a step."""
         with self._passed:
             self.turns.append(self.turns.pop(0))
             self._passed.notify_all()
         self._await_turn(rank)
 
     def end(self, rank: int) -> None:
-        """Run freely from now on; every rank comes here."""
+        """Leave lockstep; every rank must call this."""
         with self._passed:
             self.turns.remove(rank)
             self._passed.notify_all()
@@ -151,7 +151,7 @@ class LockstepCluster(testing.Cluster):
                 raise TimeoutError(f"rank {rank} had no turn")
 
     def _until(self, engine: Engine, ready: Callable[[], bool]) -> None:
-        """Let other ranks run until what this one waits for is there."""
+        """Let other ranks run until this one can continue."""
         for _ in range(1000):
             self.pending.settle()
             with engine.changed:

@@ -70,7 +70,7 @@ class Stream(testing.Stream):
 
 
 class Event(testing.Event):
-    """An event, known to the sanitizer by a number. When the host looks at it, it has happened."""
+    """An event, known to the sanitizer by a number. It is complete when the host looks at it."""
 
     def __init__(self, gpu: RacyGpu, stream: Stream) -> None:
         super().__init__(gpu)
@@ -90,8 +90,8 @@ class Event(testing.Event):
         self.host_has_waited()
 
     def host_has_waited(self) -> None:
-        """This thread goes on after it. What the engine does with that reaches the training thread's streams too; but
-        what the training thread has waited for must be in order without it: such waits are to go."""
+        """Order this thread's later kernels after the event. A wait of the engine also orders the training thread's
+        streams; a wait of the training thread orders no kernels, since such waits are to be removed."""
         if self._gpu.thread == "engine":
             self.query()
             return
@@ -106,7 +106,7 @@ class Block:
 
     Attributes:
         where: "gpu", "pinned" or "host".
-        stream: from whose memory the allocator took it, and to which it returns it at once.
+        stream: the stream it was allocated on, which may reuse it as soon as it is freed.
         recorded: numbers of the other streams that the allocator waits for.
     """
 
@@ -117,7 +117,7 @@ class Block:
 
 
 class _Arguments(sanitizer.ArgumentHandler):
-    """What a kernel reads and writes, by storage: views have other addresses than what they are views of."""
+    """The storages that a kernel reads and writes. (Not addresses: a view may begin elsewhere in its storage.)"""
 
     def __init__(self, gpu: RacyGpu) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class RacyGpu(testing.FakeGpu):
     Tensors are on it if they come from ``adopt``, from a factory that was given a device, or from kernels there.
 
     Attributes:
-        errors: what was found, a line each.
-        waits_for_all: how often a stream of an engine's own waited for all that another one held, and how often a
-            collective was submitted from another stream, which comes to the same: neither is wrong, both cost overlap.
+        errors: one line for each error found.
+        waits_for_all: how often an engine's own stream waited for all work of another stream, or a collective was
+            submitted from another stream, which has the same effect. Neither is an error; both reduce overlap.
     """
 
     def __init__(self) -> None:
@@ -169,20 +169,20 @@ class RacyGpu(testing.FakeGpu):
 
     @property
     def rank(self) -> int:
-        """Whose thread this is."""
+        """The rank that this thread belongs to."""
         rank: int = self._thread.rank
         return rank
 
     @property
     def thread(self) -> str:
-        """What this thread is: "engine", "training" or, inside backward(), "autograd"."""
+        """This thread's role: "engine", "training" or, inside backward(), "autograd"."""
         if "engine" in threading.current_thread().name:
             return "engine"
         return "training" if torch._C._current_graph_task_id() == -1 else "autograd"
 
     @contextlib.contextmanager
     def streams_of(self, rank: int) -> Iterator[None]:
-        """In it this thread uses a rank's streams."""
+        """Use a rank's streams in this thread."""
         before = vars(self._thread).get("rank")
         self._thread.rank = rank
         try:
@@ -192,7 +192,7 @@ class RacyGpu(testing.FakeGpu):
 
     @contextlib.contextmanager
     def thread_of(self, rank: int) -> Iterator[None]:
-        """In it this thread is one of a rank's, and its kernels are judged."""
+        """Make this thread one of a rank's, and check its kernels."""
         with self.streams_of(rank), _Functions(self), _Kernels(self):
             yield
 
@@ -212,7 +212,7 @@ class RacyGpu(testing.FakeGpu):
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def block(self, tensor: torch.Tensor, where: str = "host") -> Block | None:
-        """Return a tensor's memory; if nobody has seen it before, it is ``where``. None for tensors without numbers."""
+        """Return a tensor's memory, which is ``where`` if it is new; None for tensors without strided CPU memory."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -231,18 +231,18 @@ class RacyGpu(testing.FakeGpu):
         return block.number
 
     def _forget(self, key: int) -> None:
-        """A storage is gone. Judged before the next kernel: garbage collection may call this anywhere."""
+        """Note that a storage is gone. (Garbage collection may call this anywhere, so the next kernel checks it.)"""
         self._freed.append(self._blocks.pop(key))
 
     def put(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        """Say where a new tensor is; returns it."""
+        """Set where a new tensor is; return the tensor."""
         block = self.block(tensor, where)
         if block is not None:
             block.where = where
         return tensor
 
     def adopt(self, *tensors: torch.Tensor) -> None:
-        """Have tensors on the GPU from now on."""
+        """Treat tensors as on the GPU from now on."""
         for tensor in tensors:
             self.put(tensor, "gpu")
 
@@ -268,14 +268,14 @@ class RacyGpu(testing.FakeGpu):
 
     @contextlib.contextmanager
     def judging(self) -> Iterator[None]:
-        """Around all calls of the sanitizer's handler: it belongs to one thread at a time."""
+        """Hold the lock that all calls of the sanitizer's handler need, after checking freed blocks."""
         with self._lock:
             while self._freed:
                 self._check_free(self._freed.popleft())
             yield
 
     def collect(self) -> None:
-        """Judge what has been freed since the last kernel."""
+        """Check the blocks freed since the last kernel."""
         with self.judging():
             pass
 
@@ -295,7 +295,7 @@ class RacyGpu(testing.FakeGpu):
     def launch(
         self, stream: Stream, what: str, reads: set[int], writes: set[int], aliases: dict[int, list[str]]
     ) -> None:
-        """Judge a kernel.
+        """Check a kernel.
 
         Args:
             reads, writes: numbers of the blocks.
@@ -305,7 +305,7 @@ class RacyGpu(testing.FakeGpu):
             for error in errors:
                 assert isinstance(error, sanitizer.UnsynchronizedAccessError)
                 other = self.known[error.previous_access.stream]
-                if other.rank == stream.rank:  # (else it is a cache, that only ranks in one process share)
+                if other.rank == stream.rank:  # (otherwise it is a cache, which only ranks in one process share)
                     self._complain("race", error.current_access, error.previous_access)
 
     def _complain(self, what: str, *accesses: sanitizer.Access) -> None:
@@ -317,7 +317,7 @@ class RacyGpu(testing.FakeGpu):
         return f"{access.type} memory by {what} ({at}) on the {self.known[access.stream].name}"
 
     def _host_waits_for(self, tensor: torch.Tensor, what: str) -> None:
-        """The host waits for this thread's stream, on which the tensor is read."""
+        """Record that the host waits for this thread's stream, on which the tensor is read."""
         self.host_waits(what)
         block, stream = self.block(tensor), self.current_stream(CPU)
         assert block is not None
@@ -341,7 +341,7 @@ class RacyGpu(testing.FakeGpu):
 
 
 class _Kernels(TorchDispatchMode):
-    """Judges a thread's kernels."""
+    """Checks a thread's kernels."""
 
     def __init__(self, gpu: RacyGpu) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees in one thread what no kernel shows: which tensors are made on the host, and which go there."""
+    """Tracks in one thread what kernels do not show: tensors that are created on the host or copied there."""
 
     def __init__(self, gpu: RacyGpu) -> None:
         super().__init__()
@@ -405,22 +405,22 @@ class _Functions(TorchFunctionMode):
 
 
 class ProcessSet:
-    """Some ranks, as Horovod has them."""
+    """Horovod's process set."""
 
     def __init__(self, ranks: Sequence[int], number: int = 0) -> None:
         self.ranks, self.process_set_id = list(ranks), number
 
     def size(self) -> int:
-        """How many."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
 
 class _Part:
-    """A rank's part of a collective: what it brings, and once all have come, what it gets.
+    """A rank's part of a collective: its input and, when all ranks have submitted theirs, its result.
 
     Args:
-        out: memory for the result; None: Horovod takes some from the default stream's, as much as comes.
-        splits: of an alltoall, how many rows go to each rank.
+        out: memory for the result; None: Horovod allocates it on the default stream.
+        splits: number of rows for each rank, in an alltoall.
     """
 
     def __init__(
@@ -547,7 +547,7 @@ class FakeHorovod:
 
 
 def _deal(parts: list[_Part]) -> list[torch.Tensor]:
-    """Return for each rank the rows that are for it."""
+    """Return the rows for each rank."""
     rows = [part.tensor[: sum(part.splits)].split(list(part.splits)) for part in parts]
     return [torch.cat([sent[place] for sent in rows]) for place in range(len(parts))]
 

@@ -1,8 +1,8 @@
-"""What one step may cost the host, counted: budgets for every mode, beside the plain optimizer on the same model.
+"""Budgets for what one step costs the host in each mode: counts, compared with the plain optimizer on the same model.
 
 The model has as many parameters as ResNet-50, in six buckets, and computes next to nothing. Counts are the same on
-every machine, with Python 3.11 and torch 2.13. ``python -m tests.conformance.host_counts MODE`` prints them,
-``python -m tests.conformance.keras_host_counts MODE`` those of Keras.
+every machine with Python 3.11 and torch 2.13. ``python -m tests.conformance.host_counts MODE`` prints them, and
+``python -m tests.conformance.keras_host_counts MODE`` prints those of Keras.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Budget(NamedTuple):
     """The most that a step may cost, on average over ``STEPS`` steps, on the rank where it costs most.
 
     Attributes:
-        aten: operators without views, over plain.
-        calls: Python and C functions that the training thread calls, over plain.
-        waits: of the training thread for a device, if the tensors were on one. (On CPUs a bucket is looked at for NaN
-            before it leaves.)
-        copies: of the gradients or weights.
-        messages: to the coordinator, when the engine is so fast that none brings two buckets.
-        wakes: of the engine, under the same condition.
+        aten: number of operators over plain, views not counted.
+        calls: number of calls of Python and C functions by the training thread, over plain.
+        waits: number of times the training thread would wait for a device if the tensors were on one. (On CPUs each
+            bucket is checked for NaN before it leaves.)
+        copies: number of copies of all gradients or weights.
+        messages: number of messages to the coordinator, with an engine so fast that each bucket has its own message.
+        wakes: number of times the engine wakes up, under the same condition.
     """
 
     aten: float
@@ -62,8 +62,8 @@ BUDGETS = {
 }
 """Of (mode, ranks)."""
 ENGINES = 0.25
-"""Messages and wake-ups that may come on top: a rank's engine also works while another rank trains, so when counting
-begins and ends some of its messages may fall on either side."""
+"""Tolerance for messages and wake-ups: a rank's engine also works while another rank trains, so some of its messages
+may fall before or after the steps that are counted."""
 
 
 measured = functools.cache(measure)
@@ -135,9 +135,8 @@ class KerasBudget(NamedTuple):
     """The most that a training step of Keras may have in its graph, which has 40 variables in five buckets.
 
     Attributes:
-        operators: over plain Keras' 962, those of functions in the graph included. They are what tracing takes its
-            time for.
-        crossings: from the graph into Python.
+        operators: number over plain Keras' 962, those of functions in the graph included. Tracing time grows with it.
+        crossings: number of calls from the graph into Python.
     """
 
     operators: int

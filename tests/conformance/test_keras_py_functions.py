@@ -83,7 +83,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_calls_python_as_often_as_it_must_by_ops_that_can_be_on_a_gpu(name, monkeypatch):
+def test_a_step_has_the_expected_py_functions_and_they_can_run_on_a_gpu(name, monkeypatch):
     make, expected = OPTIMIZERS[name]
     calls: Counter[int] = Counter()
     call = script_ops.EagerFunc.__call__
@@ -118,7 +118,7 @@ def test_a_step_calls_python_as_often_as_it_must_by_ops_that_can_be_on_a_gpu(nam
 
 
 def test_an_int32_would_keep_a_py_function_off_a_gpu():
-    """(What the test above relies on.)"""
+    """(The test above relies on this.)"""
     step = tf.function(lambda: tf.py_function(lambda: np.int32(0), [], tf.int32))
     (op,) = [node for node in nodes(step.get_concrete_function().graph) if node.op == "EagerPyFunc"]
     assert not set(op.attr["Tout"].list.type) <= dtypes_on_accelerators()["Tout"]

@@ -279,7 +279,7 @@ def test_named_buffers_that_are_no_pairs_are_refused(given, told):
 
 
 def test_buffers_are_looked_up_while_other_threads_make_tuples():
-    """A tuple that is being filled must not be held by anybody else, or CPython gives up on it with a SystemError."""
+    """CPython raises a SystemError in a thread that fills a new tuple to which another thread has a reference."""
     model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(8)))
     done, errors, before = threading.Event(), [], sys.getswitchinterval()
 

@@ -62,7 +62,7 @@ class Rank:
         self.steps += 1
 
     def bits(self) -> list[bytes]:
-        """Return those of the weights, elements in the order of shapes."""
+        """Return the bits of the weights, elements in contiguous order."""
         return [p.detach().contiguous().numpy().tobytes() for p in self.parameters]
 
 
@@ -90,7 +90,7 @@ def convert(one: Rank) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_elements_lie_as_in_the_parameters_memory_and_come_back_to_the_bit(dtype):
+def test_elements_have_the_parameters_memory_order_and_are_restored_bit_by_bit(dtype):
     parameters = made()
     vectors = vectors_of(parameters, dtype)
     vector = vectors.read(parameters)
@@ -106,7 +106,7 @@ def test_elements_lie_as_in_the_parameters_memory_and_come_back_to_the_bit(dtype
     assert all(torch.equal(p, 2.0 * before) for p, before in zip(parameters, expected, strict=True))
 
 
-def test_copies_are_plain_ones_and_views_are_made_once():
+def test_copies_do_not_reorder_elements_and_views_are_made_once():
     parameters = made()
     vectors = vectors_of(parameters)
     vector = vectors.read(parameters)
@@ -116,14 +116,14 @@ def test_copies_are_plain_ones_and_views_are_made_once():
     assert vectors.parts(vectors.read(parameters)) is parts
 
 
-def test_no_number_is_waited_for():
+def test_no_step_waits_for_a_number():
     parameters = meta_parameters()
     vectors = vectors_of(parameters)
     with NothingComesFromTheHost():
         vectors.write(parameters, vectors.read(parameters))
 
 
-def test_memory_serves_again_when_the_last_tensor_on_it_is_gone():
+def test_memory_is_reused_when_the_last_tensor_on_it_is_gone():
     vectors = vectors_of(made())
     first = vectors.empty()
     where, view = first.data_ptr(), first.view(torch.uint8)[8:16]
@@ -134,7 +134,7 @@ def test_memory_serves_again_when_the_last_tensor_on_it_is_gone():
     assert where in {again.data_ptr(), vectors.empty().data_ptr(), vectors.empty().data_ptr()}
 
 
-def test_no_more_memory_is_kept_than_said():
+def test_free_memory_is_bounded():
     vectors = vectors_of(made())
     late = [vectors.empty() for _ in range(6)]
     assert len({one.data_ptr() for one in late}) == 6
@@ -149,7 +149,7 @@ def test_there_is_room_for_a_header_behind_a_vector():
     assert vector.untyped_storage().nbytes() >= vector.nbytes + HEADER.size
 
 
-def test_memory_is_let_go_in_one_thread_and_taken_in_another():
+def test_memory_is_freed_in_one_thread_and_reused_in_another():
     vectors, seen = vectors_of(made()), []
 
     def work() -> None:
@@ -165,7 +165,7 @@ def test_memory_is_let_go_in_one_thread_and_taken_in_another():
     assert seen == [True] * 800
 
 
-def test_a_torch_that_does_not_count_uses_gets_fresh_memory(monkeypatch):
+def test_memory_is_not_reused_where_torch_cannot_count_uses(monkeypatch):
     monkeypatch.setattr(weight_vectors, "_use_count", None)
     parameters = made()
     vectors = vectors_of(parameters)
@@ -178,7 +178,7 @@ def test_a_torch_that_does_not_count_uses_gets_fresh_memory(monkeypatch):
 # -- memory formats of ranks --------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_parameters_lie_otherwise_in_memory_is_refused_when_the_ranks_meet():
+def test_a_rank_with_another_memory_format_is_refused_when_the_ranks_meet():
     def train(rank: int) -> None:
         with pytest.raises(ReplicaMismatchError, match=r"\(4, 3, 2, 2\) float32 channels_last"):
             Rank(rank, STAR, LAST if rank else PLAIN).step()
@@ -189,7 +189,9 @@ def test_a_rank_whose_parameters_lie_otherwise_in_memory_is_refused_when_the_ran
 @pytest.mark.parametrize("options", [STAR, PAIRS, LSGD], ids=["sgp", "adpsgd", "lsgd"])
 def test_weights_that_move_to_other_memory_between_steps(options):
     """In the other format, in one that is neither, or by ``p.data``, as state_dicts are loaded with assign=True."""
-    size = 2 if options is STAR else 1  # (which messages of others the rest have at a step is up to the machine)
+    size = (
+        2 if options is STAR else 1
+    )  # (with more ranks, which messages have arrived at a step depends on the machine)
     plain = trained(options, lambda one: None, size)
     assert trained(options, convert, size) == plain
 
@@ -212,7 +214,7 @@ def test_weights_that_move_to_other_memory_between_steps(options):
 
 
 @pytest.mark.parametrize("loads", [LAST, PLAIN], ids=["the same format", "another"])
-def test_vectors_in_a_checkpoint_are_loaded_only_by_parameters_that_lie_alike(loads):
+def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(loads):
     saved: list[Any] = [None, None]
 
     def run(rank: int) -> list[bytes]:
@@ -270,7 +272,7 @@ def test_orders_are_those_of_all_groups_also_of_one_added_before_a_state_is_load
     Cluster(2).run(resume)
 
 
-def test_a_checkpoint_in_the_plain_order_is_of_use_to_a_model_that_is_converted_later():
+def test_a_checkpoint_in_contiguous_order_loads_into_a_model_that_is_converted_later():
     """Older versions saved that order, whatever the model's format."""
     saved: list[Any] = [None, None]
 
@@ -299,7 +301,7 @@ def test_a_checkpoint_in_the_plain_order_is_of_use_to_a_model_that_is_converted_
 
 
 def test_freezing_between_steps_is_seen_by_the_next_one():
-    """Elements of a frozen parameter are told as such; what is unfrozen is not."""
+    """Elements of a frozen parameter are reported as frozen, those of an unfrozen one are not."""
 
     def train(rank: int) -> list[list[slice]]:
         one, seen = Rank(rank, {"algorithm": "exact-diffusion", "topology": "ring"}), []
@@ -319,7 +321,7 @@ def test_freezing_between_steps_is_seen_by_the_next_one():
     )
 
 
-def test_weights_that_become_wider_after_the_ranks_have_met_are_refused():
+def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
     def train(rank: int) -> None:
         one = Rank(rank, STAR)
         one.step()
@@ -332,7 +334,7 @@ def test_weights_that_become_wider_after_the_ranks_have_met_are_refused():
 
 
 def test_the_content_of_groups_may_be_replaced_by_a_loaded_state():
-    """The learning rates of a step are those of the groups as they are then."""
+    """A step uses the learning rates that the groups have when it begins."""
 
     def train(rank: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         groups = [{"params": made()}, {"params": made()[:2], "lr": 0.5}]
@@ -362,7 +364,7 @@ def test_the_content_of_groups_may_be_replaced_by_a_loaded_state():
 @pytest.mark.parametrize(
     "options", [{"algorithm": "exact-diffusion", "topology": "ring"}, {**STAR, "quasi_global": True}], ids=str
 )
-def test_a_learning_rate_on_a_gpu_is_read_when_the_device_is_done_with_the_step(monkeypatch, options):
+def test_a_learning_rate_on_a_gpu_is_read_after_the_step_is_computed(monkeypatch, options):
     rate, events = torch.tensor(0.1), []
 
     class Later:
@@ -408,7 +410,7 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_statistics_are_read_in_one_call_from_what_modules_hold_by_then():
+def test_statistics_are_read_in_one_call_from_the_modules_present_buffers():
     model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(3) for _ in range(20)], torch.nn.Linear(3, 1))
 
     def train(rank: int) -> None:
@@ -428,7 +430,7 @@ def test_statistics_are_read_in_one_call_from_what_modules_hold_by_then():
         expected[0, 2] = torch.tensor([1.0, 2.0, 3.0])
         expected[:, 5] = 0.0
         assert replica.statistics()().view(2, 40, 3).equal(expected.double())
-        model[3].running_mean = torch.zeros(4)  # (of no use any more)
+        model[3].running_mean = torch.zeros(4)  # (of another shape)
         model[3].running_var = None
         model[4].running_mean = torch.ones(3, dtype=torch.int64)  # (counts are no statistics)
         expected[:, 6:9] = 0.0

@@ -86,7 +86,7 @@ def test_rank_0s_death_is_named_by_the_others(forked: RunJob, framework: str, ra
 
 
 def check_served_by_a_process(job: Job) -> None:
-    """The coordinator had a process beside rank 0, there were no relays, and all that is over."""
+    """The coordinator had a process beside rank 0, which has ended; there were no relays."""
     assert [rank["serves"] for rank in job.check_clean().case("first step")] == [["coordinator"], []], str(job)
 
 
@@ -112,7 +112,7 @@ def test_a_coordinator_beside_gpus_ends_under_horovodrun(framework: str, manner:
     ],
 )
 def test_a_coordinator_beside_gpus_ends_as_ranks_do(forked: RunJob, manner: str, victim: int) -> None:
-    """And outlives its own rank to say how that ended."""
+    """And outlives its own rank, to report how it ended."""
     job = forked("torch", "ends.py", 2, args=(*ends("torch", manner, victim), "--on-gpu"))
     check_served_by_a_process(job)
     if manner in MANNERS:

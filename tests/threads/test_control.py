@@ -427,7 +427,7 @@ def test_rank_0_has_no_socket_where_the_coordinator_is_a_thread_of_its_process()
             assert at == [3 * number + 1 + rank for number in range(50)]
 
 
-def test_others_are_heard_however_much_rank_0_says():
+def test_other_ranks_are_read_however_much_rank_0_sends():
     with wire(2) as made:
         channels = [near(made), made.connect(1)]
         channels[1].send(Hello("far", 1))
@@ -440,7 +440,7 @@ def test_others_are_heard_however_much_rank_0_says():
             raise AssertionError("rank 1 was not heard")
 
 
-def test_the_end_of_rank_0s_thread_is_heard_after_all_it_said_and_once():
+def test_the_end_of_rank_0s_thread_is_reported_once_after_all_its_messages():
     with wire(1) as made:
         channel = near(made)
         channel.send(Hello("here", 1))
@@ -451,7 +451,7 @@ def test_the_end_of_rank_0s_thread_is_heard_after_all_it_said_and_once():
         assert made.hub.hear(0.01) is None
 
 
-def test_rank_0_hears_the_end_of_its_coordinator_after_all_that_said():
+def test_rank_0_is_told_of_its_coordinators_end_after_all_its_messages():
     with wire(1) as made:
         channel = near(made)
         for _ in range(3):
@@ -462,7 +462,7 @@ def test_rank_0_hears_the_end_of_its_coordinator_after_all_that_said():
         assert [channel.receive(WAIT) for _ in range(2)] == [Gone(ENDED, "here")] * 2
 
 
-def test_rank_0_sleeps_until_it_is_spoken_to():
+def test_rank_0_sleeps_until_a_message_arrives():
     with wire(1) as made, ThreadPoolExecutor(1) as pool:
         channel = near(made)
         heard = pool.submit(lambda: until(lambda: channel.receive(WAIT)))

@@ -53,7 +53,7 @@ def test_whoever_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable)
     assert not sleeper._ready(0.0), "what woke it is forgotten"
 
 
-def test_whoever_is_awake_is_woken_by_no_system_call_and_does_not_sleep_next(sleeper):
+def test_waking_an_awake_sleeper_makes_no_system_call_and_skips_its_next_sleep(sleeper):
     sent: list[str] = []
     sleeper._waker.wake = lambda: sent.append("byte")
     sleeper._poller = poller = Poller()

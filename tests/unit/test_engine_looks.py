@@ -85,7 +85,7 @@ def test_what_is_posted_is_done_at_once(engine: Engine) -> None:
     assert engine._next_look() == 0.0
 
 
-def test_it_hurries_while_a_thread_waits_and_only_then(engine: Engine) -> None:
+def test_it_polls_often_only_while_a_thread_waits(engine: Engine) -> None:
     engine._channel = channel = Channel()  # type: ignore[assignment]
     with engine._waiting(lambda: False):
         assert channel.wakes == 0, "nothing is in flight"
@@ -99,7 +99,7 @@ def test_it_hurries_while_a_thread_waits_and_only_then(engine: Engine) -> None:
     assert engine._next_look() == 0.0, "it is done"
 
 
-def test_a_collective_wakes_a_thread_only_with_what_it_waits_for(
+def test_a_collective_wakes_only_a_thread_that_waits_for_its_result(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -135,8 +135,8 @@ def running(channel: Any) -> Engine:
     return Engine(collectives, connect=lambda: channel)
 
 
-def test_a_look_in_vain_leaves_all_else_alone():
-    """Of three turns two look at what may be done, the last of its group, and at nothing else."""
+def test_a_poll_without_a_result_does_nothing_else():
+    """Two of three turns look only at the last collective of the group, and do nothing else."""
     looked: list[str] = []
 
     class Counted(Looked):

@@ -120,8 +120,8 @@ class EagerWorker(Worker):
         self._check_drained()
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have the engine thread run this. If it has ended since ``_check_able``, whoever waits for it is told, and
-        ``remains`` takes the gradients."""
+        """Run ``action`` on the engine thread. If the engine has ended since ``_check_able``, threads that wait for the
+        action get the error, and ``remains`` takes the gradients."""
         self.engine.notify(action)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def hold_unmoved(old: State, new: State, d: Vector, parameters: Iterable[slice])
     """
     if new.momentum is None or new.momentum is old.momentum:  # (SlowMo's, at a learning rate of 0)
         return
-    if (d != 0).all():  # (as in most steps: then a GPU is waited for once, and not for each parameter)
+    if (d != 0).all():  # (the usual case: one wait for a GPU instead of one a parameter)
         return
     for part in parameters:
         if not d[part].any():

@@ -22,7 +22,7 @@ from hvd_async.stats import LeaderStats
 Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
 """A function of three vectors: the first, limited element by element to the range between the other two."""
 Statistics: TypeAlias = "Vector | Callable[[], Vector]"
-"""Batch-norm statistics, shape (2 m,), or a function that makes the vector of them, for the few steps that use it."""
+"""Batch-norm statistics, shape (2 m,), or a function that returns them, called only in the few steps that use it."""
 REMEMBERED = 10_000
 """Pulls that ``stats().history`` lists; earlier ones are only counted."""
 

@@ -99,8 +99,9 @@ def job_of(setting: dict[str, Any]) -> tuple[str, int]:
 
 
 def rows_of(blocks: list[Block]) -> list[Row]:
-    """One row a framework, number of ranks and arm: medians over repetitions, of times of the mean over the ranks, of
-    counts of the rank that has most. ``over`` is the training thread's time less the plain arm's in that repetition."""
+    """Return one row for each framework, number of ranks and arm: medians over repetitions, for times of the mean over
+    the ranks, for counts of the highest rank. ``over`` is the training thread's time minus the plain arm's in the same
+    repetition."""
     plain = {(job_of(block), block["repetition"]): block for block in blocks if block["arm"] == PLAIN}
     rows = []
     for ((framework, ranks), arm), mine in grouped(blocks, lambda block: (job_of(block), block["arm"])).items():
@@ -124,7 +125,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
 
 
 def judge(report: Report) -> None:
-    """Add what must show of our arms. Counts are exact; times are not."""
+    """Add the limits that our arms must meet. Counts are exact; times are not."""
     plain = {job_of(each["setting"]): each for each in report.rows if each["arm"] == PLAIN}
     for each in (one for one in report.rows if one["arm"] in OURS):
         arm, (framework, ranks) = each["arm"], job_of(each["setting"])
@@ -143,7 +144,7 @@ def judge(report: Report) -> None:
 
 
 def most_operators(each: Row) -> float:
-    """Return how many operators more than plain torch an arm may run: 8 a bucket, and 12 to extrapolate updates; 12
+    """Return the limit of an arm's operators over plain torch's: 8 a bucket, plus 12 to extrapolate updates; 12 in all
     where ranks have weights of their own."""
     if each["buckets"] is None:
         return 12

@@ -87,7 +87,7 @@ def farthest(one: Any, other: Any) -> float:
 def run(_: Any, report: Report, part: Part) -> None:
     """All cases, or a few."""
     for case in equalities(part.share):
-        # (Horovod cannot go by way of the CPU where it was built with NCCL)
+        # (a Horovod built with NCCL cannot stage tensors on the CPU)
         place = torch.device("cpu") if os.environ["HVD_ASYNC_STAGE"] == "1" else DEVICE
         theirs, _, _ = train(case, horovod.DistributedOptimizer, case.theirs, place)
         ours, optimizer, early = train(case, hvd.EagerOptimizer, {**case.ours, "quorum": "all"}, DEVICE)

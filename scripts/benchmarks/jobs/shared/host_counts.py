@@ -22,12 +22,12 @@ PARAMETERS, ELEMENTS = 161, 8
 BUCKET_MB = PARAMETERS * ELEMENTS * 4 / 5 / 2**20
 """``bucket_cap_mb`` for five or six buckets."""
 STEPS = 16
-"""Steps that are counted: a multiple of every period (averages, pulls, checks of one bucket in turn). As many steps
-before them are not counted: the first ones check more."""
+"""Number of counted steps: a multiple of every period (averages, pulls, checks of one bucket in turn). They follow as
+many steps that are not counted, since the first ones check more."""
 VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::empty", "aten::new_empty")
-"""Beginnings of the names of operators that launch nothing, beside those that torch itself knows as views."""
+"""Prefixes of the names of operators that launch no kernel, in addition to torch's views."""
 WAITS = frozenset(f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"))
-"""Operators whose result the host needs: on a GPU they wait until it is computed."""
+"""Operators whose result the host needs: on a GPU the host waits for it."""
 WAITING_CALLS = frozenset({"tolist", "synchronize"})
 """Methods of tensors, streams and events that wait without an operator."""
 COPIES = frozenset(f"aten::{name}" for name in ("copy_", "_foreach_copy_", "cat", "stack", "clone", "_to_copy"))
@@ -56,11 +56,11 @@ def momentum_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the ATen operators that the calling thread runs inside it, autograd's for CPU tensors included.
+    """Counter of the ATen operators that the calling thread runs in its context, autograd's for CPU tensors included.
 
     Attributes:
         calls: operators by name, without views and fresh memory.
-        copied: elements that copying operators have written.
+        copied: number of elements written by copying operators.
     """
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class Operators(TorchDispatchMode):
 
 
 class Calls:
-    """Counts the Python and C functions that the calling thread calls in ``measure``.
+    """Counter of the Python and C functions that the calling thread calls in ``measure``.
 
     Args:
-        hidden: code of functions that are not counted, nor what they call.
-        wrappers: code of functions that are not counted themselves.
+        hidden: code of functions that are not counted, and whose calls are not counted.
+        wrappers: code of functions that are not counted, but whose calls are.
 
     Attributes:
         python: calls by code.
@@ -140,8 +140,8 @@ class HostCounts(NamedTuple):
     Attributes:
         aten_calls: operators without views.
         python_calls, c_calls: functions called.
-        host_waits: waits for a device, if the tensors were on one.
-        copies: elements that were copied, in copies of all gradients.
+        host_waits: number of waits for a device, if the tensors were on one.
+        copies: copied elements, divided by the model's number of elements.
     """
 
     aten_calls: float

@@ -16,8 +16,8 @@ from tensorflow.python.ops import script_ops
 from .keras_arm import wrapped
 
 VARIABLES, ELEMENTS = 40, 8
-"""Variables of ``SmallVariables``, and elements of each. ResNet-50 has more; but Keras makes operators for each, and to
-trace these takes long."""
+"""Number of variables of ``SmallVariables``, and elements of each. (Fewer than ResNet-50 has: Keras makes operators for
+each variable, and tracing them takes long.)"""
 BUCKET_MB = VARIABLES * ELEMENTS * 4 / 5 / 2**20
 """``bucket_cap_mb`` for five buckets."""
 STEPS = 16
@@ -69,7 +69,7 @@ class SmallSteps:
 
 
 class Crossings:
-    """Counts the calls of Python functions from graphs, in all threads, from ``begin`` to ``end``.
+    """Counter of calls of Python functions from graphs, in all threads, from ``begin`` to ``end``.
 
     Attributes:
         count: of them.
@@ -91,5 +91,5 @@ class Crossings:
         script_ops.EagerFunc.__call__ = counted
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         script_ops.EagerFunc.__call__ = self._call
