@@ -77,7 +77,7 @@ def test_a_gradient_that_is_clipped_on_its_way_is_refused(name):
 
 
 @pytest.mark.parametrize("call", ["drain", "step"])
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", ARMS if LONG_RUN else FEW)
 def test_the_model_is_left_alone_in_consensus(name, call):
     """There it holds the consensus, and the rank's own weights afterwards."""
 

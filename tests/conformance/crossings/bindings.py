@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,21 +26,21 @@ class Binding(NamedTuple):
     equivalent: Callable[[Cell], Cell]
 
 
-def _of(script: Any, **options: Any) -> Binding:
-    return Binding(functools.partial(script.Run, **options), script.LEVELS, script.allowed, script.equivalent)
+def _of(script: Any) -> Binding:
+    return Binding(script.Run, script.LEVELS, script.allowed, script.equivalent)
 
 
 BINDINGS: Mapping[str, Binding] = {
     "torch": _of(torch_script),
     "keras": _of(keras_script),
-    "keras-graph": _of(keras_script, graph=True),
+    "keras-graph": _of(keras_script),
 }
 KERAS_FEW = (
-    *("eager-all", "eager-all-same", "eager-all-buckets", "eager-ahead", "eager-solo", "sgp-star-own", "osgp-own"),
-    *("dpsgd", "dpsgd-quasi-own", "exact-seldom-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
+    *("eager-all", "eager-ahead", "eager-solo", "sgp-star-own", "osgp-own"),
+    *("dpsgd-quasi-own", "local", "diloco-own", "lsgd-own"),
 )
 """Arms of Keras' eager steps in an ordinary run."""
-GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-star-own", "dpsgd-quasi-own", "local", "lsgd-own")
+GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-own", "dpsgd-quasi-own", "local", "lsgd-own")
 """Arms of graphs in an ordinary run: each family, and each kind of step."""
 
 

@@ -85,7 +85,11 @@ def _check(vector: Any, name: str, dtypes: set[str]) -> None:
 
 def run(cell: Cell, make: Callable[[Cell, int | None], Any]) -> tuple[Any, Sequence[Any]]:
     """Run a cell's script, plain and on all ranks; return the plain run, and of each rank its run or its error."""
-    plain = make(cell, None).train()
+    return make(cell, None).train(), run_ranks(cell, make)
+
+
+def run_ranks(cell: Cell, make: Callable[[Cell, int | None], Any]) -> Sequence[Any]:
+    """Run a cell's script on all ranks; return of each rank its run or its error."""
     done = [threading.Event() for _ in range(steps_of(cell))]
 
     def work(rank: int) -> Any:
@@ -97,7 +101,7 @@ def run(cell: Cell, make: Callable[[Cell, int | None], Any]) -> tuple[Any, Seque
             for event in done:  # (also of a rank that has failed: nobody waits for it)
                 event.set()
 
-    return plain, Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
+    return Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
 
 
 def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Callable[[Cell], Cell]) -> list[str]:
@@ -136,7 +140,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
         found += _near(cell, plain, runs)
     other = equivalent(cell)
     if other.id != cell.id and not arm.plain and not arm.late:
-        for one, due in zip(runs, run(other, make)[1], strict=True):
+        for one, due in zip(runs, run_ranks(other, make), strict=True):
             if isinstance(due, BaseException):
                 found.append(f"{other.id} raises {type(due).__name__}: {due}")
             elif not np.allclose(one.path, due.path, rtol=10 * tolerance, atol=10 * tolerance):

@@ -1,6 +1,7 @@
 """The training script of a Keras cell, run by our optimizers and by the plain one. As ``torch_script``.
 
-A step is taken eagerly or as a ``tf.function`` with forward and backward pass.
+A step is taken eagerly or, on ranks of a "keras-graph" cell, as a ``tf.function`` with forward and backward pass. The
+plain run is always eager: tracing takes most of a cell's time.
 """
 
 from __future__ import annotations
@@ -130,13 +131,11 @@ class Run:
     Args:
         cell: what crosses.
         rank: which; None: the plain run.
-        graph: whether a step is a ``tf.function``.
-
     Attributes: as of ``torch_script.Run``.
     """
 
-    def __init__(self, cell: Cell, rank: int | None, graph: bool = False) -> None:
-        self.cell, self.rank, self.arm, self.graph = cell, rank, ARMS[cell.arm], graph
+    def __init__(self, cell: Cell, rank: int | None) -> None:
+        self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]
         self.net = Net(cell)
         self.path: list[Array] = []
         self.averages: list[Array] = []
@@ -369,7 +368,8 @@ class Run:
 
     def trace(self) -> None:
         """Let the next step be traced."""
-        self.step = tf.function(self.take, reduce_retracing=False) if self.graph else self.take
+        in_graph = self.ours and self.cell.binding == "keras-graph"
+        self.step = tf.function(self.take, reduce_retracing=False) if in_graph else self.take
 
     def wrapped(self, plain: Any) -> Any:
         """Return an optimizer of ours."""
@@ -467,8 +467,8 @@ IDLE: Mapping[str, Mapping[str, str]] = {
 
 
 def equivalent(cell: Cell) -> Cell:
-    """Return a cell whose ranks' weights are the same, without what changes none."""
-    return Cell(cell.binding, cell.arm, {f: IDLE.get(f, {}).get(level, level) for f, level in cell.levels.items()})
+    """Return a cell whose ranks' weights are the same, without what changes none, and with eager steps."""
+    return Cell("keras", cell.arm, {f: IDLE.get(f, {}).get(level, level) for f, level in cell.levels.items()})
 
 
 def allowed(levels: Mapping[str, str]) -> bool:

@@ -126,9 +126,9 @@ def _arms() -> list[Arm]:
 
 ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _arms()}
 FEW = (
-    *("eager-all", "eager-all-same", "eager-all-buckets", "eager-ahead", "eager-solo", "eager-pace"),
-    *("allreduce-own", "sgp-star-own", "osgp-own", "dpsgd", "dpsgd-own", "dpsgd-quasi-own", "adpsgd-own"),
-    *("exact-own", "exact-seldom-own", "noloco-own", "local", "local-own", "diloco-own", "lsgd-own", "easgd-own"),
+    *("eager-all", "eager-all-buckets", "eager-ahead", "eager-solo", "eager-pace"),
+    *("allreduce-own", "sgp-star-own", "osgp-own", "dpsgd", "dpsgd-quasi-own", "adpsgd-own"),
+    *("exact-seldom-own", "noloco-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
 )
 """Arms of an ordinary run: each mechanism once."""
 
