@@ -83,7 +83,7 @@ def sources() -> list[pathlib.Path]:
 def unit(module: str) -> str:
     """What a dotted name belongs to in STOREYS: "hvd_async.torch.eager" to "torch", "torch_models.vision" to itself."""
     parts = module.split(".")
-    if parts[:3] == ["scripts", "benchmarks", "jobs"]:
+    if parts[:3] == ["scripts", "benchmarks", "jobs"] or module == "scripts.nccl_ranks":
         return "jobs"
     return parts[1] if parts[0] == "hvd_async" and len(parts) > 1 else parts[0]
 
