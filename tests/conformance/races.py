@@ -1,4 +1,4 @@
-"""A GPU without hardware whose kernels are judged: torch's CUDA sanitizer on CPU tensors, fake streams and events.
+"""A fake GPU that checks its kernels: torch's CUDA sanitizer on CPU tensors, fake streams and events.
 
 Ranks are threads (``Cluster``), each with streams of its own, and an NCCL whose collectives wait for what the stream
 that submitted them holds. The detector finds two kernels on one storage that no stream, event or completed collective

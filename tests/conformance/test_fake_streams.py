@@ -1,4 +1,4 @@
-"""torch on a GPU, without one: CPU tensors on fake streams, judged by torch's CUDA sanitizer (``races``)."""
+"""torch on a GPU, without one: CPU tensors on fake streams, checked by torch's CUDA sanitizer (``races``)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ SETTINGS = {
 
 
 def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"]) -> tuple[RacyGpu, Any]:
-    """Train on so many ranks; return the GPU that has judged it, and what ``train`` returned."""
+    """Train on ``ranks`` ranks; return the GPU with what it found, and the results of ``train``."""
     patch.setattr(streams, "EARLY", setting.queued)
     patch.setenv("HVD_ASYNC_STAGE", str(int(setting.staged)))
 
@@ -155,7 +155,7 @@ def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
 
 BUCKETS = PARAMETERS = 4
 """Of the model, whose buckets hold one parameter each."""
-WAITS = {  # in two steps: on the training thread, on autograd's, and on the engine's
+WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
     "all": (2 * BUCKETS, 0, 2 * BUCKETS),
     "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
     "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
@@ -169,7 +169,7 @@ WAITS = {  # in two steps: on the training thread, on autograd's, and on the eng
     "lsgd": (2 + 2, 0, 0),
     "easgd": (2 + 2, 0, 1),
 }
-"""With one rank, which gets no messages; an average, a pull towards the center every other step."""
+"""With one rank, which gets no messages. Averages and pulls towards the center come every other step."""
 
 
 def waited(waits: Counter[tuple[str, str]], rank: int, thread: str) -> int:
@@ -187,7 +187,7 @@ def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
     assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
 
 
-@pytest.mark.parametrize("mode", [mode for mode in WAITS if mode != "lsgd"])  # (a leader's pulls come by chance)
+@pytest.mark.parametrize("mode", [mode for mode in WAITS if mode != "lsgd"])  # (whose number of pulls depends on time)
 def test_training_waits_as_often_on_two_ranks(mode, monkeypatch):
     _, results = run(MODES[mode], 2, monkeypatch)
     for rank, (*_, before, last) in enumerate(results):
@@ -223,7 +223,7 @@ def plant(patch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new
 
 
 class Engine:
-    """An engine's thread, whose turn it is whenever something is posted."""
+    """A fake engine that runs each posted action immediately, on its own stream."""
 
     def __init__(self, gpu: RacyGpu) -> None:
         self._gpu, self._stream = gpu, gpu.default_stream(CPU)
@@ -264,7 +264,7 @@ def a_vector_is_freed_whose_stream_was_left(gpu: RacyGpu) -> None:
 
 def a_result_is_freed_that_was_made_elsewhere(gpu: RacyGpu) -> None:
     result = ones()
-    gpu.default_stream(CPU).record_event().query()  # (its collective is seen to be done)
+    gpu.default_stream(CPU).record_event().query()  # (the host has seen that its collective is done)
     with gpu.on(gpu.stream("user's")):
         streams.record_received(result).sum()
 
@@ -292,11 +292,11 @@ def training_goes_to_another_stream(gpu: RacyGpu) -> None:
 
 
 class Fault(NamedTuple):
-    """One call that is left out, and what shows it.
+    """A call that is removed, and a run in which this is found.
 
     Attributes:
-        shows: a scenario, or a mode, its ranks and their setting.
-        finds: part of the complaint.
+        shows: a scenario; or a mode, its number of ranks and their setting.
+        finds: part of the error that is found.
     """
 
     function: Callable[..., Any]
@@ -435,7 +435,7 @@ def name_of(shows: Scenario | tuple[str, int, str]) -> str:
 
 
 def complaints(shows: Scenario | tuple[str, int, str], patch: pytest.MonkeyPatch) -> list[str]:
-    """Return what the detector says of a scenario, or of a mode."""
+    """Return what the detector finds in a scenario, or in a mode."""
     if isinstance(shows, tuple):
         mode, ranks, setting = shows
         gpu, _ = run(MODES[mode], ranks, patch, SETTINGS[setting])

@@ -51,7 +51,7 @@ class Rank:
         self.opt = (hvd.LeaderOptimizer if self.leads else hvd.GossipOptimizer)(sgd, **options)
 
     def step(self) -> None:
-        """Take one."""
+        """Take a step."""
         random = np.random.default_rng((self.rank, self.steps))
         for parameter in self.parameters:
             gradient = torch.as_tensor(random.normal(size=tuple(parameter.shape)), dtype=parameter.dtype)
@@ -67,7 +67,7 @@ class Rank:
 
 
 def trained(options: dict[str, Any], between: Callable[[Rank], object], size: int) -> list[bytes]:
-    """Train a few steps, with something done between them, and drain; return all ranks' bits."""
+    """Train a few steps, with an action between them, and drain; return all ranks' bits."""
 
     def train(rank: int) -> list[bytes]:
         one = Rank(rank, options)
@@ -188,10 +188,8 @@ def test_a_rank_with_another_memory_format_is_refused_when_the_ranks_meet():
 
 @pytest.mark.parametrize("options", [STAR, PAIRS, LSGD], ids=["sgp", "adpsgd", "lsgd"])
 def test_weights_that_move_to_other_memory_between_steps(options):
-    """In the other format, in one that is neither, or by ``p.data``, as state_dicts are loaded with assign=True."""
-    size = (
-        2 if options is STAR else 1
-    )  # (with more ranks, which messages have arrived at a step depends on the machine)
+    """To the other format, to one that is neither, or by ``p.data``, as load_state_dict(assign=True) does."""
+    size = 2 if options is STAR else 1  # (with more, what has arrived at a step depends on the machine)
     plain = trained(options, lambda one: None, size)
     assert trained(options, convert, size) == plain
 
@@ -399,7 +397,7 @@ def test_a_learning_rate_on_a_gpu_is_read_after_the_step_is_computed(monkeypatch
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls that compute something."""
+    """Counter of calls that compute something."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ def test_whole_training_by_way_of_relays(monkeypatch, hosts_of_two, fan_out):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks' tensors are on GPUs, as far as the control plane is told."""
+    """Make the control plane believe that all ranks' tensors are on GPUs."""
     monkeypatch.setattr(MemoryCollectives, "on_gpu", True)
 
 
