@@ -129,7 +129,7 @@ class Overlap:
 
     def disarm(self) -> None:
         """``step()`` was called, or a drain or cut has ended: what backward brings is not this optimizer's."""
-        self._armed = False
+        self._armed = False  # (first: an interrupt may leave what hooks count as it was)
         self._due[:] = [0] * len(self._due)
         self._handed[:] = [False] * len(self._handed)
 
@@ -145,7 +145,7 @@ class Overlap:
         """A backward pass has brought the last expected gradient of a bucket. (If a parameter was unfrozen since
         ``arm``, its gradient may still come: then the bucket leaves in ``step()``.)"""
         hand_over = self._hand_over()
-        if hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
+        if self._armed and hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
             hand_over(bucket)
             self._handed[bucket] = True
 
@@ -155,7 +155,7 @@ class Overlap:
         Raises:
             ReplicaStateError: there are more passes than was said.
         """
-        if self._hand_over() is None:
+        if not self._armed or self._hand_over() is None:
             return
         if _in_reentrant_checkpoint():
             raise ReplicaStateError(

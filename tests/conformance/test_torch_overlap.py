@@ -363,3 +363,25 @@ def test_what_an_interrupt_leaves_without_a_hook_gets_one_next_time():
         return sorted(log)
 
     assert Cluster(2).run(train) == [[0, 1, 3]] * 2, "the rest leaves in step()"
+
+
+def test_where_an_interrupt_has_kept_hooks_counting_nothing_is_handed_over():
+    class Interrupting(list[int]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise KeyboardInterrupt
+
+    def train(rank: int) -> None:
+        model = conv_model()
+        opt: Any = hvd.EagerOptimizer(plain(MOMENTUM, model.parameters()))
+        log = hand_overs(opt)
+        opt.zero_grad()
+        overlap = opt._async.replica.overlap
+        counts, overlap._due = overlap._due, Interrupting(overlap._due)
+        with pytest.raises(KeyboardInterrupt):
+            opt.zero_grad()
+        overlap._due = counts
+        loss(model, rank, 0).backward()
+        assert log == []
+        opt.step()
+
+    Cluster(2).run(train)
