@@ -52,7 +52,7 @@ BUDGETS = {
     ("dpsgd", 1): Budget(4, 310, 1, 2, 0, 0),
     ("dpsgd", 2): Budget(6, 430, 1, 2, 3, 6),
     ("adpsgd", 1): Budget(7, 300, 1, 2, 0, 1),
-    ("adpsgd", 2): Budget(7, 310, 1, 2, 2, 3),
+    ("adpsgd", 2): Budget(7, 340, 1, 2, 2, 3),
     ("local", 1): Budget(6, 280, 1, 2.5, 1, 1),
     ("local", 2): Budget(6, 300, 1, 2.5, 1, 1),
     ("lsgd", 1): Budget(5, 390, 2, 2, 2, 2),
