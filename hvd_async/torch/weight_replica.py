@@ -53,7 +53,7 @@ class WeightReplica(replica.WeightReplica):
         is, since all ranks' vectors must have one length."""
         self._read_statistics: Callable[[], list[torch.Tensor | None]] = list
         self._statistic_kinds: list[Kind] = []
-        """Of the statistics that pulls average, if all have one dtype and device."""
+        """Shapes, dtypes and devices of the statistics that pulls average, if all have one dtype and device."""
         self._memory = ReusedMemory(most=MESSAGES_KEPT)
         self._orders: dict[int, str] = {}
         """``memory_order`` of each parameter by its id when the optimizer was wrapped. It never changes, even if the

@@ -33,7 +33,7 @@ INPUTS = torch.ones(ELEMENTS)
 
 
 class Cost(NamedTuple):
-    """What a step costs a rank, on average over ``STEPS`` steps.
+    """Average cost of a step for a rank, over ``STEPS`` steps.
 
     Attributes:
         host: the training thread's counts.

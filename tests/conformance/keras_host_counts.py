@@ -24,7 +24,7 @@ PATIENCE = 600.0
 
 
 class KerasCost(NamedTuple):
-    """What a training step costs.
+    """Cost of a training step.
 
     Attributes:
         operators: number of operators in its graph, functions in it included, by type.

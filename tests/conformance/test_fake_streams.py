@@ -154,7 +154,7 @@ def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
 # -- the host's waits ---------------------------------------------------------------------------------------------
 
 BUCKETS = PARAMETERS = 4
-"""Of the model, whose buckets hold one parameter each."""
+"""Number of parameters of the model, each in a bucket of its own."""
 WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
     "all": (2 * BUCKETS, 0, 2 * BUCKETS),
     "solo": (0, 2 * BUCKETS, 2 * BUCKETS),

@@ -60,7 +60,7 @@ BUDGETS = {
     ("easgd", 1): Budget(6, 370, 2, 2, 2, 2),
     ("easgd", 2): Budget(6, 380, 2, 2, 2, 2),
 }
-"""Of (mode, ranks)."""
+"""Budgets by mode and number of ranks."""
 ENGINES = 0.25
 """Tolerance for messages and wake-ups: a rank's engine also works while another rank trains, so some of its messages
 may fall before or after the steps that are counted."""
@@ -155,7 +155,7 @@ KERAS_BUDGETS = {
     ("lsgd", 2): KerasBudget(344, 3),
     ("easgd", 2): KerasBudget(344, 3),
 }
-"""Of (mode, ranks), with TensorFlow 2.21 and Keras 3."""
+"""Budgets by mode and number of ranks, with TensorFlow 2.21 and Keras 3."""
 KERAS_FEW = [("all", 2), ("solo", 2), ("sgp", 2), ("lsgd", 2)]
 """One of each kind of step, for an ordinary run: tracing takes long."""
 

@@ -21,7 +21,7 @@ from tests.conformance.keras_ranks import LOSS, batch
 ONE_BUCKET, BUCKET_EACH = 25.0, 1e-9
 """MiB at which a bucket is full."""
 VARIABLES = 6
-"""Of the model; each has a bucket of its own with ``BUCKET_EACH``."""
+"""Number of variables of the model; with ``BUCKET_EACH`` each has a bucket of its own."""
 
 
 def sgd(**options: Any) -> keras.Optimizer:

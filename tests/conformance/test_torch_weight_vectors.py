@@ -248,7 +248,7 @@ def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(loads):
 
 @pytest.mark.parametrize("saves", [PLAIN, LAST], ids=str)
 def test_orders_are_those_of_all_groups_also_of_one_added_before_a_state_is_loaded(saves):
-    """What is loaded is refused by the added group's parameter if it lies otherwise, and only then."""
+    """Loading a state raises only if the parameter of the added group has another memory format."""
 
     def grouped(memory_format: torch.memory_format) -> Any:
         first, *others = made(memory_format)

@@ -1,4 +1,4 @@
-"""What a step costs the host: operators and calls, counted, and CPU time, beside the plain optimizer, Horovod and DDP.
+"""Host cost of a step: counts of operators and calls, and CPU time, beside the plain optimizer, Horovod and DDP.
 
 The model has as many parameters as ResNet-50, of 8 elements each (in TensorFlow 40, as one graph), so that nothing is
 left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device.
@@ -22,7 +22,7 @@ HELP = "operators, calls and CPU time of one step beside the plain optimizer's, 
 JOBS = {"torch": "host", "tensorflow": "host_keras"}
 OURS = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
 OTHERS = ("horovod", "ddp", DDP_NO_OP)
-"""Of torch."""
+"""Rival arms, which torch alone has."""
 QUICK = "horovod,all,sgp"
 TIMES = ("training_ms", "other_ms", "first_ms")
 COUNTS = ("aten_calls", "python_calls", "host_waits", "copies", "operators", "crossings", "buckets")

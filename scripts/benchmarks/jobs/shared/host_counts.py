@@ -1,4 +1,4 @@
-"""What one training step costs the host, counted: operators, calls, waits for a device, copies.
+"""Counters of the host cost of a training step: operators, calls, waits for a device, copies.
 
 Counts depend on the versions of Python and torch, and on no machine: ``tests/conformance/test_host_budgets.py`` limits
 them, and the case ``host`` shows them beside times.
@@ -135,7 +135,7 @@ class Calls:
 
 
 class HostCounts(NamedTuple):
-    """What a step costs the training thread on average.
+    """Average cost of a step for the training thread.
 
     Attributes:
         aten_calls: operators without views.

@@ -1,4 +1,4 @@
-"""What one training step costs in Keras, counted: operators of its graph and crossings from there into Python.
+"""Counters of the cost of a Keras training step: operators of its graph, and crossings from there into Python.
 
 As ``host_counts`` for torch: ``tests/conformance/test_host_budgets.py`` limits what the case ``host`` shows.
 """
