@@ -172,7 +172,7 @@ class Rank:
         """Train until all trouble is over and as many ranks are there as at the beginning."""
         model, hvd = self._model, self._model.hvd
         model.set_rate(hvd.size() if self._schedule.kind in EAGER else 1)
-        held = {"threads": self._process.num_threads(), "files": self._process.num_fds()}
+        held = {"threads": [one.id for one in self._process.threads()], "files": self._process.num_fds()}
         held["weights"] = self._weights()
         self.write("generation", size=hvd.size(), rank=hvd.rank(), batch=state.batch, **held)
         while True:

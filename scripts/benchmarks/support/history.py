@@ -74,11 +74,12 @@ class History:
         every = {record["at"]: record["size"] for host in self._slots for record in self._all(host, "generation")}
         return [size for _, size in sorted(every.items())]
 
-    def held(self) -> list[list[tuple[int, int]]]:
-        """Return of each host that was there from begin to end its threads and open files, after each reset."""
+    def held(self) -> list[list[tuple[frozenset[int], int]]]:
+        """Return, for each host that was there from begin to end, the identifiers of its threads and the number of its
+        open files after each reset."""
         stayed = [host for host in self._ends if len(self._all(host, "generation")) == self.resets + 1]
         generations = [self._all(host, "generation") for host in stayed]
-        return [[(one["threads"], one["files"]) for one in own] for own in generations]
+        return [[(frozenset(one["threads"]), one["files"]) for one in own] for own in generations]
 
     def serving(self, what: str) -> list[str]:
         """Return the control processes, "relay" or "coordinator", of those that had a "trouble", or came to the "end",
