@@ -66,7 +66,7 @@ class GradientReplica(eager.GradientReplica):
         self.recorded: list[int] = []
         self.overlap: Overlap | None = None
         self.watch = Watch(self.layout)
-        self.checks = Checks()
+        self.checks = Checks(len(self.layout))
         self.passes: int = options["backward_passes_per_step"]
         self._bucket_cap_mb: float = options["bucket_cap_mb"]
         self._groups: Any = options["groups"]
@@ -99,7 +99,7 @@ class GradientReplica(eager.GradientReplica):
 
     def bind(self, engine: Engine) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
-        if streams.bind_training_stream(engine, self.layout.parameters):
+        if streams.bind_training_stream(engine, [bucket.parameters[0] for bucket in self.layout.buckets]):
             hyperparameters.begin_to_read(self.optimizer.param_groups)
 
     def continue_from(self, before: GradientReplica) -> None:
@@ -143,6 +143,7 @@ class GradientReplica(eager.GradientReplica):
         early = not scaled and self._nonfinite == "skip"
         self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
         self.watch = Watch(self.layout)
+        self.checks = Checks(len(self.layout))
 
     def new_worker(
         self,
@@ -182,7 +183,9 @@ class GradientReplica(eager.GradientReplica):
         gone = worker.gone
         left = [index for index in range(len(self.layout)) if index not in gone]
         spoilt = overflow and samples != 0  # (a scaler takes the mean of nothing, NaN, for an overflow)
-        return {i: None if spoilt else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
+        vectors = {i: None if spoilt else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
+        self.checks.send()
+        return vectors
 
     def handed_over(self) -> None:
         """All gradients of the step have been handed over."""

@@ -45,8 +45,8 @@ class Gpu:
 
     def __init__(self) -> None:
         self._engine_streams: dict[torch.device, Any] = {}
-        self.free_numbers: dict[torch.dtype, list[torch.Tensor]] = {}
-        """Free pinned memory for ``Later``, by dtype: to allocate it would take longer than the rest of the copy."""
+        self.free_numbers: dict[tuple[torch.dtype, tuple[int]], list[torch.Tensor]] = {}
+        """Free pinned memory for ``Later``, by dtype and shape: allocating it would take longer than the copy."""
 
     def has_allocator(self, device: torch.device) -> bool:
         """Return whether torch caches freed memory of the device."""
@@ -177,28 +177,34 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Later:
-    """A number on a GPU, on its way to the CPU; nothing waits until it is asked for.
+    """Numbers on a GPU, on their way to the CPU; nothing waits until they are asked for.
 
     Args:
-        number: shape (), or of one element.
+        numbers: a tensor of any shape; for ``float()``, of one element.
     """
 
-    def __init__(self, number: torch.Tensor) -> None:
-        self._free = gpu.free_numbers.setdefault(number.dtype, [])
+    def __init__(self, numbers: torch.Tensor) -> None:
+        shape = (numbers.numel(),)
+        self._free = gpu.free_numbers.setdefault((numbers.dtype, shape), [])
         try:
             self._there = self._free.pop()  # (another thread may have been quicker)
         except IndexError:
-            self._there = gpu.pinned((), number.dtype)
-        self._there.copy_(number.reshape(()), non_blocking=True)
-        self._copied = gpu.current_stream(number.device).record_event()
-        self._value: float | None = None
+            self._there = gpu.pinned(shape, numbers.dtype)
+        self._there.copy_(numbers.reshape(shape), non_blocking=True)
+        self._copied = gpu.current_stream(numbers.device).record_event()
+        self._numbers: list[float] | None = None
+
+    def numbers(self) -> list[float]:
+        """Return the numbers, once they are there."""
+        if self._numbers is None:
+            self._copied.synchronize()
+            self._numbers = self._there.double().tolist()
+            self._free.append(self._there)
+        return self._numbers
 
     def __float__(self) -> float:
-        if self._value is None:
-            self._copied.synchronize()
-            self._value = float(self._there)
-            self._free.append(self._there)
-        return self._value
+        (number,) = self.numbers()
+        return float(number)
 
 
 def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> bool:

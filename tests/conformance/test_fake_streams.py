@@ -156,7 +156,7 @@ def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
 BUCKETS = PARAMETERS = 4
 """Number of parameters of the model, each in a bucket of its own."""
 WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
-    "all": (2 * BUCKETS, 0, 2 * BUCKETS),
+    "all": (2, 0, 2 * BUCKETS),
     "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
     "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
     "sgp": (2, 0, 0),
@@ -374,7 +374,7 @@ FAULTS = [
     Fault(
         streams.copy_to_host, "own.wait_stream(gpu.default_stream(tensor.device))", "pass", ("sgp", 2, "queued"), RACE
     ),
-    Fault(streams.Later.__float__, "self._copied.synchronize()", "pass", a_number_is_read_later, EARLY),
+    Fault(streams.Later.numbers, "self._copied.synchronize()", "pass", a_number_is_read_later, EARLY),
     Fault(
         streams.bind_training_stream,
         "engine.call_soon(lambda: _follow(others))",

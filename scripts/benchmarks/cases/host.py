@@ -1,7 +1,8 @@
 """Host cost of a step: counts of operators and calls, and CPU time, beside the plain optimizer, Horovod and DDP.
 
 The model has as many parameters as ResNet-50, of 8 elements each (in TensorFlow 40, as one graph), so that nothing is
-left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device.
+left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device. On the
+device "fake", CPU tensors count as tensors on a GPU: the optimizers do what they do there, and their waits are counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..support.report import Column, Report, Row, chosen, ends, ranged, row
 HELP = "operators, calls and CPU time of one step beside the plain optimizer's, Horovod's and DDP's, 1 rank and several"
 JOBS = {"torch": "host", "tensorflow": "host_keras"}
 OURS = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
+DEVICES = ("cpu", "fake")
 OTHERS = ("horovod", "ddp", DDP_NO_OP)
 """Rival arms, which torch alone has."""
 QUICK = "horovod,all,sgp"
@@ -28,6 +30,7 @@ TIMES = ("training_ms", "other_ms", "first_ms")
 COUNTS = ("aten_calls", "python_calls", "host_waits", "copies", "operators", "crossings", "buckets")
 COLUMNS = (
     Column("framework", "setting.framework"),
+    Column("device", "setting.device"),
     Column("ranks", "setting.ranks", "d"),
     Column("arm", "arm"),
     Column("ATen calls", "aten_calls", ".0f"),
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's own options."""
     parser.set_defaults(ranks=2, arms=",".join((*OTHERS, *OURS)), repetitions=5)
     parser.add_argument("--framework", choices=JOBS, nargs="+", default=list(JOBS), help="torch, tensorflow")
+    parser.add_argument("--device", choices=DEVICES, nargs="+", default=list(DEVICES), help="fake: torch's alone")
     parser.add_argument("--steps", type=int, default=100, help="that are timed, of each block")
 
 
@@ -65,16 +69,20 @@ def run(args: argparse.Namespace, say: Say) -> Report:
         args.steps, args.repetitions = min(args.steps, 20), 1
     arms = named_arms(args.arms, (*OTHERS, *OURS))
     both = [(framework, ranks) for framework in args.framework for ranks in sorted({1, args.ranks})]
-    jobs = {(framework, ranks): there(arms, framework, ranks) for framework, ranks in both}
+    jobs = {(framework, ranks): there(arms, args.device, framework, ranks) for framework, ranks in both}
     progress = Progress(sum(map(len, jobs.values())) * args.repetitions, say)
 
     def tell(block: Block) -> str:
-        return f"{block['framework']}, {block['ranks']} ranks, {block['arm']}: {mean(block, 'training_ms'):.2f} ms"
+        of = f"{block['framework']}, {block['ranks']} ranks, {block['device']}, {block['arm']}"
+        return f"{of}: {mean(block, 'training_ms'):.2f} ms"
 
     found: list[Block] = []
     for (framework, ranks), own in jobs.items():
         common = chosen(args, "steps", framework=framework, ranks=ranks)
-        blocks = [{**common, "arm": arm, "repetition": i} for i, arm in repetitions(own, args.repetitions)]
+        blocks = [
+            {**common, "device": device, "arm": arm, "repetition": i}
+            for i, (device, arm) in repetitions(own, args.repetitions)
+        ]
         seconds = START + len(blocks) * (20 + 0.1 * args.steps)
         how: dict[str, Any] = {"seconds": seconds, "ranks": ranks, "progress": progress}
         found += launch.measure(args, JOBS[framework], blocks, say, tell, **how)
@@ -83,9 +91,15 @@ def run(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def there(arms: Sequence[str], framework: str, ranks: int) -> list[str]:
-    """Return the arms of a job, the plain optimizer first. (With one rank there is no majority.)"""
-    return [PLAIN, *(arm for arm in arms if (framework == "torch" or arm in OURS) and (ranks > 1 or arm != "majority"))]
+def there(arms: Sequence[str], devices: Sequence[str], framework: str, ranks: int) -> list[tuple[str, str]]:
+    """Return a job's arms with their devices, the plain optimizer first. (With one rank there is no majority; only our
+    arms do other things on a GPU.)"""
+    if framework == "tensorflow":
+        devices = DEVICES[:1]
+    named = [arm for arm in arms if ranks > 1 or arm != "majority"]
+    other = () if framework == "tensorflow" else OTHERS
+    own = {"cpu": [arm for arm in named if arm in (*OURS, *other)], "fake": [arm for arm in named if arm in OURS]}
+    return [(device, arm) for device in devices for arm in (PLAIN, *own[device])]
 
 
 def mean(block: Block, key: str) -> float:
@@ -93,19 +107,21 @@ def mean(block: Block, key: str) -> float:
     return statistics.fmean(own[key] for own in block["by_rank"])
 
 
-def job_of(setting: dict[str, Any]) -> tuple[str, int]:
-    """Return framework and number of ranks of a block or a row's setting."""
-    return setting["framework"], setting["ranks"]
+def place_of(setting: dict[str, Any]) -> tuple[str, int, str]:
+    """Return framework, number of ranks and device of a block or a row's setting."""
+    return setting["framework"], setting["ranks"], setting["device"]
 
 
 def rows_of(blocks: list[Block]) -> list[Row]:
-    """Return one row for each framework, number of ranks and arm: medians over repetitions, for times of the mean over
-    the ranks, for counts of the highest rank. ``over`` is the training thread's time minus the plain arm's in the same
-    repetition."""
-    plain = {(job_of(block), block["repetition"]): block for block in blocks if block["arm"] == PLAIN}
+    """Return one row for each framework, number of ranks, device and arm: medians over repetitions, for times of the
+    mean over the ranks, for counts of the highest rank. ``over`` is the training thread's time minus the plain arm's in
+    the same repetition."""
+    plain = {(place_of(block), block["repetition"]): block for block in blocks if block["arm"] == PLAIN}
     rows = []
-    for ((framework, ranks), arm), mine in grouped(blocks, lambda block: (job_of(block), block["arm"])).items():
-        pairs = [(block, plain[job_of(block), block["repetition"]]) for block in mine]
+    for ((framework, ranks, device), arm), mine in grouped(
+        blocks, lambda block: (place_of(block), block["arm"])
+    ).items():
+        pairs = [(block, plain[place_of(block), block["repetition"]]) for block in mine]
         told = mine[0]["by_rank"][0]
         times = {key: spread([mean(block, key) for block in mine]) for key in TIMES if key in told}
         over = spread([mean(own, "training_ms") - mean(one, "training_ms") for own, one in pairs])
@@ -119,23 +135,23 @@ def rows_of(blocks: list[Block]) -> list[Row]:
             figures["first_over"] = statistics.median(
                 mean(own, "first_ms") / mean(one, "first_ms") for own, one in pairs
             )
-        setting = {"framework": framework, "ranks": ranks, "device": "cpu", "steps": mine[0]["steps"], "seed": None}
+        setting = {"framework": framework, "ranks": ranks, "device": device, "steps": mine[0]["steps"], "seed": None}
         rows.append(row(arm, setting, times["training_ms"], "ms of CPU a step", **figures))
     return rows
 
 
 def judge(report: Report) -> None:
     """Add the limits that our arms must meet. Counts are exact; times are not."""
-    plain = {job_of(each["setting"]): each for each in report.rows if each["arm"] == PLAIN}
+    plain = {place_of(each["setting"]): each for each in report.rows if each["arm"] == PLAIN}
     for each in (one for one in report.rows if one["arm"] in OURS):
-        arm, (framework, ranks) = each["arm"], job_of(each["setting"])
-        of = f"{framework}, {arm}, {ranks} rank{'s' if ranks > 1 else ''}"
+        arm, (framework, ranks, device) = each["arm"], place_of(each["setting"])
+        of = f"{framework}, {arm}, {ranks} rank{'s' if ranks > 1 else ''}, {device}"
         if framework == "tensorflow":
             report.at_most(f"CPU time of the first step over plain Keras': {of}", each["first_over"], TRACING)
             continue
-        calls, most = each["aten_calls"] - plain[framework, ranks]["aten_calls"], most_operators(each)
+        calls, most = each["aten_calls"] - plain[framework, ranks, device]["aten_calls"], most_operators(each)
         report.wants(f"ATen calls over plain torch's: {of}", calls, f"<= {most:g}", calls <= most, exact=True)
-        if arm in CALLS:
+        if arm in CALLS and device == "cpu":  # (a fake GPU makes calls of its own)
             calls, most = each["python_calls"], CALLS[arm]
             report.wants(f"Python and C calls: {of}", calls, f"<= {most}", calls <= most, exact=True)
         if arm in TRAINING:
@@ -165,6 +181,6 @@ def draw(figure: Any, rows: list[Row]) -> None:
     panels = list(figure.subplots(len(found) // 2, 2).flat)
     for axes, (key, title) in zip(panels, found.items(), strict=True):
         mine = [each for each in rows if plot.has(each, key)]
-        plot.bars(axes, mine, "{framework}, {ranks}", key)
-        plot.label(axes, title, "framework, ranks", "")
+        plot.bars(axes, mine, "{framework}, {ranks}, {device}", key)
+        plot.label(axes, title, "framework, ranks, device", "")
     plot.legend(figure, *panels)
