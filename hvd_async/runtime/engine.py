@@ -44,8 +44,9 @@ from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
 UNHURRIED = 0.005
-"""Seconds between two looks at collectives, at least, while no thread waits for what they bring: each look takes the
-interpreter lock from the training thread. A thread that begins to wait wakes the engine."""
+"""Seconds between two looks at collectives, at least, and for which a gradient may wait that leaves before its step,
+while no thread waits for what these bring: whenever the engine wakes up, it competes with the training thread for the
+interpreter lock. A thread that begins to wait wakes the engine."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
     "those that are missing, by hvd_async.rendezvous"
@@ -86,7 +87,13 @@ class Engine:
         self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None
+        self.unhurried = UNHURRIED
+        """0: the engine wakes up for each action."""
         self._posts: deque[Callable[[], None]] = deque()
+        self._more_to_come = False
+        """Whether a thread posts actions that may wait."""
+        self._looks_at = 0.0
+        """Until when (``time.monotonic``) a sleeping engine will have woken up by itself; 0 if it will not."""
         self._in_flight: list[_Flight] = []
         self._watched: list[Handle] = []
         """The last collective of each group in flight, and all that have stages; these determine when to look."""
@@ -179,9 +186,17 @@ class Engine:
         if self._channel is not None:
             self._channel.wake()
 
-    def notify(self, action: Callable[[], None]) -> None:
-        """Post an action, for nothing if the engine has ended. Takes no lock: a finalizer may call it."""
+    def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
+        """Post an action, for nothing if the engine has ended. Takes no lock: a finalizer may call it.
+
+        Args:
+            hurry: wake the engine for it, even if it is about to wake up by itself.
+        """
         self._posts.append(action)
+        if not hurry:
+            self._more_to_come = self.unhurried > 0
+            if time.monotonic() < self._looks_at:
+                return
         if self._channel is not None:
             self._channel.wake()
 
@@ -319,6 +334,7 @@ class Engine:
             self._channel = self._connect()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
+                self._looks_at = 0.0  # (before it runs the posts: what comes later wakes it)
                 if message is not None:
                     self._on_command(message)
                 elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
@@ -344,14 +360,23 @@ class Engine:
             self._posts.popleft()()
 
     def _next_look(self) -> float | None:
-        """Seconds the engine may sleep: until a collective may be done, for ever if it will be woken."""
-        if self._posts:
-            return 0.0
+        """Return how many seconds the engine may sleep: until a collective may be done, or more posts are due that do
+        not wake it; None if it will be woken."""
+        seconds = self._next_collective()
+        if self._more_to_come:
+            self._more_to_come = False
+            seconds = self.unhurried if seconds is None else min(seconds, self.unhurried)
+        if seconds is not None and 0.0 < seconds <= self.unhurried:
+            self._looks_at = time.monotonic() + seconds
+        return 0.0 if self._posts else seconds  # (in this order: what was posted before has not seen ``_looks_at``)
+
+    def _next_collective(self) -> float | None:
+        """Return in how many seconds a collective may be done; None if each wakes the engine, or there is none."""
         seconds = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
         soonest = min(seconds, default=None)
         if soonest is None or soonest <= 0.0 or self._waits:
             return soonest
-        return max(soonest, UNHURRIED)
+        return max(soonest, self.unhurried)
 
     def _complete_collectives(self) -> None:
         """Hand over the results of the collectives that are done."""
@@ -369,7 +394,7 @@ class Engine:
     def _on_command(self, message: Command | Gone) -> None:
         match message:
             case Welcome():
-                pass
+                self._looks_at = 0.0  # (before it runs the posts: what comes later wakes it)
             case Close():
                 self._closing = True  # (what was commanded before has to come to its end: all ranks are in it)
             case Gone() if self._leaving:

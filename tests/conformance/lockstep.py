@@ -113,6 +113,7 @@ class LockstepCluster(testing.Cluster):
         self.turns: list[int] = []
         self._passed, self._together = threading.Condition(), threading.Barrier(size)
         for engine in self.engines:
+            engine.unhurried = 0.0  # (nothing depends on time)
             engine.wait = self._waiting(engine, engine.wait)  # type: ignore[method-assign]
 
     def _connector(self, rank: int) -> Callable[[], Channel]:

@@ -43,11 +43,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("all", 1): Budget(31, 975, 7, 1.1, 7, 20),
-    ("all", 2): Budget(37, 980, 7, 1.1, 7, 19),
-    ("solo", 1): Budget(31, 975, 7, 1.1, 7, 20),
-    ("solo", 2): Budget(42, 1040, 7, 2.1, 7, 20),
-    ("majority", 2): Budget(42, 1030, 7, 2.1, 7, 20),
+    ("all", 1): Budget(31, 980, 7, 1.1, 7, 20),
+    ("all", 2): Budget(37, 985, 7, 1.1, 7, 19),
+    ("solo", 1): Budget(31, 980, 7, 1.1, 7, 20),
+    ("solo", 2): Budget(42, 1045, 7, 2.1, 7, 20),
+    ("majority", 2): Budget(42, 1035, 7, 2.1, 7, 20),
     ("sgp", 1): Budget(4, 310, 1, 2, 0, 0),
     ("sgp", 2): Budget(6, 460, 1, 2, 3, 6),
     ("dpsgd", 1): Budget(4, 310, 1, 2, 0, 0),

@@ -171,3 +171,83 @@ def test_stages_of_a_group_go_on_whatever_was_submitted_after_them(first):
     assert channel.engine.failure is None
     assert len(turns) == 2
     assert 0 not in turns, "only what ended the engine has made it look"
+
+
+class Scripted(Channel):
+    """Does something each time the engine sleeps.
+
+    Args:
+        turns: what it does in each sleep.
+
+    Attributes:
+        slept: how long the engine would have slept, each time; None until it is woken.
+    """
+
+    def __init__(self, turns: list[Any]) -> None:
+        super().__init__()
+        self.turns, self.slept, self.engine = turns, list[float | None](), running(self)
+
+    def receive(self, timeout: float | None) -> None:
+        self.slept.append(timeout)
+        self.turns.pop(0)(self.engine)
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_by_itself(monkeypatch):
+    monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: 1.0)
+    done: list[str] = []
+
+    def posts(name: str, wakes: int, **how: Any) -> Any:
+        def post(engine: Engine) -> None:
+            engine.notify(lambda: done.append(name), **how)
+            assert channel.wakes == wakes, name
+
+        return post
+
+    channel = Scripted(
+        [
+            posts("the first", 1, hurry=False),  # it slept until it would be woken
+            posts("one soon after", 1, hurry=False),
+            posts("one in a hurry", 2),
+            posts("one after others", 3, hurry=False),
+            lambda engine: None,
+            posts("one later", 4, hurry=False),  # (the clock stands still: what was promised before must be void)
+            lambda engine: engine.notify(engine._stop_now),
+        ]
+    )
+    channel.engine._run()
+    assert channel.engine.failure is None
+    assert done == ["the first", "one soon after", "one in a hurry", "one after others", "one later"]
+    assert channel.slept == [None, UNHURRIED, UNHURRIED, None, UNHURRIED, None, UNHURRIED]
+
+
+def test_an_engine_that_polls_anyway_is_not_woken(monkeypatch):
+    """Once the time has come at which it was to look, it is: it may be on its way to sleep."""
+    now = [1.0]
+    monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: now[0])
+
+    def late(engine: Engine) -> None:
+        engine.notify(lambda: None, hurry=False)
+        assert channel.wakes == 0
+        now[0] += UNHURRIED
+        engine.notify(lambda: None, hurry=False)
+        assert channel.wakes == 1
+
+    channel = Scripted([late, lambda engine: engine.notify(engine._stop_now)])
+    channel.engine.submit(lambda: Looked(0.0002), lambda result: None)
+    channel.engine._run()
+    assert channel.engine.failure is None
+    assert channel.slept == [UNHURRIED, UNHURRIED]
+
+
+def test_where_nothing_may_wait_every_action_wakes_the_engine():
+    def post(engine: Engine) -> None:
+        engine.notify(lambda: None, hurry=False)
+
+    channel = Scripted([post, post, lambda engine: engine.notify(engine._stop_now)])
+    channel.engine.unhurried = 0.0
+    channel.engine._run()
+    assert channel.engine.failure is None
+    assert (channel.wakes, channel.slept) == (3, [None, None, None])

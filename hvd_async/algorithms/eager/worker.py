@@ -119,10 +119,10 @@ class EagerWorker(Worker):
             self.engine.check()
         self._check_drained()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Run ``action`` on the engine thread. If the engine has ended since ``_check_able``, threads that wait for the
         action get the error, and ``remains`` takes the gradients."""
-        self.engine.notify(action)
+        self.engine.notify(action, hurry)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class EagerWorker(Worker):
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
             self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
-            self._post(lambda: self._arrive(number, step))
+            self._post(lambda: self._arrive(number, step), hurry=False)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
