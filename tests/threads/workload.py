@@ -43,14 +43,16 @@ class Progress:
             self._entered[rank] = step
             self._changed.notify_all()
 
-    def others_at(self, rank: int, step: float) -> None:
-        """Wait until the fastest of the other ranks has entered ``step``."""
+    def others_at(self, rank: int, step: float) -> float:
+        """Wait until the fastest of the other ranks has entered ``step``; return the step that it has entered."""
         others = [r for r in range(len(self._entered)) if r != rank]
         if others:
             with self._changed:
                 assert self._changed.wait_for(lambda: max(self._entered[r] for r in others) >= step, GATE_TIMEOUT), (
                     f"rank {rank} waited for others to enter step {step}: {self._entered}"
                 )
+                return max(self._entered[r] for r in others)
+        return step
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ def hand_over_some(worker: EagerWorker, rows: dict[int, Vector], chance: random.
     thread.join(GATE_TIMEOUT)
 
 
+def await_rounds(worker: EagerWorker, rounds: int) -> None:
+    """Wait until the first rounds have come to a worker, applied or not."""
+    worker.engine.wait(lambda: worker.version + len(worker._inbox.ready) >= rounds)
+
+
 def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None) -> Callable[[int], Record]:
     """Return what ``Cluster.run`` calls for a rank. ``tweak`` changes a rank's worker, to break it."""
     progress = Progress(plan.size)
@@ -153,7 +160,9 @@ def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None)
         for segment in plan.steps:
             for _ in range(segment[rank]):
                 if rank == plan.slow:
-                    progress.others_at(rank, done + 1 + plan.lag)
+                    entered = progress.others_at(rank, done + 1 + plan.lag)
+                    if plan.lag and len(plan.steps) == 1 and entered < float("inf"):
+                        await_rounds(worker, int(entered) - 1)  # (one a step of the fastest)
                 done += 1
                 progress.enter(rank, done)
                 rows = plan.rows(rank, done)
