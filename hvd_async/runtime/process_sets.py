@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,14 @@ def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> Rank
     return RankGroup(process_set, ranks, ranks.index(rank), process_set.process_set_id, named)
 
 
-def process_set_among(process_sets: Any, groups: Sequence[Sequence[int]], rank: int, make: bool) -> Any:
+def process_set_among(
+    process_sets: Any, known_ranks: Mapping[int, Sequence[int]], groups: Sequence[Sequence[int]], rank: int, make: bool
+) -> Any:
     """The Horovod process set of the group that a rank is in, None if it is in none.
 
     Args:
         process_sets: Horovod's module of that name.
+        known_ranks: the ranks of the process sets that exist, by number.
         groups: the same on all ranks that call it.
         rank: this one.
         make: whether all ranks of the job call it, so that process sets that are missing can be made; then it waits
@@ -93,7 +96,7 @@ def process_set_among(process_sets: Any, groups: Sequence[Sequence[int]], rank: 
     Raises:
         ValueError: a group has no process set, and none can be made now.
     """
-    known = {tuple(ranks): number for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
+    known = {tuple(ranks): number for number, ranks in known_ranks.items()}
     own = None
     for ranks in groups:
         one = process_sets.ProcessSet(list(ranks))

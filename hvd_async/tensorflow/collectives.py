@@ -247,7 +247,8 @@ class HorovodCollectives:
         return _Handle(self._threads.run(lambda: self._graph.alltoall(name, ranks, rows, splits)))
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        return process_set_among(process_sets, groups, self.rank, make)
+        known = process_sets._basics._get_process_set_ids_and_ranks()
+        return process_set_among(process_sets, known, groups, self.rank, make)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = tf.constant(np.frombuffer(pack(payload), dtype=np.uint8))

@@ -1,22 +1,23 @@
 """``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus our optimizers.
 
-From here on ``horovod.torch`` itself goes with them too, see ``horovod_names``.
+On Horovod, ``horovod.torch`` itself goes with them too from here on, see ``horovod_names``. Without Horovod the same
+names are ours, on torch.distributed, see ``horovod_api``.
 """
 
 from importlib import import_module as _import_module
 
-from hvd_async.errors import no_horovod as _no_horovod
+from hvd_async.torch.horovod_api import ON_HOROVOD as _ON_HOROVOD
+from hvd_async.torch.horovod_api import hvd as _horovods
 
-try:
-    import horovod.torch as _horovods
+if _ON_HOROVOD:
     from horovod.torch import *  # noqa: F403
-    from horovod.torch import HorovodInternalError  # noqa: F401
-except ImportError as _error:
-    raise _no_horovod(_error) from _error
+    from horovod.torch import HorovodInternalError
+else:
+    from hvd_async.torch.distributed import *  # noqa: F403
+    from hvd_async.torch.distributed import HorovodInternalError  # noqa: F401
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
-from hvd_async.torch import horovod_names as _horovod_names
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager import EagerOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, broadcast_parameters, init, join, shutdown
@@ -26,9 +27,10 @@ from hvd_async.torch.monitor import attach_monitor
 from hvd_async.torch.recording import record
 from hvd_async.torch.torchvision_operators import declare_torchvision_operators
 
-_horovod_names.install()
+if _ON_HOROVOD:
+    _import_module("hvd_async.torch.horovod_names").install()
 # (an import statement could find Horovod's, here by the star)
-elastic = _import_module("hvd_async.torch.elastic")
+elastic = _import_module("hvd_async.torch.elastic" if _ON_HOROVOD else "hvd_async.torch.distributed.elastic")
 _ours = (
     Compression,
     EagerOptimizer,

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
-from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import derived
@@ -18,6 +16,7 @@ from hvd_async.torch.bucket_layout import differentiable
 from hvd_async.torch.buffers import NamedBuffers
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.compression import Compression
+from hvd_async.torch.horovod_api import horovods_broadcast, hvd
 from hvd_async.torch.weight_replica import WeightReplica
 
 BINDING = Binding(hvd, LIFECYCLE, Compression)

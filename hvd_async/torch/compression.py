@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, Tail, count_slots, largest_summand
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import Layout, Zeros
+from hvd_async.torch.horovod_api import hvd
 
 
 class BF16Compressor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.eager.options import EagerOptions
@@ -19,6 +18,7 @@ from hvd_async.torch.buffers import Pairs
 from hvd_async.torch.compression import Compression
 from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
 from hvd_async.torch.gradient_replica import GradientReplica, RoundTransform
+from hvd_async.torch.horovod_api import hvd
 
 
 @documented(EagerOptions)

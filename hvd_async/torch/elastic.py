@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
-from horovod.common.elastic import ObjectState
-from horovod.common.exceptions import HostsUpdatedInterrupt
-from horovod.torch.elastic import ElasticSampler, run
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
@@ -21,7 +17,17 @@ from hvd_async.torch import hyperparameters
 from hvd_async.torch.buffers import is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.functions import receive_state
+from hvd_async.torch.horovod_api import ON_HOROVOD, PLANE, hvd
 from hvd_async.torch.objects import gather_objects, object_of, tensors_of
+
+if not ON_HOROVOD:
+    from hvd_async.torch.distributed.elastic import NOT_HERE
+
+    raise ImportError(f"{NOT_HERE} (The data plane is torch.distributed, because {PLANE.reason}.)")
+
+from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.torch.elastic import ElasticSampler, run
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 EXTRA_STATE = "_extra_state"

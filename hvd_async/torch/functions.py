@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.eager import timeline
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.torch.base import horovods_broadcast
 from hvd_async.torch.buffers import bytes_of, from_bytes, is_plain, write
 from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.horovod_api import horovods_broadcast, hvd
 from hvd_async.torch.inference import outside_inference_mode
 
 timeline.watch_exit(hvd.shutdown)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.algorithms.gossip.options import GossipOptions
@@ -15,6 +14,7 @@ from hvd_async.optimizers.factories import gossip_driver
 from hvd_async.torch.base import BINDING, listed, weight_replica, wrap
 from hvd_async.torch.buffers import Pairs
 from hvd_async.torch.compression import Compression
+from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.methods import GossipMethods
 
 

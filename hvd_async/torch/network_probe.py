@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+
+from hvd_async.torch.horovod_api import hvd
 
 FRAMEWORK = f"torch {torch.__version__}"
 horovod: Any = hvd

@@ -14,24 +14,25 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.torch.buffers import bytes_of, from_bytes
-from hvd_async.torch.collectives import FINEST_POLL, HorovodCollectives
+from hvd_async.torch.collectives import PlaneCollectives
+from hvd_async.torch.tensor_collectives import FINEST_POLL
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:
     """Return all ranks' values, which can be pickled, in order. A collective."""
-    every = HorovodCollectives().allgather_bytes(pickle.dumps(value), name)
+    every = PlaneCollectives().allgather_bytes(pickle.dumps(value), name)
     return [pickle.loads(one) for one in every]
 
 
 def object_of(root: int, value: Any, name: str) -> Any:
     """Return a rank's value, which can be pickled. A collective."""
-    own = value if HorovodCollectives().rank == root else None
+    own = value if PlaneCollectives().rank == root else None
     return gather_objects(own, name)[root]
 
 
 def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
     """Return a rank's tensors; those of this rank are not changed. A collective."""
-    collectives = HorovodCollectives()
+    collectives = PlaneCollectives()
     copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
     handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
     return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
+from hvd_async.torch.horovod_api import hvd
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import Recorder
 

@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.runtime.engine import Engine
+from hvd_async.torch.horovod_api import hvd
 
 READY = "_hvd_async_ready"
 """The attribute of a tensor that says when it is computed: (event, or None if it is; the tensor's version counter)."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from hvd_async.torch import EagerOptimizer
+from hvd_async.torch.horovod_api import hvd
 
 STEPS = 20
 

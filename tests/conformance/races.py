@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hvd_async.testing import Cluster, MemoryCollectives
-from hvd_async.torch import collectives, streams, testing
+from hvd_async.torch import horovod_collectives as collectives
+from hvd_async.torch import streams, testing
 
 CPU = torch.device("cpu")
 OURS = str(Path(streams.__file__).parents[1])

@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 import hvd_async.tensorflow.collectives
-import hvd_async.torch.collectives
+import hvd_async.torch.horovod_collectives
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
@@ -277,7 +277,7 @@ def test_a_rank_outside_the_process_set_steps_by_itself(binding, quorum, kind):
 @pytest.mark.parametrize(
     ("collectives", "tensor"),
     [
-        (hvd_async.torch.collectives.HorovodCollectives, torch.tensor),
+        (hvd_async.torch.horovod_collectives.HorovodCollectives, torch.tensor),
         (hvd_async.tensorflow.collectives.HorovodCollectives, tf.constant),
     ],
     ids=["torch", "keras"],

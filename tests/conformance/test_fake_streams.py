@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.torch import collectives, compression, streams
+from hvd_async.torch import compression, streams, tensor_collectives
+from hvd_async.torch import horovod_collectives as collectives
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
 
@@ -397,16 +398,16 @@ FAULTS = [
         ("all", 1, "plain"),
         WAITS_FOR_ALL,
     ),
-    Fault(collectives._Staged.done, "if not self._copied.query():", "if False:", ("sgp", 2, "staged"), EARLY),
+    Fault(tensor_collectives.Staged.done, "if not self._copied.query():", "if False:", ("sgp", 2, "staged"), EARLY),
     Fault(
-        collectives._Staged.__init__,
+        tensor_collectives.Staged.__init__,
         "streams.on_engine_stream_after(tensor)",
         "streams.on_engine_stream(tensor.device)",
         ("sgp", 1, "staged"),
         RACE,
     ),
     Fault(
-        collectives._Staged.result,
+        tensor_collectives.Staged.result,
         "else streams.record_received(tensor)",
         "else tensor",
         ("sgp", 1, "staged"),

@@ -46,7 +46,7 @@ PAIRS = [(0, 1), (2, 3)]
 @pytest.mark.parametrize(("rank", "number"), [(0, 1), (1, 1), (2, 2), (3, 2)])
 def test_those_that_are_known_are_used_and_none_is_made(rank, number, make):
     sets = FakeSets([0, 1, 2, 3], [0, 1], [2, 3], dynamic=False)
-    own = process_set_among(sets, PAIRS, rank, make)
+    own = process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make)
     assert (own.process_set_id, list(own.ranks)) == (number, list(PAIRS[number - 1]))
     assert sets.made == []
 
@@ -54,23 +54,23 @@ def test_those_that_are_known_are_used_and_none_is_made(rank, number, make):
 @pytest.mark.parametrize("rank", range(4))
 def test_those_that_are_missing_are_made_by_all_ranks_in_one_order(rank):
     sets = FakeSets([0, 1, 2, 3])
-    own = process_set_among(sets, PAIRS, rank, make=True)
+    own = process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make=True)
     assert sets.made == [[0, 1], [2, 3]]  # also that of which it is no member
     assert own.process_set_id == 1 + rank // 2
-    again = process_set_among(sets, PAIRS, rank, make=True)
+    again = process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make=True)
     assert again.process_set_id == own.process_set_id
     assert len(sets.made) == 2
 
 
 def test_only_those_that_are_missing_are_made():
     sets = FakeSets([0, 1, 2, 3], [2, 3])
-    assert process_set_among(sets, PAIRS, 0, make=True).process_set_id == 2
+    assert process_set_among(sets, dict(enumerate(sets.known)), PAIRS, 0, make=True).process_set_id == 2
     assert sets.made == [[0, 1]]
 
 
 def test_a_rank_of_no_group_makes_them_all_the_same_and_has_none():
     sets = FakeSets([0, 1, 2, 3, 4])
-    assert process_set_among(sets, PAIRS, 4, make=True) is None
+    assert process_set_among(sets, dict(enumerate(sets.known)), PAIRS, 4, make=True) is None
     assert sets.made == [[0, 1], [2, 3]]
 
 
@@ -79,7 +79,7 @@ def test_where_none_can_be_made_it_says_what_else_to_do(make, why):
     sets = FakeSets([0, 1, 2, 3], [0, 1], dynamic=False)
     for rank in range(4):
         with pytest.raises(ValueError, match=rf"ranks \[2, 3\] need a Horovod process set.*\({why}") as caught:
-            process_set_among(sets, PAIRS, rank, make)
+            process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make)
         for hint in (
             "hvd.init(process_sets=[hvd.ProcessSet([2, 3]), ...])",
             "process_sets='dynamic'",
@@ -92,5 +92,5 @@ def test_without_make_nothing_is_made_even_if_it_could_be():
     """Other ranks would have to take part, and do not."""
     sets = FakeSets([0, 1, 2, 3])
     with pytest.raises(ValueError, match="need a Horovod process set"):
-        process_set_among(sets, PAIRS, 0, make=False)
+        process_set_among(sets, dict(enumerate(sets.known)), PAIRS, 0, make=False)
     assert sets.made == []

@@ -47,7 +47,7 @@ class TorchRank:
         import torch
 
         import hvd_async.torch as hvd
-        from hvd_async.torch.collectives import HorovodCollectives
+        from hvd_async.torch.collectives import PlaneCollectives as HorovodCollectives
 
         self.torch, self.hvd, self.collectives = torch, hvd, HorovodCollectives
         hvd.init()

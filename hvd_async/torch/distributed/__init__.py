@@ -1,0 +1,213 @@
+"""Horovod's API for torch on torch.distributed: the names of ``horovod.torch``, where Horovod is absent.
+
+``hvd_async.torch`` exports them. Collectives are matched by their order, see ``collectives``; optimizers of this
+library do not use them, but process groups of their own, see ``hvd_async.torch.torch_collectives``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hvd_async.torch.distributed import elastic, process_sets, requests, world
+from hvd_async.torch.distributed.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
+from hvd_async.torch.distributed.compression import Compression
+from hvd_async.torch.distributed.errors import HorovodInternalError, no_counterpart
+from hvd_async.torch.distributed.functions import (
+    DistributedOptimizer,
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvd_async.torch.distributed.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from hvd_async.torch.distributed.sync_batch_norm import SyncBatchNorm
+from hvd_async.torch.distributed.world import is_initialized
+
+__all__ = [
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
+    "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
+    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Meet the other ranks of the job; does nothing if they have met. A collective.
+
+    The ranks are those of torch.distributed's default process group if there is one; else the environment of torchrun
+    (or compatible: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), of mpirun or of srun says which rank this is; else it
+    is alone.
+
+    Args:
+        comm: must be None.
+        process_sets: list of ``ProcessSet`` to make, or "dynamic".
+
+    Raises:
+        NotImplementedError: ``comm`` is given.
+        ValueError: the environment is incomplete, or ``process_sets`` is wrong.
+        HorovodInternalError: a rank did not come within ``HVD_ASYNC_INIT_TIMEOUT`` seconds (300).
+    """
+    if comm is not None:
+        no_counterpart("hvd.init(comm=...)", "Call hvd.init(), and pass process_set= for some of the ranks.")
+    if not is_initialized():
+        world.init()
+        _process_sets.initialize(process_sets)
+
+
+_process_sets = process_sets
+
+
+def shutdown() -> None:
+    """End what ``init`` has begun; all ranks call it."""
+    if is_initialized():
+        requests.close_all()
+        _process_sets.forget()
+        world.forget()
+
+
+def rank() -> int:
+    """Return this rank.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called; so for the functions below.
+    """
+    return world.current().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return world.current().size
+
+
+def local_rank() -> int:
+    """Return this rank's place among those of its host."""
+    return world.current().place.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks of this host."""
+    return world.current().place.local_size
+
+
+def cross_rank() -> int:
+    """Return this host's place among the hosts that have a rank of this local rank."""
+    return world.current().place.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a rank of this local rank."""
+    return world.current().place.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks."""
+    return world.current().place.is_homogeneous
+
+
+def gloo_built() -> bool:
+    """Return whether tensors on a CPU can travel."""
+    return bool(dist.is_gloo_available())
+
+
+def gloo_enabled() -> bool:
+    """Return whether tensors on a CPU can travel."""
+    return gloo_built()
+
+
+def nccl_built() -> bool:
+    """Return whether torch has NCCL."""
+    return bool(dist.is_nccl_available())
+
+
+def cuda_built() -> bool:
+    """Return whether torch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch has ROCm."""
+    return torch.version.hip is not None
+
+
+def mpi_built() -> bool:
+    """Return False: there is no MPI here."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: there is no MPI here."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: there is no MPI here."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL here."""
+    return False
+
+
+def start_timeline(*arguments: Any, **options: Any) -> NoReturn:
+    """Raise: there is no timeline here."""
+    no_counterpart("hvd.start_timeline", "Use torch.profiler, or hvd.record(optimizer, folder).")
+
+
+def stop_timeline() -> NoReturn:
+    """Raise: there is no timeline here."""
+    no_counterpart("hvd.stop_timeline", "Use torch.profiler, or hvd.record(optimizer, folder).")

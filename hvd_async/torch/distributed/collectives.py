@@ -1,0 +1,503 @@
+"""Horovod's collectives on torch.distributed: signatures, defaults and results as in ``horovod.torch.mpi_ops``.
+
+Unlike Horovod's, they are matched by their order and not by their names: all ranks must call the same collectives in
+the same order. A name is compared, and appears in error messages. Tensors on a GPU travel by way of the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.compression import Compression
+from hvd_async.torch.distributed.errors import no_counterpart
+from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
+from hvd_async.torch.distributed.requests import JOIN, Handle, Queue, Request, queue_of
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+Tensors = Sequence[torch.Tensor]
+
+
+def poll(handle: Any) -> bool:
+    """Return whether ``synchronize(handle)`` would return at once."""
+    return bool(handle.poll())
+
+
+def synchronize(handle: Any) -> Any:
+    """Return the result of a collective when it is there.
+
+    Raises:
+        HorovodInternalError: it has failed.
+    """
+    return handle.wait() if isinstance(handle, Handle) else handle()
+
+
+def _operation(op: int | None, average: bool | None) -> int:
+    if op is not None and average is not None:
+        raise ValueError("op supersedes average: pass one of them.")
+    if average is not None:
+        warnings.warn("average= is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    chosen = Average if op is None else op
+    if chosen == Adasum:
+        no_counterpart("op=hvd.Adasum", "Pass op=hvd.Average or op=hvd.Sum.")
+    if chosen not in (Average, Sum, Min, Max, Product):
+        raise ValueError(f"op must be hvd.Average, Sum, Min, Max or Product, got {op!r}.")
+    return chosen
+
+
+def _begin(
+    kind: str,
+    tensors: Tensors,
+    name: str | None,
+    process_set: ProcessSet,
+    run: Callable[[Queue, list[torch.Tensor], list[Request]], list[torch.Tensor]],
+    options: Sequence[Any] = (),
+    splits: list[int] | None = None,
+) -> Handle:
+    """Begin a collective of tensors, of which ``run`` gets copies or the tensors themselves, on the CPU."""
+    for tensor in tensors:
+        if tensor.is_sparse:
+            raise ValueError(f"{kind} takes dense tensors. Use hvd.sparse_allreduce_async, or tensor.to_dense().")
+        if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
+            raise ValueError(f"{kind} takes tensors of one dimension or more, got a scalar. Use tensor.reshape(1).")
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        raise ValueError(f"{kind} takes tensors of one dtype and device.")
+    chosen = queue_of(process_set)
+    here = [tensor.detach().cpu() for tensor in tensors]
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    request = Request(kind, name or "", dtype, [list(one.shape) for one in tensors], list(options), splits)
+    return chosen.submit(request, lambda queue, requests: run(queue, here, requests))
+
+
+def _one(handle: Handle, result: Callable[[list[torch.Tensor]], Any]) -> Handle:
+    """Return a handle whose result is ``result`` of the handle's."""
+    inner = handle.wait
+    handle.wait = lambda: result(inner())  # type: ignore[method-assign]
+    return handle
+
+
+def _in_place(targets: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return a function that writes results over tensors, and returns these."""
+
+    def write(results: list[torch.Tensor]) -> list[torch.Tensor]:
+        for target, result in zip(targets, results, strict=True):
+            data = target.detach()
+            if data.data_ptr() != result.data_ptr():
+                data.copy_(result)
+        return list(targets)
+
+    return write
+
+
+def _beside(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return a function that moves results to the tensors' device."""
+    return lambda results: [one.to(tensors[0].device) for one in results]
+
+
+def _first(results: list[torch.Tensor]) -> torch.Tensor:
+    return results[0]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective of tensors whose gradients are those that another collective returns."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, backward: Any, *tensors: torch.Tensor) -> Any:
+        ctx.backward_of = backward
+        outputs = run([tensor.detach() for tensor in tensors])
+        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point() and not one.is_complex()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None, None, *ctx.backward_of(list(gradients)))
+
+
+def _differentiable(
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    backward: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    tensors: Tensors,
+) -> list[torch.Tensor]:
+    return list(_Differentiable.apply(run, backward, *tensors))
+
+
+# -- allreduce --------------------------------------------------------------------------------------------------
+
+
+def _allreduce(
+    tensors: Tensors, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet, copy: bool
+) -> Handle:
+    chosen = _operation(op, average)
+
+    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
+        own = [one.clone(memory_format=torch.contiguous_format) if copy else one.contiguous() for one in here]
+        return [queue.reduce(one, chosen, pre, post) for one in own]
+
+    return _begin("allreduce", tensors, name, process_set, run, [chosen, pre, post])
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin to reduce tensors over the ranks; the result are new tensors."""
+    handle = _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, copy=True)
+    return _one(handle, _beside(tensors))
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin to reduce tensors in place over the ranks."""
+    handle = _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, copy=False)
+    return _one(handle, _in_place(tensors))
+
+
+def grouped_allreduce_(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    """Reduce tensors in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
+    reduced: list[torch.Tensor] = synchronize(grouped_allreduce_async_(tensors, *arguments, **options))
+    return reduced
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce tensors over the ranks; differentiable."""
+    chosen = _operation(op, average)
+    compressed, contexts = zip(*(compression.compress(one) for one in tensors), strict=True) if tensors else ((), ())
+
+    def run(of: list[torch.Tensor], of_name: str | None = None) -> list[torch.Tensor]:
+        handle = grouped_allreduce_async(of, None, of_name, chosen, prescale_factor, postscale_factor, process_set)
+        reduced: list[torch.Tensor] = synchronize(handle)
+        return reduced
+
+    outputs = _differentiable(lambda own: run(own, name), run, compressed)
+    return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
+
+
+def allreduce_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin to reduce a tensor over the ranks. Arguments as of ``grouped_allreduce_async``."""
+    return _one(grouped_allreduce_async([tensor], *arguments, **options), _first)
+
+
+def allreduce_async_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin to reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
+    return _one(grouped_allreduce_async_([tensor], *arguments, **options), _first)
+
+
+def allreduce_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
+    return _first(grouped_allreduce_([tensor], *arguments, **options))
+
+
+def allreduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Reduce a tensor over the ranks; differentiable. Arguments as of ``grouped_allreduce``."""
+    return _first(grouped_allreduce([tensor], *arguments, **options))
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Begin to sum or average a sparse tensor over the ranks; ``synchronize`` returns a new sparse tensor."""
+    if op not in (Average, Sum):
+        raise ValueError(f"op of a sparse allreduce must be hvd.Average or hvd.Sum, got {op!r}.")
+    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+
+    def result() -> torch.Tensor:
+        total = synchronize(values) / (len(process_set.ranks) if op == Average else 1)
+        return torch.sparse_coo_tensor(synchronize(indices).t(), total, tensor.size())
+
+    return result
+
+
+# -- allgather --------------------------------------------------------------------------------------------------
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, shape (rows, bytes of a row)."""
+    row = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.shape[0], row)
+
+
+def _gathered(queue: Queue, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """All ranks' tensors, one after the other; ``rows`` of each rank. They travel padded to the longest."""
+    shape, most = tuple(tensor.shape[1:]), max(rows)
+    padded = tensor.new_zeros((most, *shape))
+    padded[: tensor.shape[0]] = tensor
+    everyones = tensor.new_empty((queue.size * most, *shape))
+    if everyones.numel():
+        own, all_ = (one.reshape(-1).view(torch.uint8) for one in (padded, everyones))
+        queue.wait(queue.group._allgather_base(all_, own), "allgather")
+    return torch.cat([everyones[at * most : at * most + count] for at, count in enumerate(rows)])
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to concatenate all ranks' tensors along their first dimension, which may differ."""
+
+    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
+        return [_gathered(queue, one, [each.shapes[i][0] for each in requests]) for i, one in enumerate(here)]
+
+    return _one(_begin("allgather", tensors, name, process_set, run), _beside(tensors))
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Concatenate all ranks' tensors along their first dimension, which may differ; differentiable."""
+
+    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        gathered: list[torch.Tensor] = synchronize(grouped_allgather_async(own, name, process_set))
+        return gathered
+
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        dims = allgather(torch.tensor([[one.shape[0] for one in tensors]]), process_set=process_set)
+        starts = dims[: queue_of(process_set).place].sum(0).tolist()
+        return [one.narrow(0, at, own.shape[0]) for one, at, own in zip(averages, starts, tensors, strict=True)]
+
+    return _differentiable(run, backward, tensors)
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to concatenate all ranks' tensors along their first dimension, which may differ."""
+    return _one(grouped_allgather_async([tensor], name, process_set), _first)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate all ranks' tensors along their first dimension, which may differ; differentiable."""
+    return _first(grouped_allgather([tensor], name, process_set))
+
+
+# -- broadcast --------------------------------------------------------------------------------------------------
+
+
+def _broadcast(tensor: torch.Tensor, root_rank: int, name: Any, process_set: ProcessSet, copy: bool) -> Handle:
+    if root_rank not in queue_of(process_set).ranks:
+        raise ValueError(f"root_rank must be one of the ranks {queue_of(process_set).ranks}, got {root_rank!r}.")
+
+    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
+        sent = here[0].clone(memory_format=torch.contiguous_format) if copy else here[0].contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = queue.ranks.index(root_rank)
+        if sent.numel():
+            queue.wait(queue.group.broadcast([sent.reshape(-1).view(torch.uint8)], options), "broadcast")
+        return [sent]
+
+    return _begin("broadcast", [tensor], name, process_set, run, [root_rank])
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to send the tensor of ``root_rank``, a rank of the job, to all ranks."""
+    handle = _broadcast(tensor, root_rank, name, process_set, copy=True)
+    return _one(_one(handle, _beside([tensor])), _first)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to write the tensor of ``root_rank``, a rank of the job, over those of all ranks."""
+    handle = _broadcast(tensor, root_rank, name, process_set, copy=False)
+    return _one(_one(handle, _in_place([tensor])), _first)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Write the tensor of ``root_rank``, a rank of the job, over those of all ranks."""
+    received: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return received
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Send the tensor of ``root_rank``, a rank of the job, to all ranks; differentiable."""
+
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        average = allreduce(gradients[0], op=Average, process_set=process_set)
+        return [average if world.current().rank == root_rank else average * 0]
+
+    return _first(
+        _differentiable(
+            lambda own: [synchronize(broadcast_async(own[0], root_rank, name, process_set))], backward, [tensor]
+        )
+    )
+
+
+# -- alltoall ---------------------------------------------------------------------------------------------------
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin to send ``splits[i]`` rows of a tensor to the i-th rank; the result is what has come, and how many rows of
+    each rank (int32)."""
+    size = queue_of(process_set).size
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"a tensor of {rows} rows cannot be split evenly over {size} ranks. Pass splits.")
+        sent = [rows // size] * size
+    else:
+        sent = [int(count) for count in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+    if len(sent) != size or min(sent, default=0) < 0 or sum(sent) > rows:
+        raise ValueError(f"splits must be {size} numbers of rows, at most {rows} in all, got {sent}.")
+
+    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
+        counts = [(each.splits or [])[queue.place] for each in requests]
+        received = here[0].new_empty((sum(counts), *here[0].shape[1:]))
+        width = received[0:1].new_empty((1, *received.shape[1:])).numel() * received.element_size()
+        if width:
+            out = received.reshape(-1).view(torch.uint8).view(-1, width)
+            own = here[0].contiguous().reshape(-1).view(torch.uint8).view(-1, width)[: sum(sent)]
+            queue.wait(queue.group.alltoall_base(out, own, counts, sent, dist.AllToAllOptions()), "alltoall")
+        return [received, torch.tensor(counts, dtype=torch.int32)]
+
+    return _one(
+        _begin("alltoall", [tensor], name, process_set, run, splits=sent),
+        lambda results: (results[0].to(tensor.device), results[1]),
+    )
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send ``splits[i]`` rows of a tensor to the i-th rank; differentiable.
+
+    Returns:
+        What has come; with ``splits`` also how many rows of each rank (int32).
+    """
+    counts: list[torch.Tensor] = []
+
+    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        received, rows = synchronize(alltoall_async(own[0], splits, name, process_set))
+        counts.append(rows)
+        return [received, rows]
+
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        back, _ = synchronize(alltoall_async(gradients[0], counts[0], None, process_set))
+        missing = tensor.shape[0] - back.shape[0]
+        return [torch.cat([back, back.new_zeros((missing, *back.shape[1:]))]) if missing else back]
+
+    received, rows = _differentiable(run, backward, [tensor])
+    return received if splits is None else (received, rows)
+
+
+# -- reducescatter ----------------------------------------------------------------------------------------------
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin to reduce tensors over the ranks, each of which gets its share of the rows; the first ranks get one more
+    where they do not divide evenly."""
+    chosen = _operation(op, None)
+    if chosen not in (Average, Sum):
+        raise ValueError("op of a reducescatter must be hvd.Average or hvd.Sum.")
+
+    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
+        outputs = []
+        for own in here:
+            total = queue.reduce(
+                own.clone(memory_format=torch.contiguous_format), chosen, prescale_factor, postscale_factor
+            )
+            each, more = divmod(own.shape[0], queue.size)
+            starts = [0, *itertools.accumulate(each + (place < more) for place in range(queue.size))]
+            outputs.append(total[starts[queue.place] : starts[queue.place + 1]].clone())
+        return outputs
+
+    options = [chosen, prescale_factor, postscale_factor]
+    return _one(_begin("reducescatter", tensors, name, process_set, run, options), _beside(tensors))
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce tensors over the ranks, each of which gets its share of the rows; differentiable."""
+    compressed, contexts = zip(*(compression.compress(one) for one in tensors), strict=True) if tensors else ((), ())
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+
+    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        reduced: list[torch.Tensor] = synchronize(grouped_reducescatter_async(own, name, op, process_set, **factors))
+        return reduced
+
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        factor = prescale_factor * postscale_factor * (queue_of(process_set).size if op == Sum else 1)
+        return grouped_allgather([one * factor for one in gradients], process_set=process_set)
+
+    outputs = _differentiable(run, backward, compressed)
+    return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
+
+
+def reducescatter_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin to reduce and scatter a tensor. Arguments as of ``grouped_reducescatter_async``."""
+    return _one(grouped_reducescatter_async([tensor], *arguments, **options), _first)
+
+
+def reducescatter(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Reduce and scatter a tensor; differentiable. Arguments as of ``grouped_reducescatter``."""
+    return _first(grouped_reducescatter([tensor], *arguments, **options))
+
+
+# -- others -----------------------------------------------------------------------------------------------------
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all ranks have called it."""
+    synchronize(_begin("barrier", [], None, process_set, lambda queue, here, requests: []))
+
+
+def join(device: int = -1) -> int:
+    """Take part in the other ranks' allreduces with zeros until all ranks have joined; return the last to join."""
+    return int(queue_of(global_process_set).submit(Request(JOIN), lambda queue, requests: None).wait())

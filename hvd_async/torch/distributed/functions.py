@@ -1,0 +1,106 @@
+"""Horovod's functions of objects, parameters and optimizers on torch.distributed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.collectives import (
+    Adasum,
+    Average,
+    allgather,
+    broadcast_,
+    broadcast_async_,
+    synchronize,
+)
+from hvd_async.torch.distributed.compression import Compression
+from hvd_async.torch.distributed.errors import no_counterpart
+from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the object of ``root_rank``, which can be pickled."""
+    own = pickle.dumps(obj) if world.current().rank == root_rank else b""
+    size = broadcast_(torch.tensor([len(own)]), root_rank, name and f"{name}.size", process_set)
+    data = bytearray(own) if own else bytearray(int(size))
+    received = broadcast_(torch.frombuffer(data, dtype=torch.uint8), root_rank, name, process_set)
+    return obj if own else pickle.loads(received.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks, which can be pickled, in the order of the ranks."""
+    own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([len(own)]), name and f"{name}.size", process_set).tolist()
+    return [pickle.loads(part.numpy().tobytes()) for part in allgather(own, name, process_set).split(sizes)]
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the tensors of ``root_rank``, in place.
+
+    Args:
+        params: a dictionary of tensors, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
+        root_rank: whose tensors to send.
+    """
+    if not isinstance(params, Mapping | list):
+        raise ValueError(f"params must be a dict or a list, got {type(params).__name__}. Pass model.state_dict().")
+    listed = sorted(params.items()) if isinstance(params, Mapping) else params
+    pairs = [one if isinstance(one, tuple) else (None, one) for one in listed]
+    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give every rank the state and the options of ``root_rank``'s optimizer.
+
+    Args:
+        optimizer: any torch optimizer; it need not have taken a step.
+        root_rank: whose state to send.
+        model: not needed.
+    """
+    on_root = world.current().rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if on_root else None, root_rank, "optimizer_state")
+    if not on_root:
+        optimizer.load_state_dict(state)
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return ``EagerOptimizer(optimizer, ..., quorum="all")``: synchronous averages of gradients, as Horovod's.
+
+    Raises:
+        NotImplementedError: ``op`` is ``hvd.Adasum``.
+    """
+    if op == Adasum:
+        no_counterpart("op=hvd.Adasum", "Pass op=hvd.Average or op=hvd.Sum.")
+    from hvd_async.torch.eager import EagerOptimizer  # (which stands on this module)
+
+    make: Callable[..., Any] = EagerOptimizer
+    return make(
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense,
+        process_set,
+        quorum="all",
+    )

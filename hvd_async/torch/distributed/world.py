@@ -1,0 +1,149 @@
+"""The ranks of this job, and private process groups of them: the user's own groups are not touched."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from hvd_async.errors import NotInitializedError, ranks_text
+from hvd_async.runtime import time_limits
+from hvd_async.torch.distributed import launch
+from hvd_async.torch.distributed.errors import HorovodInternalError
+
+FOREVER = timedelta(days=365)
+"""Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
+
+
+class World:
+    """The ranks of this job after ``hvd.init()``.
+
+    Args:
+        number: of this ``init()`` in the process.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        place: this rank's place on its host.
+        store: shared keys and values of the ranks.
+        calls: how many collectives by way of the store this rank has taken part in, by name.
+
+    Raises:
+        ValueError: as ``launch.read``.
+        HorovodInternalError: a rank did not come in time.
+    """
+
+    def __init__(self, number: int) -> None:
+        if dist.is_available() and dist.is_initialized():
+            started = launch.read({})._replace(rank=dist.get_rank(), size=dist.get_world_size())
+            started = started._replace(launcher="torch.distributed.init_process_group()")
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            started = launch.read(os.environ)
+            store = _connect(started)
+        self.rank, self.size, self.launcher = started.rank, started.size, started.launcher
+        self.store = PrefixStore(f"hvd_async/{number}", store)
+        self.place = launch.place_of(self.rank, self._hosts(started.host))
+        self.calls: Counter[str] = Counter()
+        self._groups: list[Any] = []
+
+    def _hosts(self, own: str) -> list[str]:
+        """Return the hosts of all ranks, when they are all there."""
+        self.store.set(f"host/{self.rank}", own)
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        limit = _meeting_limit()
+        try:
+            self.store.wait(keys, limit)
+        except RuntimeError:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise HorovodInternalError(
+                f"{ranks_text(missing)} did not call hvd.init() within {limit.total_seconds():.0f} s. See their "
+                f"output, or set HVD_ASYNC_INIT_TIMEOUT to more seconds."
+            ) from None
+        return [self.store.get(key).decode() for key in keys]
+
+    def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
+        """Return a new Gloo process group of some ranks, all of which call this. A collective.
+
+        Args:
+            name: unique among the groups of these ranks.
+            ranks: in order; this one is among them.
+            timeout: of making the connections, and of collectives that do not set their own.
+        """
+        store = PrefixStore(f"{name}/{','.join(map(str, ranks))}", self.store)
+        group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        # Its destructor waits for collectives under way, so two failed ranks would wait for each other for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups.append(group)
+        return group
+
+    def close(self, groups: Sequence[Any] | None = None) -> None:
+        """Close process groups, on which no collective is under way.
+
+        Args:
+            groups: which; None for all.
+        """
+        for group in list(self._groups) if groups is None else groups:
+            self._groups.remove(group)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def _meeting_limit() -> timedelta:
+    return timedelta(seconds=min(time_limits.seconds("HVD_ASYNC_INIT_TIMEOUT", 300.0), FOREVER.total_seconds()))
+
+
+def _connect(started: launch.Launch) -> Any:
+    if started.size == 1:
+        return HashStore()
+    began, limit = time.monotonic(), _meeting_limit()
+    serves = started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            started.address, started.port, started.size, serves, limit, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise HorovodInternalError(
+            f"rank {started.rank} could not {'listen' if serves else 'reach rank 0'} at {started.address}:"
+            f"{started.port} within {time.monotonic() - began:.0f} s ({error}). MASTER_ADDR must be the host of rank 0 "
+            f"and MASTER_PORT a free port there."
+        ) from error
+
+
+_world: World | None = None
+_number = 0
+
+
+def init() -> None:
+    """Meet the other ranks; does nothing if they have met."""
+    global _world, _number
+    if _world is None:
+        _number += 1
+        _world = World(_number)
+
+
+def forget() -> None:
+    """Undo ``init``."""
+    global _world
+    _world = None
+
+
+def current() -> World:
+    """Return the ranks of this job.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+    if _world is None:
+        raise NotInitializedError()
+    return _world
+
+
+def is_initialized() -> bool:
+    """Return whether ``init()`` was called, and ``shutdown()`` was not since."""
+    return _world is not None

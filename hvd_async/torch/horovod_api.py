@@ -1,0 +1,41 @@
+"""The one place through which this binding reaches Horovod's API: Horovod itself, or our own on torch.distributed.
+
+``hvd`` is ``horovod.torch`` or ``hvd_async.torch.distributed``, which has the same names. See
+``hvd_async.runtime.data_plane`` for the choice, which is made once, on import.
+"""
+
+from __future__ import annotations
+
+from hvd_async.errors import no_horovod
+from hvd_async.runtime.data_plane import HOROVOD, choose
+
+PLANE = choose()
+"""The data plane of this process, and why."""
+ON_HOROVOD = PLANE.name == HOROVOD
+
+if ON_HOROVOD:
+    try:
+        import horovod.torch as hvd
+        from horovod.common import process_sets
+        from horovod.common.exceptions import HorovodInternalError
+        from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
+    except ImportError as error:
+        raise no_horovod(error) from error
+else:
+    from hvd_async.torch import distributed as hvd
+    from hvd_async.torch.distributed import process_sets
+    from hvd_async.torch.distributed.errors import HorovodInternalError
+    from hvd_async.torch.distributed.functions import broadcast_optimizer_state as horovods_broadcast
+
+
+def known_process_sets() -> dict[int, list[int]]:
+    """Return the ranks of all process sets, by number."""
+    known: dict[int, list[int]] = (
+        process_sets._basics._get_process_set_ids_and_ranks() if ON_HOROVOD else process_sets.ids_and_ranks()
+    )
+    return known
+
+
+__all__ = [
+    "ON_HOROVOD", "PLANE", "HorovodInternalError", "horovods_broadcast", "hvd", "known_process_sets", "process_sets",
+]  # fmt: skip

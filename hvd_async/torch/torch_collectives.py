@@ -1,0 +1,310 @@
+"""The data plane on torch.distributed: private process groups, of Gloo for tensors on a CPU and of NCCL on GPUs.
+
+A process group matches collectives by the order in which each rank submits them. Ranks may submit collectives of
+different lanes in different orders: of another bucket, of another optimizer, the second stage of an exchange. So each
+lane has a process group of its own, and within a lane the engine's users submit in the order of the coordinator's
+commands. A lane is a collective's name without the number at its end.
+
+Completion wakes the engine, so nothing is polled on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_async.runtime import time_limits
+from hvd_async.runtime.exit_status import exit_status
+from hvd_async.runtime.interfaces import CompletedHandle, Handle
+from hvd_async.runtime.process_sets import SingleRank
+from hvd_async.torch import streams
+from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.errors import HorovodInternalError
+from hvd_async.torch.distributed.world import FOREVER
+from hvd_async.torch.tensor_collectives import FINEST_POLL, POLLS_OF_GPU, Staged, TensorCollectives
+
+COARSEST_MEETING_POLL = 0.05
+"""Seconds between two looks for the other ranks' keys in the store, at most."""
+
+
+class _WorkHandle:
+    """A collective of a process group that calls ``wake`` when it is done.
+
+    Args:
+        work: torch.distributed's.
+        result: what ``result()`` returns.
+        scale: factor of the result.
+    """
+
+    in_stages = False
+
+    def __init__(self, work: Any, result: Any, wake: Callable[[], None], scale: float = 1.0) -> None:
+        self._work, self._result, self._scale = work, result, scale
+        self._on_gpu, self._completed = streams.gpu.holds(result), False
+
+        def complete(_: Any) -> None:
+            self._completed = True
+            wake()
+
+        if not self._on_gpu:
+            work.get_future().add_done_callback(complete)
+
+    def done(self) -> bool:
+        # (Gloo's own flag is set only after the future's callbacks, one of which has woken the engine)
+        return self._completed or (self._on_gpu and bool(self._work.is_completed()))
+
+    def result(self) -> torch.Tensor:
+        _finish(self._work)
+        result = self._result if self._scale == 1.0 else self._result.mul_(self._scale)
+        return streams.record_received(result)
+
+    def seconds_to_poll(self) -> float | None:
+        return POLLS_OF_GPU[0] if self._on_gpu else None
+
+
+def _finish(work: Any) -> None:
+    """Raise the error of a completed collective, if it has failed.
+
+    Raises:
+        HorovodInternalError: it has.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise HorovodInternalError(
+            f"a collective has failed; a rank has probably ended, see its output: {error}"
+        ) from error
+
+
+class _Exchange:
+    """An alltoall: ranks first tell each other how many rows they send, then send them.
+
+    The second stages of a lane begin in the order of the first ones, however these complete.
+
+    Args:
+        counts: of rows to receive from each rank, filled by ``sizes``.
+        sizes: the first stage.
+        begin: begins the second one; returns it and the memory for what comes.
+        order: exchanges of the lane whose second stage has not begun.
+    """
+
+    in_stages = True
+
+    def __init__(
+        self,
+        counts: torch.Tensor,
+        sizes: Handle,
+        begin: Callable[[list[int]], tuple[Handle, torch.Tensor]],
+        order: deque[_Exchange],
+    ) -> None:
+        self._counts, self._sizes, self._begin, self._order = counts, sizes, begin, order
+        self._data: Handle | None = None
+        self._received: torch.Tensor | None = None
+        order.append(self)
+
+    def done(self) -> bool:
+        while self._data is None and self._order[0]._sizes.done():
+            self._order.popleft()._next()
+        return self._data is not None and self._data.done()
+
+    def _next(self) -> None:
+        self._sizes.result()
+        self._data, self._received = self._begin(self._counts.tolist())
+
+    def result(self) -> tuple[torch.Tensor, list[int]]:
+        assert self._data is not None
+        assert self._received is not None
+        self._data.result()
+        return self._received, self._counts.tolist()
+
+    def seconds_to_poll(self) -> float | None:
+        return (self._sizes if self._data is None else self._data).seconds_to_poll()
+
+
+class TorchCollectives(TensorCollectives):
+    """The data plane on torch.distributed: over all ranks, or over those of a process set.
+
+    Attributes:
+        submitted: if set, called with the process group's key and the collective's name at each submission; for tests.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called.
+    """
+
+    failure: type[Exception] = HorovodInternalError
+    submitted: Callable[[tuple[Any, ...], str], None] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._world = world.current()
+        self.rank, self.size = self._world.rank, self._world.size
+        self.host = os.environ.get("HVD_ASYNC_HOST") or socket.gethostname()
+        staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
+        self._nccl = streams.gpu.has_nccl and not staged
+        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._orders: dict[tuple[Any, ...], deque[_Exchange]] = {}
+        self._pending: list[Any] = []
+        self._wake: Callable[[], None] = lambda: None
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def stop(self) -> None:
+        """Close the process groups. If collectives are under way, which will never end, they are left to the process's
+        end, which then runs no destructors of C++: these would wait for the other ranks."""
+        self._wake = lambda: None
+        if all(work.is_completed() for work in self._pending):
+            self._world.close([group for group in self._groups.values() if isinstance(group, dist.ProcessGroupGloo)])
+        else:
+            exit_status.in_child()
+        self._groups.clear()
+
+    # -- process groups -------------------------------------------------------------------------------------------
+
+    def _ranks(self, process_set: Any) -> tuple[int, ...]:
+        return tuple(range(self.size)) if process_set is None else tuple(process_set.ranks)
+
+    def _group(self, name: str, process_set: Any, on_gpu: bool) -> Any:
+        """Return the process group of a collective's lane; made when the lane is new, by all of its ranks at once."""
+        stem, _, number = name.rpartition(".")
+        key = (stem if number.isdigit() else name, self._ranks(process_set), on_gpu)
+        if key not in self._groups:
+            limit = timedelta(seconds=time_limits.connect_timeout())
+            self._groups[key] = (
+                self._nccl_group(key) if on_gpu else self._world.group(f"engine.{key[0]}", list(key[1]), limit)
+            )
+        if self.submitted is not None:
+            self.submitted(key, name)
+        return self._groups[key]
+
+    def _nccl_group(self, key: tuple[Any, ...]) -> Any:
+        """Return a new NCCL process group. (Written for a GPU, and never run on one.)"""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        options.is_high_priority_stream = True
+        store = world.PrefixStore(f"engine.{key[0]}.nccl/{','.join(map(str, key[1]))}", self._world.store)
+        # A late rank is no error here, and a lost one is for the coordinator to name.
+        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+            return dist.ProcessGroupNCCL(store, key[1].index(self.rank), len(key[1]), options)
+
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        process_set: Any,
+        start: Callable[[Any, torch.Tensor], Any],
+        scale: float = 1.0,
+    ) -> Handle:
+        """Start a collective of a tensor: where it is, or by way of the CPU; ``start`` gets group and tensor."""
+        on_gpu = streams.gpu.holds(tensor)
+
+        def begin(there: torch.Tensor) -> Handle:
+            work = start(self._group(name, process_set, on_gpu and there is tensor), there)
+            return self._handle(work, there, scale)
+
+        self._cuda = tensor.device if on_gpu else self._cuda
+        if on_gpu and not self._nccl:
+            return Staged(tensor, begin)
+        with streams.on_engine_stream_after(tensor):
+            return begin(tensor)
+
+    def _handle(self, work: Any, result: torch.Tensor, scale: float = 1.0) -> Handle:
+        self._pending = [one for one in self._pending if not one.is_completed()]
+        self._pending.append(work)
+        return _WorkHandle(work, result, lambda: self._wake(), scale)
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def allreduce_sum(
+        self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector * scale if keep or scale != 1.0 else vector)
+        own = vector.clone() if keep else vector
+        options = dist.AllreduceOptions()
+        options.timeout = FOREVER
+        return self._start(own, name, process_set, lambda group, there: group.allreduce([there], options), scale)
+
+    def allreduce_extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN  # type: ignore[assignment]
+        options.timeout = FOREVER
+        return self._start(vector, name, None, lambda group, there: group.allreduce([there], options))
+
+    def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle(vector)
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks(process_set).index(root)
+        options.timeout = FOREVER
+        return self._start(vector, name, process_set, lambda group, there: group.broadcast([there], options))
+
+    def alltoall(
+        self,
+        rows: torch.Tensor,
+        splits: list[int],
+        name: str,
+        process_set: Any = None,
+        into: torch.Tensor | None = None,
+    ) -> Handle:
+        if isinstance(process_set, SingleRank):
+            return CompletedHandle((rows[:0], [0]))
+        if streams.gpu.holds(rows) and not self._nccl:
+            return Staged(rows, lambda there: self.alltoall(there, splits, name, process_set))
+        stem, _, number = name.rpartition(".")
+        options = dist.AllToAllOptions()
+        options.timeout = FOREVER
+        counts = torch.zeros(len(splits), dtype=torch.int64)
+        sizes_group = self._group(f"{stem}.counts.{number}", process_set, on_gpu=False)
+        sizes = self._handle(sizes_group.alltoall_base(counts, torch.tensor(splits), [], [], options), counts)
+
+        def begin(received: list[int]) -> tuple[Handle, torch.Tensor]:
+            total = sum(received)
+            out = rows.new_empty((total, rows.shape[1])) if into is None else into[:total]
+
+            def start(group: Any, there: torch.Tensor) -> Any:
+                return group.alltoall_base(out, there[: sum(splits)], received, splits, options)
+
+            return self._start(rows, f"{stem}.rows.{number}", process_set, start), out
+
+        order = self._orders.setdefault((stem, self._ranks(process_set)), deque())
+        return _Exchange(counts, sizes, begin, order)
+
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """All ranks' payloads, in rank order, by way of the store; blocks until every rank has called it."""
+        self._world.calls[name] += 1
+        keys = [f"bytes/{name}/{self._world.calls[name]}/{rank}" for rank in range(self.size)]
+        store, pause = self._world.store, FINEST_POLL
+        try:
+            store.set(keys[self.rank], payload)  # type: ignore[arg-type]
+            while not store.check(keys):
+                time.sleep(pause)
+                pause = min(2 * pause, COARSEST_MEETING_POLL)
+            return [bytes(found) for found in store.multi_get(keys)]
+        except RuntimeError as error:
+            raise HorovodInternalError(
+                f"the ranks' store was lost; rank 0 or the launcher has ended: {error}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Any:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
