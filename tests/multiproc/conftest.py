@@ -13,14 +13,14 @@ from launch import ForkServer, Job, RunJob, run_job
 @pytest.fixture(scope="session")
 def forked() -> Iterator[RunJob]:
     """``forked(framework, script, ranks, ...)``: ``ForkServer.run``, of the framework's server."""
-    servers: dict[str, ForkServer] = {}
+    servers: dict[tuple[str, str], ForkServer] = {}
     with contextlib.ExitStack() as stack:
 
-        def run(framework: str, script: str, ranks: int, **options: Any) -> Job:
-            if framework not in servers:
-                servers[framework] = ForkServer(framework)
-                stack.callback(servers[framework].close)
-            return servers[framework].run(script, ranks, **options)
+        def run(framework: str, script: str, ranks: int, *, transport: str = "gloo", **options: Any) -> Job:
+            if (framework, transport) not in servers:
+                servers[framework, transport] = ForkServer(framework, transport)
+                stack.callback(servers[framework, transport].close)
+            return servers[framework, transport].run(script, ranks, **options)
 
         yield run
 
@@ -36,8 +36,8 @@ def job(forked: RunJob) -> RunJob:
         key = (script, ranks, transport, args, server)
         if key not in done:
             if server:
-                assert transport == "gloo", "who forks ranks connects them by Gloo"
-                done[key] = forked(server, script, ranks, args=args, **options)
+                assert transport != "mpi", "who forks ranks connects them by Gloo"
+                done[key] = forked(server, script, ranks, transport=transport, args=args, **options)
             else:
                 done[key] = run_job(script, ranks, transport=transport, args=args, **options)
         return done[key]

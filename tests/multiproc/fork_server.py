@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_file_writer")
 """Modules that the runners import besides."""
 MODULES = {
-    "torch": ("torch._dynamo", "horovod.torch", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
+    "torch": ("torch._dynamo", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
     "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
 }
 STACKS = 2.0

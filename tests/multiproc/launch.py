@@ -6,16 +6,18 @@ found that the launcher has lost sight of. Results travel by files (one JSON a r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from scripts.gloo_ranks import assign, environment, rendezvous
 
 JOBS = Path(__file__).parent / "jobs"
 REPOSITORY = Path(__file__).parents[2]
+PLANE = os.environ.get("HVD_ASYNC_TEST_PLANE", "horovod")
+"""The data plane of the torch jobs that run on either: "torch" has all of them tried without Horovod."""
 JOB_VARIABLE = "HVD_ASYNC_TEST_JOB"
 OUT_VARIABLE = "HVD_ASYNC_TEST_OUT"
 DEVICE_VARIABLE = "HVD_ASYNC_TEST_DEVICE"
@@ -147,7 +151,7 @@ def _ranks_of(job: str, script: str) -> list[psutil.Process]:
     found = []
     for process in processes_of(job):
         try:
-            of_a_rank = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & process.environ().keys()
+            of_a_rank = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK"} & process.environ().keys()
             if of_a_rank and script in " ".join(process.cmdline()):
                 found.append(process)
         except psutil.Error:
@@ -190,18 +194,21 @@ def run_job(
     timeout: float = 150.0,
     plain: bool = False,
 ) -> Job:
-    """Run a script of ``jobs/`` under ``horovodrun`` and wait for its end.
+    """Run a script of ``jobs/`` under ``horovodrun`` or ``torchrun`` and wait for its end.
 
     Args:
         script: its file name.
         ranks: how many.
-        transport: "gloo" or "mpi".
+        transport: "gloo" or "mpi", of Horovod; "torch": without Horovod, under ``torchrun``.
         args: of the script.
         env: added to the environment.
         timeout: seconds; then the ranks print their stacks and the job is killed.
         plain: whether Horovod's own command starts it, which takes 4 s longer (see ``horovodrun.py``).
     """
     folder = _Folder(ranks)
+    if transport == "torch":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return _run(folder, [*command, "--no-python"], f"{ranks} ranks, torchrun", script, args, env, timeout)
     command = ["horovodrun"] if plain else [sys.executable, str(Path(__file__).with_name("horovodrun.py"))]
     command += ["-np", str(ranks), f"--{transport}"]
     if transport == "mpi":
@@ -274,20 +281,42 @@ def run_elastic(script: str, ranks: int, *, args: Sequence[str] = (), timeout: f
     return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, None, timeout)
 
 
+@contextlib.contextmanager
+def _horovodruns(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """What Horovod's launcher tells each rank, for as long as this is entered."""
+    slots = assign({"localhost": ranks})
+    with rendezvous(slots) as port:
+        yield [environment(slot, "127.0.0.1", port, "lo") for slot in slots]
+
+
+@contextlib.contextmanager
+def _torchruns(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """What torchrun tells each rank. Rank 0 listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    yield [{"RANK": str(rank), **shared} for rank in range(ranks)]
+
+
 class ForkServer:
     """Starts jobs as a cluster's scheduler would, as plain processes on Gloo, from one that has imported a framework.
 
     Nobody ends the other ranks when one dies, so what they do about it can be seen.
+
+    Args:
+        framework: "torch" or "tensorflow".
+        transport: "gloo", of Horovod, or "torch": without Horovod, with the environment that torchrun gives.
     """
 
-    def __init__(self, framework: str) -> None:
+    def __init__(self, framework: str, transport: str = "gloo") -> None:
         self._folder = _Folder(0)
+        self._plane = {"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else {}
         self._errors = self._folder.path / "errors"
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("fork_server.py")), framework],
                 cwd=REPOSITORY,
-                env=self._folder.environment(None),
+                env=self._folder.environment(self._plane),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -306,19 +335,18 @@ class ForkServer:
     ) -> Job:
         """Run a script of ``jobs/`` and wait for all of its ranks; arguments as of ``run_job``."""
         folder = _Folder(ranks)
-        slots = assign({"localhost": ranks})
         logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
         started = time.monotonic()
         try:
-            with rendezvous(slots) as port:
+            with _torchruns(ranks) if self._plane else _horovodruns(ranks) as environments:
                 described = [
                     {
                         "command": [str(JOBS / script), *args],
-                        "environment": {**folder.environment(env), **environment(slot, "127.0.0.1", port, "lo")},
+                        "environment": {**folder.environment({**self._plane, **(env or {})}), **own},
                         "log": str(log),
                         "folder": str(REPOSITORY),
                     }
-                    for slot, log in zip(slots, logs, strict=True)
+                    for own, log in zip(environments, logs, strict=True)
                 ]
                 ends = self._ask({"ranks": described, "timeout": timeout})
                 codes: list[int | None] = ends["codes"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.table import Share
-from launch import DEVICE, Job, RunJob
+from launch import DEVICE, PLANE, Job, RunJob
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Setting:
     Attributes:
         framework: "torch" or "tensorflow".
         ranks: how many.
-        transport: "gloo" or "mpi".
+        transport: "gloo" or "mpi", of Horovod; "torch": without Horovod.
         topics: modules of ``jobs/``, in their order.
         share: how many cases of each topic it has.
         sets: which process sets it has: "none", "dynamic" or "static".
-        launched: whether ``horovodrun`` starts it, and not a fork server, which takes half as long.
+        launched: whether ``horovodrun`` or ``torchrun`` starts it, and not a fork server, which takes half as long.
     """
 
     framework: str
@@ -56,10 +56,14 @@ class Setting:
         return self.run(job).case(name)
 
 
-TORCH = Setting("torch", 3, topics=("torch_equality", "promises", "gossip", "leaders"))
-TORCH_4 = Setting("torch", 4, topics=("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
+EITHER = "torch" if PLANE == "torch" else "gloo"
+TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "leaders"))
+TORCH_4 = Setting("torch", 4, EITHER, ("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
 TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
+TORCHRUN = Setting("torch", 2, "torch", TORCH.topics, share="some")
+TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "some", "static", launched=False)
+"""Without Horovod: every family, hosts, and process sets that ``hvd.init()`` is given."""
 TENSORFLOW = Setting(
     "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
 )

@@ -1,4 +1,4 @@
-"""``EagerOptimizer(quorum="all")`` beside ``horovod.torch.DistributedOptimizer``, from the same seeds, in one job."""
+"""``EagerOptimizer(quorum="all")`` beside Horovod's ``DistributedOptimizer``, from the same seeds, in one job."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 from common import Part, Report
 from table import Equality, equalities
 from torch_common import DEVICE, crc
 
 import hvd_async.torch as hvd
+from hvd_async.torch.horovod_api import ON_HOROVOD
 
 STEPS = 30
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
@@ -43,7 +43,7 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
     if "compression" in made:
         made["compression"] = COMPRESSION[made["compression"]]
     if "op" in made:
-        made["op"] = getattr(horovod, made["op"])
+        made["op"] = getattr(hvd, made["op"])
     return made
 
 
@@ -79,6 +79,27 @@ def train(
     return model, optimizer, early
 
 
+class Averaged(torch.optim.Optimizer):
+    """What Horovod's optimizer does, step by step, where there is no Horovod: averages of gradients, then a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Any, **options: Any) -> None:
+        self._inner = optimizer
+        self._op = options.get("op", hvd.Average)
+        self._compression = options.get("compression", hvd.Compression.none)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = hvd.allreduce(parameter.grad, op=self._op, compression=self._compression)
+        return self._inner.step(closure)
+
+
+DistributedOptimizer = hvd.DistributedOptimizer if ON_HOROVOD else Averaged
+
+
 def farthest(one: Any, other: Any) -> float:
     """The largest difference between two lists of tensors."""
     return max(float((a.cpu() - b.cpu()).abs().max().detach()) for a, b in zip(one, other, strict=True))
@@ -89,7 +110,7 @@ def run(_: Any, report: Report, part: Part) -> None:
     for case in equalities(part.share):
         # (a Horovod built with NCCL cannot stage tensors on the CPU)
         place = torch.device("cpu") if os.environ["HVD_ASYNC_STAGE"] == "1" else DEVICE
-        theirs, _, _ = train(case, horovod.DistributedOptimizer, case.theirs, place)
+        theirs, _, _ = train(case, DistributedOptimizer, case.theirs, place)
         ours, optimizer, early = train(case, hvd.EagerOptimizer, {**case.ours, "quorum": "all"}, DEVICE)
         optimizer.drain()
         report.put(

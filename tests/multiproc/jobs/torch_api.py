@@ -1,0 +1,230 @@
+"""Horovod's API for torch, from Horovod or without it: each case's results, which must be the same from both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import Report, raised
+
+import hvd_async.torch as hvd
+
+OPERATIONS = ("Average", "Sum", "Min", "Max", "Product")
+DTYPES = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+CARRIED = (torch.uint8, torch.int8, torch.int16, *DTYPES)
+"""Dtypes that are sent and not added."""
+
+
+def shown(value: Any) -> Any:
+    """Tensors as JSON: dtype, shape, values."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), list(value.shape), value.detach().double().flatten().tolist()]
+    return [shown(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers that differ by rank."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) + 3 * hvd.rank()) % 7 + 1).reshape(shape).to(dtype)
+
+
+def reductions() -> dict[str, Any]:
+    found = {}
+    for op in OPERATIONS:
+        for dtype in DTYPES:
+            found[f"{op} {dtype}"] = shown(hvd.allreduce(ramp(4, 3, dtype=dtype), op=getattr(hvd, op)))
+    found["default"] = shown(hvd.allreduce(ramp(5), name="default"))
+    found["scaled"] = shown(hvd.allreduce(ramp(5), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))
+    found["scaled integers"] = shown(hvd.allreduce(2 * ramp(5, dtype=torch.int32), op=hvd.Sum, prescale_factor=0.5))
+    found["scaled average"] = shown(hvd.allreduce(ramp(5), prescale_factor=2.0, postscale_factor=0.25))
+    found["fp16"] = shown(hvd.allreduce(ramp(5), compression=hvd.Compression.fp16))
+    found["scalar"] = shown(hvd.allreduce(torch.tensor(float(hvd.rank()))))
+    found["empty"] = shown(hvd.allreduce(torch.zeros(0)))
+    return found
+
+
+def forms_of_reductions() -> dict[str, Any]:
+    own = ramp(6)
+    returned = hvd.allreduce_(own, op=hvd.Sum)
+    handles = [hvd.allreduce_async(ramp(3) * (i + 1), name=f"async.{i}") for i in range(5)]
+    results = [hvd.synchronize(handle) for handle in reversed(handles)]
+    later = ramp(2)
+    handle = hvd.allreduce_async_(later, name="in place", op=hvd.Sum)
+    while not hvd.poll(handle):
+        pass
+    hvd.synchronize(handle)
+    grouped = [ramp(2), ramp(3, 2)]
+    return {
+        "in place": shown([own, returned]),
+        "asynchronous": shown(results),
+        "polled": shown(later),
+        "grouped": shown(hvd.grouped_allreduce(grouped, op=hvd.Sum)),
+        "grouped in place": shown([hvd.grouped_allreduce_(grouped), grouped]),
+        "grouped later": shown(hvd.synchronize(hvd.grouped_allreduce_async(grouped, name="grouped"))),
+        "unchanged": shown(hvd.synchronize(hvd.allreduce_async(later, name="unchanged")) * 0 + later),
+    }
+
+
+def gathers() -> dict[str, Any]:
+    rank = hvd.rank()
+    return {
+        **{f"{dtype}": shown(hvd.allgather(ramp(2, 3, dtype=dtype))) for dtype in CARRIED},
+        "ragged": shown(hvd.allgather(ramp(rank + 1, 2))),
+        "nothing of rank 0": shown(hvd.allgather(ramp(2 * rank, 2))),
+        "grouped": shown(hvd.grouped_allgather([ramp(rank + 1), ramp(3, 1)])),
+        "asynchronous": shown(hvd.synchronize(hvd.allgather_async(ramp(2), name="later"))),
+    }
+
+
+def broadcasts() -> dict[str, Any]:
+    last = hvd.size() - 1
+    own, returned = ramp(3), hvd.broadcast(ramp(3), 0)
+    hvd.broadcast_(own, last)
+    handle = hvd.broadcast_async(ramp(2), last, name="later")
+    return {
+        **{f"{dtype}": shown(hvd.broadcast(ramp(2, 2, dtype=dtype), last)) for dtype in CARRIED},
+        "new": shown(returned),
+        "in place": shown(own),
+        "asynchronous": shown(hvd.synchronize(handle)),
+        "scalar": shown(hvd.broadcast(torch.tensor(float(hvd.rank())), last)),
+    }
+
+
+def exchanges() -> dict[str, Any]:
+    rank, size = hvd.rank(), hvd.size()
+    splits = torch.tensor([(rank + to) % 3 for to in range(size)], dtype=torch.int32)
+    return {
+        **{f"{dtype}": shown(hvd.alltoall(ramp(2 * size, 2, dtype=dtype))) for dtype in CARRIED},
+        "splits": shown(hvd.alltoall(ramp(int(splits.sum()), 2), splits=splits)),
+        "list": shown(hvd.alltoall(ramp(size), splits=[1] * size)),
+        "nothing": shown(hvd.alltoall(ramp(0, 2), splits=[0] * size)),
+    }
+
+
+def scatters() -> dict[str, Any]:
+    size = hvd.size()
+    return {
+        "even": shown(hvd.reducescatter(ramp(2 * size, 2))),
+        "uneven": shown(hvd.reducescatter(ramp(2 * size + 1, 2), op=hvd.Sum)),
+        "scaled": shown(hvd.reducescatter(ramp(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)),
+        "grouped": shown(hvd.grouped_reducescatter([ramp(size), ramp(2 * size, 1)], op=hvd.Sum)),
+    }
+
+
+def gradient(call: Callable[[torch.Tensor], Any], *shape: int) -> Any:
+    """The gradient of a weighted sum of what a collective returns."""
+    tensor = ramp(*shape, dtype=torch.float64).requires_grad_()
+    result = call(tensor)
+    result = result[0] if isinstance(result, tuple | list) else result
+    (result * (torch.arange(result.numel()) + 1.0 + hvd.rank()).reshape(result.shape)).sum().backward()
+    return shown(tensor.grad)
+
+
+def gradients() -> dict[str, Any]:
+    rank, size = hvd.rank(), hvd.size()
+    return {
+        "allreduce": gradient(hvd.allreduce, 3),
+        "sum": gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0), 3),
+        "grouped": gradient(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum), 3),
+        "allgather": gradient(hvd.allgather, rank + 1, 2),
+        "broadcast": gradient(lambda x: hvd.broadcast(x, 0), 3),
+        "alltoall": gradient(lambda x: hvd.alltoall(x, splits=[1] * size), size, 2),
+        "reducescatter": gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), size, 2),
+        "average of reducescatter": gradient(hvd.reducescatter, size, 2),
+    }
+
+
+def sets() -> dict[str, Any]:
+    rank, size = hvd.rank(), hvd.size()
+    rest, alone = hvd.add_process_set(list(range(1, size))), hvd.add_process_set(hvd.ProcessSet([0]))
+    own = rest if rank else alone
+    found = {
+        "ids": [rest.process_set_id, alone.process_set_id, hvd.global_process_set.process_set_id],
+        "ranks": [rest.ranks, alone.ranks, hvd.global_process_set.ranks],
+        "of": [rest.included(), alone.included(), own.rank(), own.size(), rest.size()],
+        "sum": shown(hvd.allreduce(ramp(3), op=hvd.Sum, process_set=own)),
+        "average": shown(hvd.allreduce(ramp(3), process_set=own)),
+        "gather": shown(hvd.allgather(ramp(rank + 1), process_set=own)),
+        "broadcast": shown(hvd.broadcast(ramp(3), own.ranks[-1], process_set=own)),
+        "scatter": shown(hvd.reducescatter(ramp(4), op=hvd.Sum, process_set=own)),
+    }
+    hvd.barrier(process_set=own)
+    hvd.barrier()
+    found["outside"] = raised(lambda: hvd.allreduce(ramp(3), process_set=alone if rank else rest))["kind"] != ""
+    found["removed"] = [hvd.remove_process_set(rest), rest.process_set_id, hvd.remove_process_set(rest)]
+    found["global"] = hvd.remove_process_set(hvd.global_process_set)
+    found["twice"] = raised(lambda: hvd.add_process_set([0]))["kind"]
+    return found
+
+
+def objects() -> dict[str, Any]:
+    rank = hvd.rank()
+    model = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(rank + 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
+    if rank == 0:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = optimizer.state_dict()
+    return {
+        "objects": hvd.allgather_object({"rank": rank, "text": "x" * rank}),
+        "object": hvd.broadcast_object(["of", rank], root_rank=hvd.size() - 1),
+        "parameters": shown(list(model.parameters())),
+        "rates": [group["lr"] for group in state["param_groups"]],
+        "momentum": shown([one["momentum_buffer"] for one in state["state"].values()]),
+    }
+
+
+def joins() -> dict[str, Any]:
+    """Rank r has r + 1 batches."""
+    sums = [shown(hvd.allreduce(ramp(2, 2), op=hvd.Sum, name=f"batch.{step}")) for step in range(hvd.rank() + 1)]
+    last = hvd.join()
+    return {"sums": sums, "last": last, "after": shown(hvd.allreduce(ramp(1), op=hvd.Sum, name="after"))}
+
+
+def errors() -> dict[str, Any]:
+    rank = hvd.rank()
+
+    def mismatch(call: Callable[[], Any]) -> str:
+        return raised(call)["kind"]
+
+    return {
+        "shape": mismatch(lambda: hvd.allreduce(ramp(2 + rank), name="shape")),
+        "dtype": mismatch(lambda: hvd.allreduce(ramp(2, dtype=DTYPES[rank % 2]), name="dtype")),
+        "columns": mismatch(lambda: hvd.allgather(ramp(2, 2 + rank), name="columns")),
+        "root": mismatch(lambda: hvd.broadcast(ramp(2), rank, name="root")),
+        "splits": mismatch(lambda: hvd.alltoall(ramp(2), splits=[9] * hvd.size(), name="splits")) != "",
+        "both": mismatch(lambda: hvd.allreduce(ramp(2), average=True, op=hvd.Sum)),
+        "goes on": shown(hvd.allreduce(ramp(2), op=hvd.Sum, name="goes on")),
+    }
+
+
+def places() -> dict[str, Any]:
+    return {
+        "places": [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
+        "initialized": hvd.is_initialized(),
+    }
+
+
+CASES = (
+    places, reductions, forms_of_reductions, gathers, broadcasts, exchanges, scatters, gradients, sets, objects, joins,
+    errors,
+)  # fmt: skip
+
+
+def main() -> None:
+    hvd.init(process_sets="dynamic")
+    report = Report(hvd.rank())
+    for case in CASES:
+        report.put(case.__name__, found=case())
+    hvd.shutdown()
+    report.put("shut down", found=hvd.is_initialized())
+
+
+if __name__ == "__main__":
+    main()
