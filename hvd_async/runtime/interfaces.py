@@ -123,9 +123,20 @@ class CompletedHandle:
         return 0.0
 
 
-class Collectives(Protocol):
-    """Horovod's collectives in one framework. Only the engine thread calls these.
+def lane_of(name: str) -> str:
+    """Return the lane of a collective: its name without the number at its end.
 
+    All ranks of a process set submit the collectives of a lane in one order. Those of different lanes may be submitted
+    in different orders, which a plane that matches collectives by order must allow for.
+    """
+    stem, _, number = name.rpartition(".")
+    return stem if number.isdigit() else name
+
+
+class Collectives(Protocol):
+    """Collectives in one framework, over Horovod or torch.distributed. Only the engine thread calls these.
+
+    Horovod matches the ranks' collectives by their names, a process group by their order in each lane (``lane_of``).
     ``process_set`` is Horovod's (or the test's) object for some of the ranks, None for all; ``root`` is a global rank.
     """
 

@@ -1,9 +1,9 @@
 """The data plane on torch.distributed: private process groups, of Gloo for tensors on a CPU and of NCCL on GPUs.
 
 A process group matches collectives by the order in which each rank submits them. Ranks may submit collectives of
-different lanes in different orders: of another bucket, of another optimizer, the second stage of an exchange. So each
-lane has a process group of its own, and within a lane the engine's users submit in the order of the coordinator's
-commands. A lane is a collective's name without the number at its end.
+different lanes (``interfaces.lane_of``) in different orders: of another bucket, of another optimizer, the second stage
+of an exchange. So each lane has a process group of its own. Within a lane collectives are submitted in the order of the
+coordinator's commands, on all ranks.
 
 Completion wakes the engine, so nothing is polled on a CPU.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.exit_status import exit_status
-from hvd_async.runtime.interfaces import CompletedHandle, Handle
+from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import world
@@ -175,8 +175,7 @@ class TorchCollectives(TensorCollectives):
 
     def _group(self, name: str, process_set: Any, on_gpu: bool) -> Any:
         """Return the process group of a collective's lane; made when the lane is new, by all of its ranks at once."""
-        stem, _, number = name.rpartition(".")
-        key = (stem if number.isdigit() else name, self._ranks(process_set), on_gpu)
+        key = (lane_of(name), self._ranks(process_set), on_gpu)
         if key not in self._groups:
             limit = timedelta(seconds=time_limits.connect_timeout())
             self._groups[key] = (

@@ -1,7 +1,7 @@
 """Horovod's API for torch on torch.distributed: the names of ``horovod.torch``, where Horovod is absent.
 
-``hvd_async.torch`` exports them. Collectives are matched by their order, see ``collectives``; optimizers of this
-library do not use them, but process groups of their own, see ``hvd_async.torch.torch_collectives``.
+``hvd_async.torch`` exports them. Optimizers of this library do not use these collectives, but process groups of their
+own, see ``hvd_async.torch.torch_collectives``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Horovod's collectives on torch.distributed: signatures, defaults and results as in ``horovod.torch.mpi_ops``.
 
-Unlike Horovod's, they are matched by their order and not by their names: all ranks must call the same collectives in
-the same order. A name is compared, and appears in error messages. Tensors on a GPU travel by way of the CPU.
+Tensors on a GPU travel by way of the CPU.
 """
 
 from __future__ import annotations
@@ -500,4 +499,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def join(device: int = -1) -> int:
     """Take part in the other ranks' allreduces with zeros until all ranks have joined; return the last to join."""
-    return int(queue_of(global_process_set).submit(Request(JOIN), lambda queue, requests: None).wait())
+    return int(queue_of(global_process_set).submit(Request(JOIN, JOIN), lambda queue, requests: None).wait())

@@ -1,18 +1,23 @@
-"""Collectives that a program calls, carried out in order by a thread of this process.
+"""Collectives that a program calls, matched by their names as in Horovod, and carried out by a thread of this process.
 
-Ranks first tell each other what they are about to do. So a mismatch is an error on all ranks instead of a hang or
-garbage, ranks know how much each of them sends, and a rank that has joined takes part with zeros.
+Ranks first tell each other what they have called. So they may call collectives in different orders, a mismatch is an
+error on all ranks instead of a hang or garbage, ranks know how much each of them sends, and a rank that has joined
+takes part with zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +40,7 @@ class Request:
 
     Attributes:
         kind: "allreduce", "allgather", ...
-        name: as the user gave it; empty for none.
+        name: as the user gave it; empty for none until it is submitted.
         dtype: of the tensors, by name.
         shapes: of the tensors.
         options: what all ranks must give alike, such as the operation or the root.
@@ -50,6 +55,7 @@ class Request:
     splits: list[int] | None = None
 
     def __str__(self) -> str:
+        """For messages."""
         of = f" of {self.dtype} {', '.join(map(str, self.shapes[:4]))}" if self.shapes else ""
         return f"{self.kind} {self.name!r}{of} {self.options or ''}".strip()
 
@@ -98,8 +104,19 @@ Run = Callable[["Queue", list[Request]], Any]
 """Carries out a collective, once all ranks' requests are known to match."""
 
 
+class _Item(NamedTuple):
+    """A collective that this rank has called."""
+
+    request: Request
+    run: Run
+    handle: Handle
+
+
 class Queue:
-    """The collectives of a process set on this rank.
+    """The collectives of a process set on this rank, carried out by a thread.
+
+    The ranks meet in cycles, in which each announces the collectives that it has called since its last one. A rank that
+    has called nothing, and has nothing outstanding, does not take part, and the others wait for it there.
 
     Args:
         number: of the process set.
@@ -110,35 +127,105 @@ class Queue:
         self.ranks, self.size = list(ranks), len(ranks)
         self.place = self.ranks.index(world.current().rank)
         self.group = world.current().group(f"requests.{number}", self.ranks)
-        self._items: queue.SimpleQueue[tuple[Request, Run, Handle] | None] = queue.SimpleQueue()
+        self._called: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._names: set[str] = set()
+        """Of the collectives that are outstanding here."""
+        self._unnamed: Counter[str] = Counter()
         self._warn_after = time_limits.warn_after()
-        self._busy = False
         self._thread = threading.Thread(target=self._serve, name=f"hvd_async-requests-{number}", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, run: Run) -> Handle:
-        """Begin a collective, after all begun before."""
+        """Begin a collective.
+
+        Raises:
+            ValueError: one of this name is outstanding.
+        """
+        if not request.name:
+            request.name = f"{request.kind}.noname.{self._unnamed[request.kind]}"
+            self._unnamed[request.kind] += 1
+        if request.name in self._names:
+            raise ValueError(
+                f"a collective named {request.name!r} is outstanding: synchronize it, or pass another name."
+            )
+        self._names.add(request.name)
         handle = Handle()
-        self._items.put((request, run, handle))
+        self._called.put(_Item(request, run, handle))
         return handle
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the thread after what was begun; connections of a collective that does not end stay open."""
-        self._items.put(None)
+        """End the thread; connections of collectives that do not end stay open."""
+        self._called.put(None)
         self._thread.join(timeout)
         if not self._thread.is_alive():
             world.current().close([self.group])
 
+    # -- the queue's thread -----------------------------------------------------------------------------------------
+
     def _serve(self) -> None:
         torch.set_num_threads(1)  # (of this thread)
-        while (item := self._items.get()) is not None:
-            request, run, handle = item
-            handle.finish(functools.partial(self._run, request, run))
+        outstanding: dict[str, _Item] = {}
+        announced: dict[str, dict[int, Request]] = {}
+        joined: dict[int, int] = {}
+        try:
+            for cycle in itertools.count():
+                called = self._take(block=not outstanding)
+                if None in called:
+                    return
+                items = [item for item in called if item is not None]
+                outstanding.update({item.request.name: item for item in items})
+                for place, requests in enumerate(self._exchange([item.request for item in items], [*outstanding])):
+                    for request in requests:
+                        if request.kind == JOIN:
+                            joined[place] = cycle
+                        else:
+                            announced.setdefault(request.name, {})[place] = request
+                # (in the same order on all ranks: that of their announcements)
+                for name in [name for name, one in announced.items() if len({*one, *joined}) == self.size]:
+                    self._carry_out(announced.pop(name), outstanding.pop(name, None))
+                if len(joined) == self.size:
+                    last = self.ranks[max((when, place) for place, when in joined.items())[1]]
+                    joined.clear()
+                    self._unnamed.clear()
+                    self._finish(outstanding.pop(JOIN), functools.partial(int, last))
+        except HorovodInternalError as error:
+            self._fail(outstanding, error)
 
-    def _run(self, request: Request, run: Run) -> Any:
-        if request.kind == JOIN:
-            return self._join()
-        return run(self, self.check(request, self.exchange(request)))
+    def _take(self, block: bool) -> list[_Item | None]:
+        """Return what has been called; wait for something if ``block``."""
+        called = [self._called.get()] if block else []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                called.append(self._called.get_nowait())
+        return called
+
+    def _finish(self, item: _Item, run: Callable[[], Any]) -> None:
+        self._names.discard(item.request.name)
+        item.handle.finish(run)
+
+    def _fail(self, outstanding: dict[str, _Item], error: Exception) -> None:
+        """Fail all collectives, those that are yet to come too."""
+        for item in outstanding.values():
+            item.handle.fail(error)
+        while (later := self._called.get()) is not None:
+            later.handle.fail(error)
+
+    def _carry_out(self, requests: dict[int, Request], item: _Item | None) -> None:
+        """Run a collective of which all ranks have told; without ``item`` this rank has joined."""
+        first = min(requests.items())[1]
+        everyones = [requests.get(place, first) for place in range(self.size)]
+        try:
+            self._check(requests)
+        except HorovodInternalError as error:
+            if item is not None:
+                self._names.discard(item.request.name)
+                item.handle.fail(error)
+            return
+        if item is not None:
+            self._finish(item, lambda: item.run(self, everyones))
+            return
+        for shape in first.shapes:
+            self.reduce(torch.zeros(shape, dtype=DTYPES[first.dtype]), *first.options)
 
     def wait(self, work: Any, what: object) -> None:
         """Wait for a collective of ``group``, with a warning from time to time.
@@ -146,77 +233,53 @@ class Queue:
         Raises:
             HorovodInternalError: it has failed.
         """
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        while not done.wait(self._warn_after):
-            warn(
-                f"rank {world.current().rank} has waited {self._warn_after:.0f} s more for other ranks of "
-                f"{ranks_text(self.ranks)} to call {what}. Waiting on."
-            )
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise HorovodInternalError(
-                f"{what} has failed; a rank has probably ended, see its output. {error}"
-            ) from error
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(self._warn_after, 1e6)))
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise HorovodInternalError(f"{what} has failed; a rank has probably ended: {error}") from error
+                warn(
+                    f"rank {world.current().rank} has waited {self._warn_after:.0f} s more for other ranks of "
+                    f"{ranks_text(self.ranks)} to call {what}. Waiting on."
+                )
+            else:
+                return
 
-    def exchange(self, request: Request) -> list[Request]:
-        """Return what all ranks are about to do, in the order of the ranks."""
-        own = json.dumps(asdict(request)).encode()
-        records = self._gather(own[:RECORD], RECORD, len(own), request)
+    def _exchange(self, called: list[Request], outstanding: list[str]) -> list[list[Request]]:
+        """Return what each rank announces, in the order of the ranks; ``outstanding`` is for messages."""
+        own = json.dumps([asdict(request) for request in called]).encode()
+        what = ", ".join(outstanding[:4])
+        records = self._gather(own[:RECORD], RECORD, len(own), what)
         longest = max(length for _, length in records)
         if longest > RECORD:
-            records = self._gather(own, longest, len(own), request)
-        return [Request(**json.loads(data)) for data, _ in records]
+            records = self._gather(own, longest, len(own), what)
+        return [[Request(**one) for one in json.loads(data)] for data, _ in records]
 
-    def _gather(self, data: bytes, room: int, length: int, what: Request) -> list[tuple[bytes, int]]:
-        own = torch.frombuffer(bytearray(length.to_bytes(8, "little") + data.ljust(room, b" ")), dtype=torch.uint8)
+    def _gather(self, data: bytes, room: int, length: int, what: object) -> list[tuple[bytes, int]]:
+        own = torch.frombuffer(bytearray(length.to_bytes(8, "little") + data.ljust(room)), dtype=torch.uint8)
         everyones = torch.empty(self.size * (room + 8), dtype=torch.uint8)
         self.wait(self.group._allgather_base(everyones, own), what)
         found = [row.tobytes() for row in everyones.view(self.size, room + 8).numpy()]
         return [(row[8 : 8 + min(room, size)], size) for row in found for size in [int.from_bytes(row[:8], "little")]]
 
-    def check(self, own: Request, requests: list[Request]) -> list[Request]:
-        """Return the requests of all ranks, with zeros for ranks that have joined, if they are one collective.
+    def _check(self, requests: dict[int, Request]) -> None:
+        """Raise, on all ranks alike, if these are not one collective.
 
         Raises:
             HorovodInternalError: they are not.
         """
-        for place, other in enumerate(requests):
-            if other.kind == JOIN:
-                requests[place] = own
-                if own.kind != "allreduce":
-                    raise HorovodInternalError(
-                        f"rank {self.ranks[place]} has joined and takes part in allreduces only, not in {own}"
-                    )
-        for place, other in enumerate(requests):
-            same = (own.kind, own.name, own.dtype, own.options) == (other.kind, other.name, other.dtype, other.options)
-            ragged = int(own.kind in ("allgather", "alltoall"))
-            alike = len(own.shapes) == len(other.shapes) and all(
-                len(one) == len(another) and one[ragged:] == another[ragged:]
-                for one, another in zip(own.shapes, other.shapes, strict=True)
-            )
-            if not same or not alike:
+        (place, one), *others = sorted(requests.items())
+        if len(requests) < self.size and one.kind != "allreduce":
+            raise HorovodInternalError(f"a rank has joined and takes part in allreduces only, not in {one}")
+        ragged = int(one.kind in ("allgather", "alltoall"))
+        for other_place, other in others:
+            same = (one.kind, one.dtype, one.options) == (other.kind, other.dtype, other.options)
+            if not same or [(len(s), s[ragged:]) for s in one.shapes] != [(len(s), s[ragged:]) for s in other.shapes]:
                 raise HorovodInternalError(
-                    f"rank {self.ranks[self.place]} calls {own}, rank {self.ranks[place]} calls {other}. All ranks "
-                    f"must call the same collectives in the same order."
+                    f"the ranks call different collectives by one name: rank {self.ranks[place]} calls {one}, "
+                    f"rank {self.ranks[other_place]} calls {other}"
                 )
-        return requests
-
-    def _join(self) -> int:
-        """Take part in the others' allreduces with zeros until all have joined; return the last rank to join."""
-        rounds = 0
-        while True:
-            requests = self.exchange(Request(JOIN, options=[rounds]))
-            others = [one for one in requests if one.kind != JOIN]
-            if not others:
-                waited = [(-one.options[0], rank) for rank, one in zip(self.ranks, requests, strict=True)]
-                return max(waited)[1]
-            rounds += 1
-            own = others[0]
-            self.check(own, requests)
-            for shape in own.shapes:
-                self.reduce(torch.zeros(shape, dtype=DTYPES[own.dtype]), *own.options)
 
     def reduce(self, tensor: torch.Tensor, op: int, prescale: float, postscale: float) -> torch.Tensor:
         """Reduce a tensor on the CPU in place over the ranks, and return it; ``op`` is of ``REDUCTIONS``, or 0 for the
