@@ -74,7 +74,7 @@ def test_all_of_horovods_that_a_star_takes_is_exported(name):
     assert not wanted - set(importlib.import_module(name).__all__)
 
 
-@pytest.mark.parametrize("binding", ["torch", "tensorflow", "tensorflow.keras"])
+@pytest.mark.parametrize("binding", ["tensorflow", "tensorflow.keras"])
 def test_without_horovod_an_import_says_how_to_build_it(binding):
     code = f"import sys\nsys.modules['horovod'] = None\nimport hvd_async.{binding}"
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

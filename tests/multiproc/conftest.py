@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launch import ForkServer, Job, RunJob, run_job
+from launch import PLANE, ForkServer, Job, RunJob, run_job
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,8 @@ def forked() -> Iterator[RunJob]:
     servers: dict[tuple[str, str], ForkServer] = {}
     with contextlib.ExitStack() as stack:
 
-        def run(framework: str, script: str, ranks: int, *, transport: str = "gloo", **options: Any) -> Job:
+        def run(framework: str, script: str, ranks: int, *, transport: str = "", **options: Any) -> Job:
+            transport = transport or ("torch" if framework == PLANE == "torch" else "gloo")
             if (framework, transport) not in servers:
                 servers[framework, transport] = ForkServer(framework, transport)
                 stack.callback(servers[framework, transport].close)

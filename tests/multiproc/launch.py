@@ -295,6 +295,7 @@ def _torchruns(ranks: int) -> Iterator[list[dict[str, str]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["HVD_ASYNC_HOST"] = "localhost"  # (as Horovod's launcher calls it)
     yield [{"RANK": str(rank), **shared} for rank in range(ranks)]
 
 

@@ -375,7 +375,9 @@ def alltoall_async(
             raise ValueError(f"a tensor of {rows} rows cannot be split evenly over {size} ranks. Pass splits.")
         sent = [rows // size] * size
     else:
-        sent = [int(count) for count in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+        sent = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        if any(not isinstance(count, int) for count in sent):
+            raise ValueError(f"splits must be whole numbers of rows, got {sent}.")
     if len(sent) != size or min(sent, default=0) < 0 or sum(sent) > rows:
         raise ValueError(f"splits must be {size} numbers of rows, at most {rows} in all, got {sent}.")
 

@@ -1,0 +1,129 @@
+"""Which data plane torch ranks take, by their environment, and what the environment says of ranks without Horovod."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvd_async.runtime.data_plane import HOROVOD, TORCH, VARIABLE, choose
+from hvd_async.torch.distributed.launch import Place, first_host, place_of, read
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1",
+    "MASTER_ADDR": "a", "MASTER_PORT": "29500",
+}  # fmt: skip
+HOROVODRUN = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-05,11]",
+}  # fmt: skip
+KUBERNETES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "installed", "plane"),
+    [
+        ({}, True, HOROVOD),
+        ({}, False, TORCH),
+        (TORCHRUN, True, TORCH),
+        (TORCHRUN, False, TORCH),
+        (KUBERNETES, True, TORCH),
+        (HOROVODRUN, True, HOROVOD),
+        (MPIRUN, True, HOROVOD),
+        (MPIRUN, False, TORCH),
+        (SRUN, True, HOROVOD),
+        (SRUN, False, TORCH),
+        ({**HOROVODRUN, **TORCHRUN}, True, HOROVOD),
+        ({**HOROVODRUN, VARIABLE: "torch"}, True, TORCH),
+        ({**TORCHRUN, VARIABLE: "horovod"}, True, HOROVOD),
+        ({VARIABLE: ""}, True, HOROVOD),
+    ],
+)
+def test_the_choice(environment: dict[str, str], installed: bool, plane: str) -> None:
+    chosen = choose(environment, installed)
+    assert chosen.name == plane
+    assert chosen.reason
+
+
+@pytest.mark.parametrize("environment", [HOROVODRUN, {**TORCHRUN, VARIABLE: "horovod"}])
+def test_horovod_that_is_not_installed_is_an_error_that_says_what_to_do(environment: dict[str, str]) -> None:
+    with pytest.raises(ImportError, match=f"{VARIABLE}=torch and start the job with torchrun; .*install_horovod.sh"):
+        choose(environment, has_horovod=False)
+
+
+def test_an_unknown_plane_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"{VARIABLE} must be 'horovod' or 'torch', got 'nccl'"):
+        choose({VARIABLE: "nccl"}, has_horovod=True)
+
+
+def test_torch_works_without_horovod() -> None:
+    code = (
+        "import sys\nsys.modules['horovod'] = None\nimport torch, hvd_async.torch as hvd\nhvd.init()\n"
+        "assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)\n"
+        "p = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))\n"
+        "p.grad = torch.ones(2)\noptimizer.step()\noptimizer.drain()\nassert p.tolist() == [0.0, 0.0]\n"
+        "try:\n    hvd.elastic.TorchState()\nexcept NotImplementedError as error:\n"
+        "    assert 'torchrun --max-restarts' in str(error)\n"
+        "hvd.shutdown()\nassert not hvd.is_initialized()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_torchruns_environment() -> None:
+    assert read(TORCHRUN) == (3, 4, "a", 29500, "node 1", "torchrun")
+
+
+def test_open_mpis_environment() -> None:
+    own = read({**MPIRUN, "PMIX_NAMESPACE": "job1"})
+    other = read({**MPIRUN, "PMIX_NAMESPACE": "job1", "OMPI_COMM_WORLD_RANK": "0"})
+    assert (own.rank, own.size, own.address) == (1, 2, "127.0.0.1")
+    assert own.port == other.port
+    assert own.port != read({**MPIRUN, "PMIX_NAMESPACE": "job2"}).port
+
+
+def test_several_hosts_of_open_mpi_need_an_address() -> None:
+    with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR=HOST"):
+        read({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+def test_slurms_environment() -> None:
+    own = read(SRUN)
+    assert (own.rank, own.size, own.address, own.host) == (5, 8, "gpu03", "node 1")
+    assert read({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "99"})[2:4] == ("b", 99)
+
+
+def test_a_batch_script_is_one_process() -> None:
+    """(SLURM tells it the number of tasks that srun would start.)"""
+    assert read({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"})[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_environment_is_refused(missing: str) -> None:
+    with pytest.raises(ValueError, match=r"rank 3 of 4 does not know where rank 0 is.*torchrun"):
+        read({name: value for name, value in TORCHRUN.items() if name != missing})
+
+
+def test_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="RANK must be a number, got 'x'"):
+        read({**TORCHRUN, "RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[07,09]-ib,m1", "n07-ib"), ("x-1,y", "x-1")]
+)
+def test_the_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_places_on_hosts() -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert [place_of(rank, hosts) for rank in range(4)] == [
+        Place(0, 2, 0, 2, True), Place(1, 2, 0, 2, True), Place(0, 2, 1, 2, True), Place(1, 2, 1, 2, True),
+    ]  # fmt: skip
+    assert place_of(2, ["a", "b", "a"]) == Place(1, 2, 0, 1, False)
+    assert place_of(0, ["a"]) == Place(0, 1, 0, 1, True)
