@@ -61,7 +61,7 @@ TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "le
 TORCH_4 = Setting("torch", 4, EITHER, ("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
 TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
-TORCHRUN = Setting("torch", 2, "torch", TORCH.topics, share="some")
+TORCHRUN = Setting("torch", 3, "torch", TORCH.topics, share="some")
 TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "some", "static", launched=False)
 """Without Horovod: every family, hosts, and process sets that ``hvd.init()`` is given."""
 TENSORFLOW = Setting(

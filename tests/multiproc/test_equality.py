@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs.table import Equality, equalities, keras_equalities
 from launch import DEVICE, RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_MPI, Setting
+from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_MPI, TORCHRUN, Setting
 
 pytestmark = pytest.mark.multiproc
 
@@ -15,7 +15,11 @@ ROUNDING = 1e-3
 
 @pytest.mark.parametrize(
     ("setting", "case"),
-    [pytest.param(s, case, id=f"{s}-{case.name}") for s in (TORCH, TORCH_MPI, *ALONE) for case in equalities(s.share)],
+    [
+        pytest.param(s, case, id=f"{s}-{case.name}")
+        for s in (TORCH, TORCH_MPI, TORCHRUN, *ALONE)
+        for case in equalities(s.share)
+    ],
 )
 def test_torch_equals_horovods_distributed_optimizer(job: RunJob, setting: Setting, case: Equality) -> None:
     results = setting.case(job, case.name)

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVEN_HOSTS, Gossip, cases
 from launch import RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
+from settings import (
+    ALONE,
+    TENSORFLOW,
+    TENSORFLOW_4,
+    TENSORFLOW_MPI,
+    TORCH,
+    TORCH_4,
+    TORCH_MPI,
+    TORCHRUN,
+    TORCHRUN_4,
+    Setting,
+)
 
 from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
@@ -25,7 +36,7 @@ pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, TORCH_4, TENSORFLOW_4, TORCH_MPI, TENSORFLOW_MPI, *ALONE)
+ALL = (*FULL, TORCH_4, TENSORFLOW_4, TORCH_MPI, TENSORFLOW_MPI, TORCHRUN, TORCHRUN_4, *ALONE)
 EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, setting.share)]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from launch import RunJob
-from settings import TENSORFLOW_4, TORCH_4, Setting
+from settings import TENSORFLOW_4, TORCH_4, TORCHRUN_4, Setting
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.parametrize("setting", [TORCH_4, TENSORFLOW_4], ids=str)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.parametrize("setting", [TORCH_4, TENSORFLOW_4, TORCHRUN_4], ids=str)]
 
 
 def test_a_late_hosts_gradients_go_together(job: RunJob, setting: Setting) -> None:

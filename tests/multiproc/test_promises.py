@@ -7,12 +7,23 @@ from typing import Any
 import pytest
 from jobs.table import Promise, Quorum, bounded, conservation, promises, quorums, uneven
 from launch import RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
+from settings import (
+    ALONE,
+    TENSORFLOW,
+    TENSORFLOW_4,
+    TENSORFLOW_MPI,
+    TORCH,
+    TORCH_4,
+    TORCH_MPI,
+    TORCHRUN,
+    TORCHRUN_4,
+    Setting,
+)
 
 pytestmark = pytest.mark.multiproc
 
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, TORCH_MPI, *ALONE)
+ALL = (*FULL, TORCH_MPI, TORCHRUN, *ALONE)
 
 
 def check_promise(ranks: list[dict[str, Any]], case: Promise) -> None:
@@ -105,6 +116,6 @@ def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None
         assert rank["applied"] == 28
 
 
-@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI], ids=str)
+@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI, TORCHRUN_4], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     setting.run(job).check().case("end")

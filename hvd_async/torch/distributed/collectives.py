@@ -17,7 +17,7 @@ from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.compression import Compression
 from hvd_async.torch.distributed.errors import no_counterpart
 from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
-from hvd_async.torch.distributed.requests import JOIN, Handle, Queue, Request, queue_of
+from hvd_async.torch.distributed.requests import ALLREDUCE, JOIN, Handle, Queue, Request, queue_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Tensors = Sequence[torch.Tensor]
@@ -139,7 +139,7 @@ def _allreduce(
         own = [one.clone(memory_format=torch.contiguous_format) if copy else one.contiguous() for one in here]
         return [queue.reduce(one, chosen, pre, post) for one in own]
 
-    return _begin("allreduce", tensors, name, process_set, run, [chosen, pre, post])
+    return _begin(ALLREDUCE, tensors, name, process_set, run, [chosen, pre, post])
 
 
 def grouped_allreduce_async(

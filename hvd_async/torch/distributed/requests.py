@@ -28,7 +28,8 @@ from hvd_async.runtime.log import warn
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.errors import HorovodInternalError
 
-JOIN = "join"
+ALLREDUCE, JOIN = "allreduce", "join"
+"""Kinds of requests that a joined rank knows."""
 RECORD = 1024
 """Bytes of a request that travel in one message; a longer one takes a second."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -270,7 +271,7 @@ class Queue:
             HorovodInternalError: they are not.
         """
         (place, one), *others = sorted(requests.items())
-        if len(requests) < self.size and one.kind != "allreduce":
+        if len(requests) < self.size and one.kind != ALLREDUCE:
             raise HorovodInternalError(f"a rank has joined and takes part in allreduces only, not in {one}")
         ragged = int(one.kind in ("allgather", "alltoall"))
         for other_place, other in others:
