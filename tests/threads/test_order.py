@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.gradient_format import GradientFormat
+from hvd_async.algorithms.eager.messages import StartRound
 from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
 from hvd_async.algorithms.gossip.message_exchange import MessageExchange
-from hvd_async.testing import InjectedError, _Mailbox
+from hvd_async.algorithms.gossip.messages import StartExchange
+from hvd_async.runtime.collective_calls import CollectiveCalls
+from hvd_async.runtime.messages import RunCollective
+from hvd_async.testing import InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_drive import run as follow
@@ -91,41 +100,96 @@ def broken(patch: pytest.MonkeyPatch, cls: type, method: str, old: str, new: str
     patch.setattr(cls, method, made[method])
 
 
-def found(run: Callable[[int], OrderedBoard], seeds: int = 40) -> bool:
-    """Whether a rank submits in another order than others, at one of these seeds."""
-    for seed in range(seeds):
-        try:
-            run(seed)
-        except Exception as error:
-            if "of its lane" in str(error):
-                return True
-            raise
-    return False
+# -- what keeps the order: with one name at a time, all but the first of these commands are held ----------------------
 
 
-def test_rounds_that_overtake_a_held_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_async.algorithms.eager.rounds_in_flight.NAMES_IN_RING", 1)
-    assert not found(lambda seed: run_eager(EAGER["solo"], seed), 5)
-    broken(monkeypatch, RoundsInFlight, "_start", "for late in held:", "for late in reversed(held):")
-    assert found(lambda seed: run_eager(EAGER["solo"], seed))
+class Engine:
+    """An engine's half that executors of commands use; ``landing`` are the collectives under way."""
+
+    rank, size, elastic = 0, 2, False
+
+    def __init__(self) -> None:
+        self.landing: deque[Callable[[Any], None]] = deque()
+        self.collectives = SimpleNamespace(
+            zeros=lambda length, dtype: np.zeros(length), allreduce_sum=self.started, broadcast=self.started
+        )
+        self.order: list[Any] = []
+
+    def started(self, vector: Any, *arguments: Any) -> None:
+        """Note what is submitted, by its length."""
+        self.order.append(len(vector))
+
+    def submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any = None) -> None:
+        if group is not None:
+            self.order.append(group[1])
+        else:
+            start()
+        self.landing.append(done)
+
+    def send(self, event: Any) -> None:
+        """Nobody hears it."""
+
+    def land_all(self, result: Any) -> list[Any]:
+        """Complete one after the other; return what was submitted, in order."""
+        while self.landing:
+            self.landing.popleft()(result)
+        return self.order
 
 
-def test_messages_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_async.algorithms.gossip.message_exchange.NAMES_IN_RING", 1)
-    assert not found(lambda seed: run_gossip(GOSSIP["adpsgd"], seed), 5)
-    broken(
-        monkeypatch,
-        MessageExchange,
-        "_try_held",
-        "self._submit(self._held.popleft())",
-        "self._submit(self._held.pop())",
+def rounds_submitted() -> list[int]:
+    engine: Any = Engine()
+    wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
+    rounds = RoundsInFlight(engine, wire, lambda ready: None, Counters([0, 1]))
+    for number in range(1, 6):
+        rounds.go(StartRound(0, [0], number, 1, [1]))
+    return engine.land_all(np.zeros(2))
+
+
+def exchanges_submitted() -> list[int]:
+    engine: Any = Engine()
+    engine.collectives.alltoall = lambda *arguments: None
+    post: Any = SimpleNamespace(
+        members=(), pack=lambda rows: rows, nbytes=8, process_set=None, room=lambda: None, unpack=None
     )
-    assert found(lambda seed: run_gossip(GOSSIP["adpsgd"], seed))
+
+    def snapshots(command: StartExchange) -> list[Any]:
+        engine.order.append(command.round)
+        return []
+
+    exchanges = MessageExchange(engine, post, lambda *message: None, snapshots, lambda: None)
+    for number in range(1, 6):
+        exchanges.exchange(StartExchange(0, number))
+    return engine.land_all(([], [0, 0]))
 
 
-def test_commands_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, _Mailbox, "get", "self._held.popleft()[1]", "self._held.pop()[1]")
-    assert found(lambda seed: run_eager(EAGER["solo"], seed))
+def calls_submitted() -> list[int]:
+    engine: Any = Engine()
+    calls = CollectiveCalls(engine, None, lambda ready: None)
+    for number in range(1, 6):
+        calls.run(RunCollective(0, "sum", "an average", number, "float32", 0, [1]))
+    return engine.land_all(np.zeros(1))
+
+
+HOLDING = {
+    rounds_submitted: (RoundsInFlight, "_start", "for late in held:", "for late in reversed(held):"),
+    exchanges_submitted: (MessageExchange, "_try_held", "self._held.popleft()", "self._held.pop()"),
+    calls_submitted: (CollectiveCalls, "_next", "self._commands.popleft()", "self._commands.pop()"),
+}
+"""What is submitted, and a fault that changes its order."""
+
+
+@pytest.fixture
+def one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("eager.rounds_in_flight", "gossip.message_exchange"):
+        monkeypatch.setattr(f"hvd_async.algorithms.{module}.NAMES_IN_RING", 1)
+
+
+@pytest.mark.usefixtures("one_name")
+@pytest.mark.parametrize("submitted", HOLDING, ids=lambda function: function.__name__)
+def test_held_commands_keep_their_order(submitted: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert submitted() == [1, 2, 3, 4, 5]
+    broken(monkeypatch, *HOLDING[submitted])
+    assert submitted() != [1, 2, 3, 4, 5], "the fault is not found"
 
 
 def test_a_broken_order_is_found() -> None:
