@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_async.algorithms.eager import messages as eager
-from hvd_async.algorithms.eager.options import ALGORITHMS as EAGER
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager import config as eager
+from hvd_async.algorithms.eager.config import ALGORITHMS as EAGER
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip import messages as gossip
 from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
 from hvd_async.algorithms.gossip.options import GossipOptions

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hvd_async.algorithms.eager.grace import AUTO
-from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.eager.quorum import AUTO
 from hvd_async.algorithms.gossip.options import COMPRESSIONS, GossipOptions
 from hvd_async.algorithms.leader.options import LeaderOptions
 from hvd_async.algorithms.option import picked

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
+    EagerOptions,
     GradientReady,
     SetHyperparameters,
     StartRound,
     StepEntered,
     VersionTaken,
 )
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.simulation.job import Job, Rank, Wait
 from hvd_async.simulation.network import ring_bytes, sent_bytes

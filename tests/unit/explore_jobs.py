@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.algorithms.leader.messages import LeaderConfig

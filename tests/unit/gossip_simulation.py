@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.message_queues import MessageQueues
 from hvd_async.algorithms.gossip.pair_requests import PairRequests
 from hvd_async.algorithms.gossip.state_machine import GossipStateMachine

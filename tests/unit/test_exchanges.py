@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import (
     AverageEntered,
     ExchangeDone,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, RoundsReceived, StepEntered
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, RoundsReceived, StepEntered
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError

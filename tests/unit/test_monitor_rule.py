@@ -126,7 +126,7 @@ def test_the_advice_fits_the_mode(settings, slow, told):
 
 def test_what_is_advised_can_be():
     """The options that a warning names are accepted together."""
-    from hvd_async.algorithms.eager.options import EagerOptions
+    from hvd_async.algorithms.eager.config import EagerOptions
 
     EagerOptions(quorum="solo", pace="rounds", max_staleness=16).check(4)
     for quorum in ("auto", 3, 0.75):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.gossip.options import NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.leader.options import LeaderOptions

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
 from hvd_async.algorithms.gossip.messages import MessageQueued
 from hvd_async.algorithms.leader.messages import (
     ALL_RANKS,
