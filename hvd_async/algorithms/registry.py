@@ -9,10 +9,10 @@ from hvd_async.algorithms.eager import config as eager
 from hvd_async.algorithms.eager.config import ALGORITHMS as EAGER
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.algorithms.gossip import messages as gossip
-from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
-from hvd_async.algorithms.gossip.options import GossipOptions
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
+from hvd_async.algorithms.gossip import config as gossip
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.gossip.config import GossipOptions
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.leader import messages as leader
 from hvd_async.algorithms.leader.options import ALGORITHMS as LEADER
 from hvd_async.algorithms.leader.options import LeaderOptions

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.leader.pulls import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.simulation.eager import EagerJob
 from hvd_async.simulation.gossip import GossipJob

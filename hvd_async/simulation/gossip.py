@@ -9,10 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_async.algorithms.gossip.messages import ExchangeDone, StartAverage, StartExchange
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS, ExchangeDone, StartAverage, StartExchange
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Command, Drained
 from hvd_async.simulation.job import Job, Rank
 from hvd_async.simulation.network import ring_bytes, sent_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvd_async.algorithms.gossip.messages import AverageEntered, StartAverage
+from hvd_async.algorithms.gossip.config import AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.simulation.gossip import GossipJob, GossipRank

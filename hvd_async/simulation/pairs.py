@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
-from hvd_async.algorithms.gossip.pairing import Pairing
+from hvd_async.algorithms.gossip.adpsgd import Pairing
+from hvd_async.algorithms.gossip.config import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained
 from hvd_async.simulation.gossip import GossipJob, GossipRank

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     AverageEntered,
     MessageComing,
     MessageQueued,

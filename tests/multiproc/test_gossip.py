@@ -10,7 +10,7 @@ from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVE
 from launch import RunJob
 from settings import ALONE, TENSORFLOW, TENSORFLOW_4, TENSORFLOW_MPI, TORCH, TORCH_4, TORCH_MPI, Setting
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference

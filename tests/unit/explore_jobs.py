@@ -8,8 +8,8 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.algorithms.leader.messages import LeaderConfig
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.runtime.state_machine import StateMachine

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.algorithms.gossip.message_queues import MessageQueues
-from hvd_async.algorithms.gossip.pair_requests import PairRequests
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
+from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
 from hvd_async.algorithms.leader import state_machine as leader
 from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
 from hvd_async.runtime.state_machine import StateMachine

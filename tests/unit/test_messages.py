@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager import config as eager
-from hvd_async.algorithms.gossip import messages as gossip
+from hvd_async.algorithms.gossip import config as gossip
 from hvd_async.algorithms.leader import messages as leader
 from hvd_async.runtime import messages
 from hvd_async.runtime.codec import DecodeError, encode

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.config import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.messages import MessageQueued
+from hvd_async.algorithms.gossip.config import MessageQueued
 from hvd_async.algorithms.leader.messages import (
     ALL_RANKS,
     CENTER,

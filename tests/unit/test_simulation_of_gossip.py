@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_async import topology
-from hvd_async.algorithms.gossip.messages import WaitingForMessage
+from hvd_async.algorithms.gossip.config import WaitingForMessage
 from hvd_async.simulation import workloads
 from hvd_async.simulation.arms import job_of, simulate
 from hvd_async.simulation.clock import Clock

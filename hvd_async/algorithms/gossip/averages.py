@@ -1,10 +1,13 @@
-"""Averages of vectors over all ranks: by an allreduce, or in two stages where messages are compressed.
+"""Averages over all ranks that have not finished: plain ones of weights, and ones of differences, in two stages.
 
-Each stage is an ``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank
-j, which adds up what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many
-numbers as an allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression
-leaves out of either stage is added to the next vector that this rank contributes (error feedback); where a rank has
-finished, what it leaves out of means is added to the next mean of its part.
+``GlobalAverages`` are taken at steps of the same number, each by an allreduce.
+
+``DifferenceAverages`` go by an allreduce too, or in two stages where messages are compressed. Each stage is an
+``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up
+what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many numbers as an
+allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression leaves out of
+either stage is added to the next vector that this rank contributes (error feedback); where a rank has finished, what it
+leaves out of means is added to the next mean of its part.
 """
 
 from __future__ import annotations
@@ -12,10 +15,82 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
-from hvd_async.algorithms.gossip.messages import AverageEntered, StartAverage
+from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
+from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Handle, Vector
+
+# -- averages of weights -----------------------------------------------------------------------------------------------
+
+
+class _Summed(NamedTuple):
+    """A completed average: the sum of x over so many ranks, and those of their push-sum weights."""
+
+    x: Vector
+    weights: list[float]
+    ranks: int
+
+
+class GlobalAverages:
+    """One optimizer's averages over all ranks.
+
+    Args:
+        engine: this rank's.
+        post: the format of vectors.
+    """
+
+    def __init__(self, engine: Engine, post: MessageFormat) -> None:
+        self._engine, self._post = engine, post
+        self._contributed: dict[int, Vector] = {}
+        """This rank's x for averages that have not started yet (engine thread)."""
+        self._sums: dict[int, _Summed] = {}
+        self._index = 0
+        """Averages since the last drain or cut."""
+
+    def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
+        """Join the next average with x, which is given away; return its number (training thread, as the rest)."""
+        self._index += 1
+        index = self._index
+
+        def send() -> None:
+            self._contributed[index] = x
+            self._engine.send(AverageEntered(optimizer, index, weights))
+
+        self._engine.call_soon(send)
+        return index
+
+    def is_complete(self, index: int) -> bool:
+        """Return whether ``result`` is available."""
+        return index in self._sums
+
+    def result(self, index: int) -> tuple[Vector, list[float]]:
+        """Return the mean of x, and of the push-sum weights."""
+        total = self._sums.pop(index)
+        return self._post.times(total.x, 1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
+
+    def restart(self) -> None:
+        """Count from 1 again."""
+        self._index = 0
+
+    def submit(self, command: StartAverage) -> None:
+        """Submit this rank's part, or zeros if it has finished (engine thread)."""
+        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
+        own = self._contributed.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted while it waited
+        vector = self._post.zeros() if own is None else own
+
+        def on_complete(total: Vector) -> None:
+            with self._engine.changed:
+                if own is not None:
+                    self._sums[command.index] = _Summed(total, command.weights, len(command.ranks))
+
+        self._engine.submit(
+            lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),
+            on_complete,
+        )
+
+
+# -- averages of differences -------------------------------------------------------------------------------------------
 
 
 class Average(NamedTuple):

@@ -35,11 +35,14 @@ where as many events have led to it: when an exchange of their messages starts, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from hvd_async.algorithms.gossip.message_queues import MessageQueues
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
     STAGES,
     AverageEntered,
     ExchangeDone,
@@ -55,12 +58,452 @@ from hvd_async.algorithms.gossip.messages import (
     senders_of,
     spans_of,
 )
-from hvd_async.algorithms.gossip.options import ALGORITHMS
-from hvd_async.algorithms.gossip.pair_requests import PairRequests
-from hvd_async.algorithms.gossip.readiness import Readiness, Reason
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
+
+# -- queued messages ---------------------------------------------------------------------------------------------------
+# Messages that ranks have queued and no exchange has taken: each rank's in order, and the first ones by their step.
+#
+# Which messages go together next is known without a look at every rank.
+
+
+@dataclass
+class _Group:
+    """Ranks whose first messages are of one step.
+
+    Attributes:
+        step: it.
+        since: when the first of these messages was queued.
+        ranks: that have queued them.
+    """
+
+    step: int
+    since: float
+    ranks: set[int] = field(default_factory=set)
+
+
+@dataclass(init=False)
+class MessageQueues:
+    """All ranks' queues.
+
+    Args:
+        ranks: in order.
+        stages: messages of a step are of so many, and have keys of their own; then first messages go together whatever
+            step they are of (hierarchical gossip). 1: a message's key is its step, and only those of one step go.
+    """
+
+    _place: dict[int, int]
+    _stages: int
+    _queues: dict[int, dict[int, float]]
+    """When each message was queued, by rank and key, in the order in which they were."""
+    _groups: list[_Group]
+    """The order of first messages: that of the earliest step is first."""
+
+    def __init__(self, ranks: Sequence[int], stages: int = 1) -> None:
+        self._place, self._stages = {rank: place for place, rank in enumerate(ranks)}, stages
+        self._queues = {rank: {} for rank in ranks}
+        self._groups = []
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def has(self, rank: int) -> bool:
+        """Return whether a rank has any message here."""
+        return bool(self._queues[rank])
+
+    def holds(self, rank: int, key: int) -> bool:
+        """Return whether a rank's message of this key is here."""
+        return key in self._queues[rank]
+
+    def add(self, rank: int, key: int, now: float) -> None:
+        """Queue a message."""
+        queue = self._queues[rank]
+        queue[key] = now
+        if len(queue) == 1:
+            self._lead(rank, key, now)
+
+    def _lead(self, rank: int, key: int, at: float) -> None:
+        """Enter a rank's message among the first ones."""
+        step = key // self._stages
+        place = bisect_left(self._groups, step, key=lambda group: group.step)
+        if place == len(self._groups) or self._groups[place].step != step:
+            self._groups.insert(place, _Group(step, at))
+        group = self._groups[place]
+        group.since = min(group.since, at)
+        group.ranks.add(rank)
+
+    @property
+    def earliest(self) -> int:
+        """The earliest step of which there are messages; there must be some."""
+        return self._groups[0].step
+
+    def since(self, until: float) -> float | None:
+        """Return when the first of the messages that go next was queued; None if there are none.
+
+        Args:
+            until: the last step of which messages may go.
+        """
+        if self._stages == 1:  # (it is asked after each event)
+            return self._groups[0].since if self._groups and self._groups[0].step <= until else None
+        return min((group.since for group in self._next(until)), default=None)
+
+    def _next(self, until: float) -> list[_Group]:
+        """Return the groups that go next."""
+        groups = self._groups if self._stages > 1 else self._groups[:1]
+        return [group for group in groups if group.step <= until]
+
+    def take(self, until: float) -> list[tuple[int, int]]:
+        """Take the messages that go next: (rank, key), in the order of the ranks; ``until`` as of ``since``."""
+        groups = self._next(until)
+        del self._groups[: len(groups)]
+        taken = []
+        for rank in sorted({rank for group in groups for rank in group.ranks}, key=self._place.__getitem__):
+            queue = self._queues[rank]
+            key = next(iter(queue))
+            del queue[key]
+            taken.append((rank, key))
+        for rank, _ in taken:
+            for key, at in self._queues[rank].items():
+                self._lead(rank, key, at)
+                break
+        return taken
+
+
+# -- ranks that the next exchange waits for ----------------------------------------------------------------------------
+
+
+@dataclass
+class Levels:
+    """Numbers, each as often as it was added and not removed.
+
+    Few differ at a time: ranks that are waited for stand at steps close to each other.
+    """
+
+    _values: list[int] = field(default_factory=list)
+    """Those that differ, in order; and how often each is there."""
+    _counts: list[int] = field(default_factory=list)
+    _size: int = 0
+
+    def add(self, value: int, times: int = 1) -> None:
+        """Add a number, so many times."""
+        at = bisect_left(self._values, value)
+        if at == len(self._values) or self._values[at] != value:
+            self._values.insert(at, value)
+            self._counts.insert(at, 0)
+        self._counts[at] += times
+        self._size += times
+
+    def remove(self, value: int) -> None:
+        """Remove a number that is there, once."""
+        at = bisect_left(self._values, value)
+        self._size -= 1
+        self._counts[at] -= 1
+        if not self._counts[at]:
+            del self._values[at], self._counts[at]
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def least(self) -> int:
+        """The least; of none, 0."""
+        return self._values[0] if self._values else 0
+
+
+class Reason(Enum):
+    """Why a rank is not waited for: it is in the next exchange, or has nothing for it before that has completed."""
+
+    MESSAGE = "it has queued one"
+    PAIR = "it has requested one"
+    STARVING = "it waits for a message"
+    AVERAGE = "it is in an average"
+
+
+@dataclass
+class _Host:
+    """Counts of a host's ranks: waited for, with queued messages, with a pair requested."""
+
+    open: int
+    sending: int = 0
+    asking: int = 0
+
+
+@dataclass
+class HostCounts:
+    """Ranks that are waited for, where an exchange waits for some hosts only.
+
+    Attributes:
+        of_senders: those on hosts of which a rank has queued a message.
+        of_others: those on hosts of which none has requested a pair.
+    """
+
+    hosts: list[_Host]
+    of_senders: int
+    of_others: int
+
+    def change(self, host: int, opened: int = 0, sending: int = 0, asking: int = 0) -> None:
+        """Add to a host's counts."""
+        own = self.hosts[host]
+        self.of_senders -= own.open if own.sending else 0
+        self.of_others -= 0 if own.asking else own.open
+        own.open, own.sending, own.asking = own.open + opened, own.sending + sending, own.asking + asking
+        self.of_senders += own.open if own.sending else 0
+        self.of_others += 0 if own.asking else own.open
+
+
+@dataclass(init=False)
+class Readiness:
+    """All ranks between two ends.
+
+    Args:
+        ranks: in order.
+        active: those that have not finished.
+        local_size: ranks of a host; 1: hosts are nothing by themselves.
+        by_host: whether an exchange waits for some hosts only (pairs of hosts).
+
+    Attributes:
+        active: as given, without those that have finished since.
+    """
+
+    active: set[int]
+    _place: dict[int, int]
+    _local_size: int
+    _reasons: dict[int, int]
+    """How many each rank has."""
+    _told: dict[int, int]
+    """The last step of which each rank has queued messages, or announced none."""
+    _sent: dict[int, int]
+    """The last step of which each rank's messages were sent, or there are none."""
+    _told_by_active: Levels
+    _sent_by_open: Levels
+    _hosts: HostCounts | None
+
+    def __init__(
+        self, ranks: Sequence[int], active: Collection[int], local_size: int = 1, by_host: bool = False
+    ) -> None:
+        self.active = set(active)
+        self._place, self._local_size = {rank: place for place, rank in enumerate(ranks)}, local_size
+        self._reasons, self._told, self._sent = (dict.fromkeys(ranks, 0) for _ in range(3))
+        self._told_by_active, self._sent_by_open = Levels(), Levels()
+        if self.active:
+            self._told_by_active.add(0, len(self.active))
+            self._sent_by_open.add(0, len(self.active))
+        self._hosts = None
+        if by_host:
+            self._hosts = HostCounts([_Host(0) for _ in range(len(ranks) // local_size)], 0, 0)
+            for rank in self.active:
+                self._hosts.change(self._place[rank] // local_size, opened=1)
+
+    # -- what a rank has ----------------------------------------------------------------------------------------
+
+    def add(self, rank: int, reason: Reason) -> None:
+        """Note a reason not to wait for a rank; it may have one several times (averages)."""
+        self._reasons[rank] += 1
+        if self._reasons[rank] == 1 and rank in self.active:
+            self._close(rank)
+        self._count(rank, reason, 1)
+
+    def drop(self, rank: int, reason: Reason) -> None:
+        """Note that a reason is gone."""
+        self._reasons[rank] -= 1
+        if not self._reasons[rank] and rank in self.active:
+            self._sent_by_open.add(self._sent[rank])
+            if self._hosts is not None:
+                self._hosts.change(self._place[rank] // self._local_size, opened=1)
+        self._count(rank, reason, -1)
+
+    def _close(self, rank: int) -> None:
+        self._sent_by_open.remove(self._sent[rank])
+        if self._hosts is not None:
+            self._hosts.change(self._place[rank] // self._local_size, opened=-1)
+
+    def _count(self, rank: int, reason: Reason, by: int) -> None:
+        if self._hosts is not None:
+            host = self._place[rank] // self._local_size
+            if reason is Reason.MESSAGE:
+                self._hosts.change(host, sending=by)
+            elif reason is Reason.PAIR:
+                self._hosts.change(host, asking=by)
+
+    def finish(self, rank: int) -> None:
+        """A rank has finished: it is waited for no more."""
+        self.active.discard(rank)
+        self._told_by_active.remove(self._told[rank])
+        if not self._reasons[rank]:
+            self._close(rank)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def told(self, rank: int) -> int:
+        """Return the last step of which a rank has queued messages, or announced none; 0 before it has."""
+        return self._told[rank]
+
+    def tell(self, rank: int, step: int) -> None:
+        """Note that step."""
+        if rank in self.active:
+            self._told_by_active.remove(self._told[rank])
+            self._told_by_active.add(step)
+        self._told[rank] = step
+
+    def send(self, rank: int, step: int) -> None:
+        """Note the last step of which a rank's messages were sent, or there are none."""
+        if rank in self.active and not self._reasons[rank]:
+            self._sent_by_open.remove(self._sent[rank])
+            self._sent_by_open.add(step)
+        self._sent[rank] = step
+
+    def sent(self, rank: int) -> int:
+        """Return the last step of which a rank's messages were sent, or there are none."""
+        return self._sent[rank]
+
+    @property
+    def slowest(self) -> int:
+        """The least ``told`` of the active ranks."""
+        return self._told_by_active.least
+
+    # -- whom an exchange waits for -----------------------------------------------------------------------------
+
+    def lacks(self, step: int | None) -> bool:
+        """Return whether an active rank is waited for.
+
+        Args:
+            step: that the exchange's messages are of; None: it has none.
+        """
+        if self._hosts is not None:
+            return bool(self._hosts.of_others if step is None else self._hosts.of_senders)
+        if not len(self._sent_by_open):
+            return False
+        return step is None or self._local_size > 1 or self._sent_by_open.least < step
+
+
+# -- pairs (law 3) -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(init=False)
+class PairRequests:
+    """Those of one optimizer. A place is a rank's or, where hosts are averaged, a host's.
+
+    Args:
+        ranks: in order.
+        neighbours: places of each place's neighbours; empty where there are no pairs.
+        local_size: ranks of a place.
+
+    Attributes:
+        waiting: ranks that have requested a pair, in order, and when.
+    """
+
+    waiting: dict[int, float]
+    _firsts: tuple[int, ...]
+    """The first rank of each place."""
+    _place: dict[int, int]
+    _local_size: int
+    _neighbours: list[frozenset[int]]
+    _neighbour_of: list[list[int]]
+    """Places that each place is a neighbour of."""
+    _met: list[int]
+    """The last exchange in which each place was averaged, x places, + its own: so no two are the same."""
+    _present: list[int]
+    """How many ranks of each place have not finished."""
+    _active: set[int]
+    """Places where some have not."""
+    _left: list[int]
+    """How many neighbours of each place are active."""
+    _asking: list[int]
+    """How many ranks of each place have requested a pair."""
+    _served: int
+    """Ranks that have requested one, and have an active neighbour."""
+
+    def __init__(self, ranks: Sequence[int], neighbours: Sequence[Sequence[int]] = (), local_size: int = 1) -> None:
+        self._place = {rank: place // local_size for place, rank in enumerate(ranks)}
+        self._firsts, self._local_size = tuple(ranks[::local_size]), local_size
+        self._neighbours = [frozenset(own) for own in neighbours]
+        self._neighbour_of = [[] for _ in self._neighbours]
+        for place, own in enumerate(self._neighbours):
+            for other in own:
+                self._neighbour_of[other].append(place)
+        self._met = list(range(len(self._firsts)))
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin after an end: nobody has requested anything, all go on."""
+        self.waiting = {}
+        self._present = [self._local_size] * len(self._firsts)
+        self._active = set(range(len(self._firsts)))
+        self._left = list(map(len, self._neighbours))
+        self._asking = [0] * len(self._firsts)
+        self._served = 0
+
+    def add(self, rank: int, now: float) -> bool:
+        """Note a request; return whether there was none of this rank."""
+        if rank in self.waiting:
+            return False
+        self.waiting[rank] = now
+        self._count(rank, 1)
+        return True
+
+    def _count(self, rank: int, by: int) -> None:
+        place = self._place[rank]
+        self._asking[place] += by
+        self._served += by if self._left[place] else 0
+
+    def finish(self, rank: int) -> bool:
+        """A rank has finished; return whether it had requested a pair, which it gets no more."""
+        had = self.waiting.pop(rank, None) is not None
+        if had:
+            self._count(rank, -1)
+        place = self._place[rank]
+        self._present[place] -= 1
+        if not self._present[place] and self._neighbours:
+            self._active.discard(place)
+            for other in self._neighbour_of[place]:
+                self._left[other] -= 1
+                if not self._left[other]:
+                    self._served -= self._asking[other]
+        return had
+
+    @property
+    def since(self) -> float:
+        """When the rank that has waited longest has requested its pair; some rank must have."""
+        return next(iter(self.waiting.values()))
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether anybody who has requested a pair has an active neighbour."""
+        return self._served > 0
+
+    def pair(self, exchange: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return the pairs of an exchange, by their places' first ranks, and the ranks whose requests they meet.
+
+        Those that have waited longest come first; of several neighbours each gets one that requests a pair too, if
+        there is any, and of these the one whose last average is longest ago.
+        """
+        asking = dict.fromkeys([self._place[rank] for rank in self.waiting])
+        unpaired, taken = set(asking), set[int]()
+        pairs: list[tuple[int, int]] = []
+        for wanting in (True, False):
+            for place in asking:
+                if place in taken:
+                    continue
+                own = self._neighbours[place]
+                free = own & unpaired if wanting else (own & self._active).difference(asking, taken)
+                if free:
+                    partner = min(free, key=self._met.__getitem__)
+                    both = (place, partner)
+                    taken.update(both)
+                    unpaired.difference_update(both)
+                    pairs.append((self._firsts[place], self._firsts[partner]))
+        for place in taken:
+            self._met[place] = exchange * len(self._firsts) + place
+        met = [rank for rank in self.waiting if self._place[rank] in taken]
+        for rank in met:
+            self._count(rank, -1)
+        self.waiting = {rank: at for rank, at in self.waiting.items() if self._place[rank] not in taken}
+        return pairs, met
+
+
+# -- the state machine -------------------------------------------------------------------------------------------------
+
 
 SMOOTHING = 0.2
 """Weight of the last exchange in the running mean of their durations."""
