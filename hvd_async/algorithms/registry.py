@@ -13,10 +13,10 @@ from hvd_async.algorithms.gossip import config as gossip
 from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
 from hvd_async.algorithms.gossip.config import GossipOptions
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
-from hvd_async.algorithms.leader import messages as leader
-from hvd_async.algorithms.leader.options import ALGORITHMS as LEADER
-from hvd_async.algorithms.leader.options import LeaderOptions
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.leader import config as leader
+from hvd_async.algorithms.leader.config import ALGORITHMS as LEADER
+from hvd_async.algorithms.leader.config import LeaderOptions
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.runtime.family import Algorithm, Family
 
 FAMILIES = (

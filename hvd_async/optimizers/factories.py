@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.quorum import AUTO
 from hvd_async.algorithms.gossip.config import COMPRESSIONS, GossipOptions
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import picked
 from hvd_async.optimizers.eager import EagerDriver, GradientReplica
 from hvd_async.optimizers.gossip import GossipDriver

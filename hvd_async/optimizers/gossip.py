@@ -24,7 +24,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.pulls import Statistics
+from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector

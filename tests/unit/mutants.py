@@ -14,8 +14,8 @@ import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
-from hvd_async.algorithms.leader import state_machine as leader
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.leader import machine as leader
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.runtime.state_machine import StateMachine
 
 

@@ -13,7 +13,7 @@ import pytest
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.gossip.config import NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import PLACEHOLDER, documented, in_flags, options_of, read_by_epoch
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.optimizers.horovod_options import check_passes, scales

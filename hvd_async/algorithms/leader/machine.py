@@ -26,18 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.leader.messages import (
-    ALL_RANKS,
-    CENTER,
-    NO_LEADER,
-    LeaderConfig,
-    PullDone,
-    PullProgress,
-    StartPull,
-    StepTaken,
-)
-from hvd_async.algorithms.leader.options import ALGORITHMS
-from hvd_async.algorithms.leader.selection import pick_leader
+from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, pick_leader
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Command, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
