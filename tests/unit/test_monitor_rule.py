@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.registry import ALGORITHMS
-from hvd_async.monitor.advice import advice, named
-from hvd_async.monitor.slow_ranks import BEGIN, END, WINDOWS, SlowRanks, by_own_waits, by_waits_for
+from hvd_async.monitor.slow_ranks import BEGIN, END, WINDOWS, SlowRanks, advice, by_own_waits, by_waits_for, named
 from tests.conftest import examples
 from tests.unit.monitored import EAGER
 
